@@ -1,0 +1,100 @@
+# Colograd. `make` alone lists the targets. Each of them works on a fresh clone: what it needs is set up first.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# What may be given on the command line, as in `make train CONFIG=recipes/grpo_qwen.yaml ARGS="--seed 1"`.
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= recipes/grpo_smollm2_cpu.yaml
+ARGS ?=
+# cpu or cuda: which of requirements/*.txt is installed. Empty: cuda where `nvidia-smi -L` lists a GPU, else cpu.
+KIND ?=
+
+MODEL := models/SmolLM2-135M-Instruct
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -qq
+STAMP := $(VENV)/.colograd-setup
+REQUIREMENTS := requirements/cpu.txt requirements/cuda.txt requirements/nodeps.txt
+
+# Tools that are looked up by name (ninja, for kernels built at run time) come from the environment.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+.PHONY: help setup model train test test-all lint format bench docs clean distclean
+
+help: ## List the targets (the default)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  Variables: CONFIG (a recipe), ARGS (passed on), PYTHON, VENV, KIND (cpu or cuda)'
+
+setup: $(STAMP) ## Make .venv with everything pinned; does nothing when it is up to date
+
+# The stamp is written last, so an interrupted set-up is repeated. Before that, packages pip was killed in the middle of
+# (INSTALLER is among the last files it writes) are dropped, since pip would take them for installed.
+$(STAMP): $(REQUIREMENTS) setup.cfg
+	@set -e; \
+	kind="$(KIND)"; \
+	if [ -z "$$kind" ]; then \
+	  if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then kind=cuda; else kind=cpu; fi; \
+	fi; \
+	case "$$kind" in cpu|cuda) ;; *) echo "setup: KIND=$$kind; it is cpu, cuda or empty" >&2; exit 1;; esac; \
+	if [ -e "$(VENV)/.colograd-kind" ] && [ "$$(cat "$(VENV)/.colograd-kind")" != "$$kind" ]; then \
+	  echo "setup: $(VENV) was made for $$(cat "$(VENV)/.colograd-kind"), not $$kind: remove it first (make distclean)" >&2; exit 1; \
+	fi; \
+	if ! "$(PY)" -m pip --version >/dev/null 2>&1; then \
+	  "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "setup: the pinned packages need Python 3.11 or newer; name one: make setup PYTHON=python3.12" >&2; exit 1; }; \
+	  "$(PYTHON)" -m venv --clear "$(VENV)"; \
+	fi; \
+	echo "setup: installing requirements/$$kind.txt into $(VENV) (a few minutes the first time)"; \
+	find "$(VENV)/lib" -path '*/site-packages/*.dist-info' -prune ! -exec test -e '{}/INSTALLER' \; -exec rm -rf '{}' +; \
+	find "$(VENV)/lib" -path '*/site-packages/~*' -prune -exec rm -rf '{}' +; \
+	echo "$$kind" > "$(VENV)/.colograd-kind"; \
+	if [ "$$kind" = cpu ]; then \
+	  $(PIP) install --no-deps -r requirements/cpu.txt; \
+	  "$(PY)" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' 2>/dev/null || { \
+	    $(PIP) uninstall --yes torch; \
+	    echo "setup: pip's index gave a torch that is not the CPU build, or one that does not import; add PyTorch's CPU" \
+	      "wheel index to pip's settings (PIP_EXTRA_INDEX_URL) and run make setup again" >&2; \
+	    exit 1; }; \
+	else \
+	  $(PIP) install -r requirements/cuda.txt; \
+	  $(PIP) install --no-deps -r requirements/nodeps.txt; \
+	fi; \
+	$(PIP) install --no-deps --no-build-isolation -e .; \
+	touch "$(STAMP)"
+
+model: $(STAMP) ## Make the quickstart's model folder (models/SmolLM2-135M-Instruct)
+	@$(PY) -m colograd.quickstart --output $(MODEL)
+
+train: $(STAMP) model ## Train by a recipe: CONFIG=recipes/X.yaml ARGS="--any.flag value"
+	$(PY) -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	  colograd/train.py --config "$(CONFIG)" $(ARGS)
+
+test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
+	$(PY) -m pytest $(ARGS)
+
+test-all: $(STAMP) model ## Run the full suite: real training runs too (minutes each)
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+lint: $(STAMP) ## Check style, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(STAMP) ## Rewrite the sources in the project's format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(STAMP) model ## Print the phase times of a training step
+	$(PY) tests/benchmarks/phases.py $(ARGS)
+
+docs: $(STAMP) ## Write the generated pages of docs/
+	$(PY) docs/generate.py
+
+clean: ## Remove builds and caches; runs, models and .venv stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache tests/benchmarks/out
+	find . -name __pycache__ -type d -not -path './.venv/*' -not -path './$(VENV)/*' -prune -exec rm -rf '{}' +
+
+distclean: clean ## Remove .venv and the models as well; runs stay
+	rm -rf "$(VENV)" models

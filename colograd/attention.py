@@ -1,0 +1,176 @@
+"""Attention over a `SegmentLayout`: each segment of a packed row sees itself, causally, and the earlier segments it names.
+
+Registered with transformers under `NAME`, so a decoder that goes through its attention interface runs it unchanged:
+
+    model.set_attn_implementation(attention.NAME)
+    model(input_ids, position_ids=..., layout=micro_batch.layout)
+
+On CUDA in 16 bits it is one variable-length flash call of torch; elsewhere one `scaled_dot_product_attention` per segment.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from .batch import SegmentLayout
+
+NAME = "colograd_packed"
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    layout: SegmentLayout | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one packed row, in the form of transformers' attention functions.
+
+    Args:
+        query: (1, H, T, D).
+        key, value: (1, K, T, D), K dividing H (grouped-query attention).
+        layout: which tokens see which; None: the row is one sequence.
+        sliding_window: keys further than this many tokens back, counted along prompt and completion, are not seen.
+
+    Returns:
+        (1, T, H, D), and None for the attention weights.
+
+    Raises:
+        ValueError: more than one row, or a feature that would be computed wrongly.
+    """
+    if query.shape[0] != 1:
+        raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
+    if softcap is not None or unused.get("s_aux") is not None:
+        raise ValueError("This model's attention uses soft-capping or sinks, which packed attention doesn't compute yet.")
+    if layout is None:
+        layout = SegmentLayout((query.shape[2],), ((),))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _flash() is not None and dropout == 0.0:
+        output = _flash_attention(query, key, value, layout, scaling, sliding_window)
+    else:
+        output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window)
+    return output, None
+
+
+def _segment_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SegmentLayout,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One scaled_dot_product_attention per segment; (1, T, H, D)."""
+    keys, values = key.split(layout.lengths, dim=2), value.split(layout.lengths, dim=2)
+    outputs = []
+    for index, queries in enumerate(query.split(layout.lengths, dim=2)):
+        seen = (*layout.sees[index], index)
+        k = torch.cat([keys[s] for s in seen], dim=2) if len(seen) > 1 else keys[index]
+        v = torch.cat([values[s] for s in seen], dim=2) if len(seen) > 1 else values[index]
+        square = len(seen) == 1 and (window is None or k.shape[2] <= window)
+        mask = None if square else _causal_mask(queries.shape[2], k.shape[2], window, query.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries, k, v, attn_mask=mask, dropout_p=dropout, is_causal=square, scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )  # fmt: skip
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=256)  # the same shapes come back in every layer
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(queries, keys) bool, causal with the last query at the last key."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+@functools.cache
+def _flash() -> tuple[Any, dict[str, Any]] | None:
+    """torch's variable-length flash attention and its way of saying "causal", or None where it is missing."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    if "window_size" in parameters:
+        return varlen_attn, {"window_size": (-1, 0)}
+    return varlen_attn, {"is_causal": True}
+
+
+def _flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SegmentLayout,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """One flash call over all segments, keys gathered per segment; (1, T, H, D)."""
+    found = _flash()
+    assert found is not None
+    attend, causal = found[0], dict(found[1])
+    plan = _gather_plan(layout, query.device)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+    k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
+    parameters = inspect.signature(attend).parameters
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in parameters:
+            causal["enable_gqa"] = True
+        else:
+            repeat = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    if window is not None:
+        if "window_size" not in parameters:
+            raise ValueError("This torch's variable-length attention has no sliding windows: use torch 2.11 or newer.")
+        causal["window_size"] = (window - 1, 0)
+    head_dim = q.shape[-1]
+    scale = scaling if scaling is not None else head_dim**-0.5
+    if "scale" in parameters:
+        causal["scale"] = scale
+    else:
+        q = q * (scale * head_dim**0.5)  # the kernel divides by sqrt(head_dim) itself
+    return attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **causal).unsqueeze(0)  # type: ignore[no-any-return]
+
+
+class _GatherPlan:
+    """Where each segment's keys lie in the row, as the flash kernel wants it. Built once per micro-batch."""
+
+    def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
+        starts = layout.starts
+        index, key_lengths = [], []
+        for segment in range(len(layout.lengths)):
+            seen = (*layout.sees[segment], segment)
+            index += [torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen]
+            key_lengths.append(sum(layout.lengths[s] for s in seen))
+        self.keys = torch.cat(index).to(device)
+        self.cu_queries = torch.tensor((0, *layout.lengths)).cumsum(0).to(device, torch.int32)
+        self.cu_keys = torch.tensor((0, *key_lengths)).cumsum(0).to(device, torch.int32)
+        self.max_queries, self.max_keys = max(layout.lengths), max(key_lengths)
+
+
+@functools.lru_cache(maxsize=16)
+def _gather_plan(layout: SegmentLayout, device: torch.device) -> _GatherPlan:
+    return _GatherPlan(layout, device)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The layout says what is visible; a dense mask is never built."""
+    return None
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,118 @@
+"""Checkpoints that are whole or not there: written aside, flushed, renamed; and SIGTERM, which asks for one.
+
+A folder named ``checkpoint-N`` is complete by construction: transformers' own search for the last one can be trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
+
+ASIDE = ".incomplete"
+DISCARDED = ".discarded"
+
+
+def aside_folder(run_dir: str | Path) -> Path:
+    """Where a checkpoint is written before it counts. On the same file system, so that renaming is atomic."""
+    return Path(run_dir) / ASIDE
+
+
+def commit(aside: Path, final: Path) -> None:
+    """Make the finished folder ``aside`` the checkpoint ``final``, surviving a crash of the machine right after."""
+    for path in aside.rglob("*"):
+        if path.is_file():
+            _flush(path)
+    if final.exists():  # the same step saved twice (a save on request after a scheduled one)
+        discard(final)
+    os.rename(aside, final)
+    _flush(final.parent)
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint so that a half-deleted one never looks complete."""
+    gone = folder.with_name(f"{DISCARDED}-{folder.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep(run_dir: str | Path) -> None:
+    """Remove what an interrupted save or deletion left behind."""
+    for leftover in Path(run_dir).glob(".*"):
+        if leftover.name == ASIDE or leftover.name.startswith(DISCARDED):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def rotate(run_dir: str | Path, limit: int | None, best: str | None) -> None:
+    """Keep the newest ``limit`` checkpoints, and the best one."""
+    if limit is None or limit <= 0:
+        return
+    ordered = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
+    keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
+    for folder in ordered[:-keep]:
+        if best is None or folder.resolve() != Path(best).resolve():
+            discard(folder)
+
+
+def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
+    """The checkpoint that ``resume_from_checkpoint`` means.
+
+    ``True`` is the last one and an error if there is none; ``"auto"`` is the last one, or a fresh start; a path is itself.
+
+    Raises:
+        ValueError: no such checkpoint.
+    """
+    if wanted is None or wanted is False or str(wanted).lower() in ("false", "none", ""):
+        return None
+    text = str(wanted)
+    if text.lower() in ("true", "auto"):
+        last = get_last_checkpoint(run_dir) if os.path.isdir(run_dir) else None
+        if last is None and text.lower() == "true":
+            raise ValueError(
+                f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint: "
+                "use `auto` to start anew in that case."
+            )
+        return last
+    if not os.path.isfile(os.path.join(text, "trainer_state.json")):
+        raise ValueError(
+            f"resume_from_checkpoint is {text!r}, which is no complete checkpoint (trainer_state.json is missing): "
+            "give a checkpoint-N folder, `true`, or `auto`."
+        )
+    return text
+
+
+class StopSignal:
+    """Notices SIGTERM and leaves the stopping to the trainer, which first writes a checkpoint."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._previous: Any = None
+
+    def install(self) -> None:
+        """Start listening. Only the main thread may; elsewhere (a notebook's worker) nothing is changed."""
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._notice)
+
+    def remove(self) -> None:
+        """Give the signal back to whoever had it."""
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

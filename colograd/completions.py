@@ -1,0 +1,127 @@
+"""The completions log and its table."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .batch import ScoredGroup
+
+DEFAULT_WIDTH = 120  # characters
+TEXT_LINES = 6  # lines a cell of text is meant to have
+# What a model writes is shown, never obeyed: control characters (but newline and tab) would steer the terminal.
+_CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+def completions_table(
+    groups: Sequence[ScoredGroup],
+    texts: Sequence[Sequence[str]],
+    reward_names: Sequence[str],
+    step: int,
+    limit: int | None,
+    unique_prompts: bool,
+    width: int | None = None,
+) -> Table:
+    """A table of completions with their rewards and advantages.
+
+    Args:
+        groups: the step's groups.
+        texts: ``texts[g][i]`` is the decoded completion i of group g.
+        reward_names: [R], in the order of the columns of ``ScoredGroup.rewards``.
+        step: the optimizer step, for the title.
+        limit: rows at most, one of each group before the second of any; None is all.
+        unique_prompts: show one completion per group only.
+        width: characters; None is 120. Long texts are shortened in the middle to fit.
+    """
+    width = width or DEFAULT_WIDTH
+    # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.
+    room = max(width - 40 - sum(max(len(name), 5) + 3 for name in reward_names), 45)
+    prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
+    table = Table(title=f"Step {step}", width=width, show_lines=True)
+    table.add_column("Prompt", ratio=1, overflow="fold")
+    table.add_column("Completion", ratio=2, overflow="fold")
+    for name in reward_names:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for name in ("Advantage", "Tokens", "End"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for g, i in _rows([len(group.group.rollouts) for group in groups], limit, unique_prompts):
+        scored = groups[g]
+        rollout = scored.group.rollouts[i]
+        table.add_row(
+            Text(_shorten(_prompt_text(scored.group.example.get("prompt", "")), prompt_limit)),
+            Text(_shorten(texts[g][i], completion_limit)),
+            *(_number(value) for value in scored.rewards[i].tolist()),
+            _number(_advantage(scored, i)),
+            str(len(rollout.completion_ids)),
+            rollout.finish_reason.value,
+        )
+    return table
+
+
+def print_table(
+    groups: Sequence[ScoredGroup],
+    texts: Sequence[Sequence[str]],
+    reward_names: Sequence[str],
+    step: int,
+    limit: int | None,
+    unique_prompts: bool,
+    width: int | None = None,
+) -> None:
+    """Write `completions_table` to standard output, as wide as the terminal (120 characters in a log file)."""
+    terminal = sys.stdout.isatty()
+    if width is None:
+        width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns if terminal else DEFAULT_WIDTH
+    table = completions_table(groups, texts, reward_names, step, limit, unique_prompts, width)
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, force_terminal=terminal).print(table)
+    # A log that can't encode a character must not end the run.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(buffer.getvalue().encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _rows(sizes: Sequence[int], limit: int | None, unique_prompts: bool) -> list[tuple[int, int]]:
+    """(group, completion) of the rows to show, by group; those chosen first are the first of each group."""
+    by_turn = sorted((i, g) for g, size in enumerate(sizes) for i in range(min(size, 1) if unique_prompts else size))
+    return sorted((g, i) for i, g in by_turn[:limit])
+
+
+def _prompt_text(prompt: Any) -> str:
+    """The prompt's text; of a conversation the last user message (or the last one, where no user speaks)."""
+    if not isinstance(prompt, list):
+        return str(prompt)
+    if not prompt:
+        return ""
+    messages = [message for message in prompt if message.get("role") == "user"] or prompt
+    content = messages[-1].get("content")
+    return "" if content is None else str(content)
+
+
+def _shorten(text: str, limit: int) -> str:
+    """At most ``limit`` characters (at least 3): start, ellipsis, end."""
+    text = text.translate(_CONTROLS)
+    if len(text) <= limit:
+        return text
+    head = limit * 2 // 3
+    return f"{text[:head]} … {text[len(text) - max(limit - head - 3, 0) :]}"
+
+
+def _advantage(scored: ScoredGroup, index: int) -> float:
+    """The completion's advantage; the mean over its tokens where there is one per token."""
+    lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
+    if len(scored.advantages) == len(lengths):
+        return float(scored.advantages[index])
+    return float(torch.split(scored.advantages, lengths)[index].mean())
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"

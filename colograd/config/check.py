@@ -1,0 +1,175 @@
+"""The rules of `GRPOConfig`: each violation is one error with the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .grpo import GRPOConfig
+
+LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...], note: str = "") -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} {value!r} isn't supported{note}: choose one of {', '.join(allowed)}.")
+
+
+def _at_least(name: str, value: float | None, least: float) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} is {value}, but must be at least {least:g}: raise it.")
+
+
+def check_values(config: GRPOConfig) -> None:
+    """Check every field that doesn't depend on the batch arithmetic.
+
+    Raises:
+        ValueError: the first rule that is broken.
+    """
+    if config.num_generations is None or config.num_generations < 2:
+        raise ValueError(
+            f"num_generations is {config.num_generations}, but a group needs at least 2 completions: an advantage compares "
+            "completions of the same prompt. Set num_generations to 2 or more (8 is common)."
+        )
+    for name in ("max_completion_length", "num_iterations", "max_tokens_per_microbatch", "num_generations_eval"):
+        _at_least(name, getattr(config, name), 1)
+    for name in ("epsilon", "epsilon_high", "beta", "temperature_eval"):
+        _at_least(name, getattr(config, name), 0)
+    if config.temperature <= 0:
+        raise ValueError(
+            f"temperature is {config.temperature}, but completions of a group must differ: set it above 0 (1.0 is usual). "
+            "For greedy evaluation use temperature_eval: 0."
+        )
+    if not 0 < config.top_p <= 1:
+        raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
+    _one_of("loss_type", config.loss_type, LOSSES, " in this version")
+    _one_of("scale_rewards", config.scale_rewards, ("group", "none"), " in this version")
+    _one_of("vllm_importance_sampling_mode", config.vllm_importance_sampling_mode, CORRECTIONS)
+    _one_of("importance_sampling_level", config.importance_sampling_level, ("token",), " in this version")
+    _one_of("overlong_prompts", config.overlong_prompts, ("drop", "error"))
+    _one_of("weights", config.weights, ("auto", "copied"), " in this version")
+    _one_of("vllm_mode", config.vllm_mode, ("colocate",), " (there is no server: each rank has its own engine)")
+    check_objective(config)
+    check_process(config)
+
+
+def check_objective(config: GRPOConfig) -> None:
+    """The rules of the loss and its sampler correction."""
+    if config.beta != 0:
+        raise ValueError(f"beta is {config.beta}, but this version has no reference model: set beta: 0.0 (the default).")
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        raise ValueError(
+            f"vllm_importance_sampling_clip_min ({low}) must be less than vllm_importance_sampling_clip_max ({high})."
+        )
+    if not config.vllm_importance_sampling_correction:
+        return
+    if config.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
+        raise ValueError(
+            f"vllm_importance_sampling_mode {config.vllm_importance_sampling_mode!r} needs a bound: set "
+            "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min."
+        )
+    shaped = {
+        "top_p": config.top_p != 1.0,
+        "top_k": config.top_k not in (0, -1),
+        "min_p": bool(config.min_p),
+        "repetition_penalty": config.repetition_penalty != 1.0,
+    }
+    for name, is_set in shaped.items():
+        if is_set:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}: the sampler's probabilities are then of another distribution than the "
+                "trainer's, and the importance ratio between them is biased. Leave it at its default, or set "
+                "vllm_importance_sampling_correction: false."
+            )
+
+
+def check_process(config: GRPOConfig) -> None:
+    """The rules of ranks, engine and Trainer features."""
+    if not config.use_vllm:
+        raise ValueError("use_vllm is false, but generation always runs in vLLM in this process: remove the key.")
+    if config.fp16:
+        raise ValueError("fp16 is true, but policies train in bfloat16 or float32: set dtype instead.")
+    if config.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size would cut groups apart: remove it and lower max_tokens_per_microbatch instead."
+        )
+    tensor_parallel = config.vllm_tensor_parallel_size
+    if tensor_parallel < 1 or config.world_size % tensor_parallel:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {tensor_parallel}, but must divide the number of ranks ({config.world_size}): "
+            f"choose one of {', '.join(str(n) for n in divisors(config.world_size))}."
+        )
+    if tensor_parallel > 1:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {tensor_parallel}: engines over several ranks aren't available in this version. "
+            "Set it to 1: every rank then has an engine of its own."
+        )
+    if config.vllm_enable_sleep_mode:
+        raise ValueError(
+            "vllm_enable_sleep_mode isn't available in this version: remove it and lower vllm_gpu_memory_utilization."
+        )
+    if config.deepspeed is not None or config.fsdp:
+        raise ValueError("DeepSpeed and FSDP aren't available in this version: remove deepspeed/fsdp (ranks hold full copies).")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def fold_batch(config: GRPOConfig) -> None:
+    """Give the batch fields their final values: see `GRPOConfig`. Idempotent.
+
+    Raises:
+        ValueError: a group would not stay whole on one rank, or two fields say different things.
+    """
+    group = config.num_generations or 1
+    ranks = config.world_size
+    accumulation = config.gradient_accumulation_steps
+    per_rank = config.per_device_train_batch_size * accumulation
+    if config.prompts_per_step is not None:
+        if config.prompts_per_step < 1 or config.prompts_per_step % ranks:
+            low = max(ranks, config.prompts_per_step // ranks * ranks)
+            raise ValueError(
+                f"prompts_per_step is {config.prompts_per_step}, but every rank takes the same number of whole groups, so it "
+                f"must be a multiple of the {ranks} ranks: {low} or {low + ranks} would do."
+            )
+        per_rank = config.prompts_per_step // ranks * group
+        accumulation = 1
+    elif per_rank % group:
+        low = per_rank // group * group
+        near = " or ".join(str(n) for n in (low, low + group) if n)
+        raise ValueError(
+            f"per_device_train_batch_size * gradient_accumulation_steps = {config.per_device_train_batch_size} * {accumulation} "
+            f"= {per_rank} completions per rank and step, but a group of num_generations = {group} stays on one rank: "
+            f"make it a multiple of {group} ({near} would do)."
+        )
+    config.steps_per_generation = _steps_per_generation(config, accumulation, per_rank)
+    config.gradient_accumulation_steps = 1
+    config.per_device_train_batch_size = per_rank
+    config.prompts_per_step = per_rank // group * ranks
+    config.generation_batch_size = None
+
+
+def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) -> int:
+    """Optimizer steps whose prompts are sampled together, from TRL's two ways of saying it."""
+    if config.generation_batch_size is not None:
+        if config.steps_per_generation is not None:
+            raise ValueError("generation_batch_size and steps_per_generation say the same thing: give one of them.")
+        step = per_rank * config.world_size
+        if config.generation_batch_size < step or config.generation_batch_size % step:
+            raise ValueError(
+                f"generation_batch_size is {config.generation_batch_size}, but must be a multiple of the completions of one "
+                f"optimizer step over all ranks ({step})."
+            )
+        return config.generation_batch_size // step
+    if config.steps_per_generation is None:
+        return 1
+    if config.steps_per_generation < 1 or config.steps_per_generation % accumulation:
+        raise ValueError(
+            f"steps_per_generation is {config.steps_per_generation}, but must be a multiple of gradient_accumulation_steps "
+            f"({accumulation}): a generation feeds whole optimizer steps."
+        )
+    return config.steps_per_generation // accumulation

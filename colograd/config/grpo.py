@@ -1,0 +1,256 @@
+"""`GRPOConfig`: how a run samples, scores, trains and reports. TRL 1.16's names and meanings wherever the thing is the same.
+
+Normalised once, in ``__post_init__``: ``gradient_accumulation_steps`` is folded into ``per_device_train_batch_size``
+(which then means *completions per rank and optimizer step*), because micro-batches are cut by tokens, not by rows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainingArguments
+
+from .check import check_values, fold_batch
+from .names import names_checked
+
+
+@names_checked
+@dataclass
+class GRPOConfig(TrainingArguments):
+    """Arguments of `GRPOTrainer`. The fields of `transformers.TrainingArguments` apply too.
+
+    After construction: ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step),
+    ``steps_per_generation`` (optimizer steps whose prompts are sampled together) and ``optim`` hold their final values.
+
+    Raises:
+        ValueError: at construction, with the value, the rule and the remedy.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "vllm_engine_kwargs",
+    ]
+
+    # -- defaults that differ from TrainingArguments (as in TRL, except `optim`)
+    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many optimizer steps."})
+    gradient_checkpointing: bool = field(
+        default=True, metadata={"help": "Recompute activations in the backward pass: less memory, about 20 %% more time."}
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "With `dtype: float32`, run the forward under bfloat16 autocast. With the default bfloat16 policy there "
+            "is nothing to cast and the value has no effect."
+        },
+    )
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Kept for compatibility: columns always reach the reward functions."}
+    )
+    optim: str = field(
+        default="auto",
+        metadata={
+            "help": "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on an exact "
+            "float32 master kept as the bfloat16 parameter and a 16-bit remainder. Or any optimizer name of transformers."
+        },
+    )
+
+    # -- the model
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of `from_pretrained`, when the model is given by name."}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with a model."})
+    disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout probability to 0."})
+
+    # -- prompts and groups
+    num_generations: int | None = field(default=8, metadata={"help": "G: completions per prompt; at least 2."})
+    prompts_per_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts (groups) per optimizer step over all ranks, in place of TRL's product "
+            "`per_device_train_batch_size * gradient_accumulation_steps * ranks / num_generations`."
+        },
+    )
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "TRL's meaning: batches of `per_device_train_batch_size` sampled together; default "
+            "`gradient_accumulation_steps`, that is one optimizer step per generation."
+        },
+    )
+    generation_batch_size: int | None = field(
+        default=None, metadata={"help": "TRL's alternative to `steps_per_generation`: completions sampled together."}
+    )
+    num_iterations: int = field(default=1, metadata={"help": "Times each generation's batches are trained on."})
+    shuffle_dataset: bool | None = field(default=True, metadata={"help": "Shuffle the prompts, anew in each epoch."})
+    max_prompt_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Longest prompt; default: the engine's context less `max_completion_length`."},
+    )
+    overlong_prompts: str = field(
+        default="drop", metadata={"help": "Prompts over the limit: `drop` (counted, said once) or `error`."}
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of the chat template."}
+    )
+
+    # -- sampling
+    max_completion_length: int | None = field(default=512, metadata={"help": "Tokens a completion may have."})
+    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; the loss uses the same."})
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling; 1.0 is off."})
+    top_k: int = field(default=0, metadata={"help": "Top-k sampling; 0 is off."})
+    min_p: float | None = field(default=None, metadata={"help": "Minimum probability relative to the top token's."})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "Penalty on tokens already present; 1.0 is off."})
+    generation_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "More `vllm.SamplingParams`, such as `stop`, `min_tokens` or `bad_words`."}
+    )
+
+    # -- evaluation
+    num_generations_eval: int | None = field(
+        default=None, metadata={"help": "Completions per prompt in `evaluate`; default `num_generations`. 1 is allowed."}
+    )
+    temperature_eval: float | None = field(
+        default=None, metadata={"help": "Temperature in `evaluate`; default `temperature`, 0 is greedy."}
+    )
+    max_completion_length_eval: int | None = field(
+        default=None, metadata={"help": "Tokens a completion may have in `evaluate`; default `max_completion_length`."}
+    )
+
+    # -- the engine
+    use_vllm: bool = field(default=True, metadata={"help": "Kept for TRL's files: generation always runs in vLLM."})
+    vllm_mode: str = field(default="colocate", metadata={"help": "Kept for TRL's files: always `colocate`."})
+    vllm_gpu_memory_utilization: float = field(
+        default=0.3, metadata={"help": "Share of a GPU's memory for the engine: its weights and KV cache."}
+    )
+    vllm_max_model_length: int | None = field(
+        default=None, metadata={"help": "The engine's context in tokens; default: the model's, or what is needed if less."}
+    )
+    vllm_tensor_parallel_size: int = field(
+        default=1, metadata={"help": "Ranks that share one engine. Only 1 in this version."}
+    )
+    vllm_enable_sleep_mode: bool = field(
+        default=False, metadata={"help": "Give the KV cache back while training (GPU). Not available in this version."}
+    )
+    vllm_structured_outputs_regex: str | None = field(
+        default=None, metadata={"help": "A regular expression that every completion matches."}
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Anything else for `vllm.LLM`, such as `max_num_seqs`, `enforce_eager`, `kv_cache_memory_bytes` or `dtype` "
+            "(default: the policy's)."
+        },
+    )
+
+    # -- rewards and advantages
+    reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "One weight per reward function; default 1 each."}
+    )
+    scale_rewards: str = field(
+        default="group", metadata={"help": "Divide advantages by the group's standard deviation (`group`), or not (`none`)."}
+    )
+    mask_truncated_completions: bool = field(
+        default=False, metadata={"help": "Leave completions that hit the token limit out of the loss."}
+    )
+
+    # -- the objective
+    loss_type: str = field(
+        default="dapo",
+        metadata={"help": "How token losses are averaged: `dapo`, `grpo`, `bnpo` or `dr_grpo`; see docs/losses.md."},
+    )
+    epsilon: float = field(default=0.2, metadata={"help": "Lower clip range of the importance ratio."})
+    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range; default `epsilon`."})
+    delta: float | None = field(default=None, metadata={"help": "Upper bound of the ratio in two-sided clipping."})
+    beta: float = field(default=0.0, metadata={"help": "KL coefficient. Only 0 (no reference model) in this version."})
+    importance_sampling_level: str = field(default="token", metadata={"help": "Only `token` in this version."})
+    vllm_importance_sampling_correction: bool = field(
+        default=True, metadata={"help": "Weigh the loss by trainer over sampler probability, to undo their mismatch."}
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="sequence_mask",
+        metadata={"help": "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL."},
+    )
+    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata={"help": "Upper bound of that ratio."})
+    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound of that ratio."})
+
+    # -- the training path
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={"help": "Tokens in one forward and backward; default 16384 on a GPU and 4096 on a CPU."},
+    )
+    weights: str = field(
+        default="auto", metadata={"help": "How the engine gets new weights: `auto` or `copied` in this version."}
+    )
+
+    # -- people
+    log_completions: bool = field(default=False, metadata={"help": "Print a table of sample completions."})
+    log_completions_steps: int | None = field(
+        default=None, metadata={"help": "Steps between two such tables; default `logging_steps`."}
+    )
+    num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows of the table; default all."})
+    log_unique_prompts: bool = field(default=False, metadata={"help": "Show one completion per prompt only."})
+    verbose: bool = field(default=False, metadata={"help": "Let vLLM and transformers log as they like."})
+
+    def __post_init__(self) -> None:
+        optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
+        dtype = self.policy_dtype if isinstance(self.model_init_kwargs, (dict, type(None))) else None
+        self.bf16 = bool(self.bf16) and dtype == "float32"
+        super().__post_init__()
+        if optim == "auto":
+            optim = "adamw_split" if self.policy_dtype == "bfloat16" else "adamw_torch"
+        self.optim = optim
+        self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
+            self.scale_rewards, self.scale_rewards
+        )
+        self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.max_tokens_per_microbatch is None:
+            self.max_tokens_per_microbatch = 16384 if self.device.type == "cuda" else 4096
+        self.logging_nan_inf_filter = False  # a NaN loss must be seen
+        if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
+            self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        check_values(self)
+        fold_batch(self)
+
+    @property
+    def policy_dtype(self) -> str:
+        """`bfloat16`, `float32` or `auto`: what the user asked for, `bfloat16` where nothing was said."""
+        given = (self.model_init_kwargs or {}).get("dtype")  # type: ignore[union-attr]
+        return "bfloat16" if given is None else str(given).removeprefix("torch.")
+
+    @property
+    def groups_per_rank(self) -> int:
+        """Groups of one optimizer step on one rank."""
+        return self.per_device_train_batch_size // self.num_generations  # type: ignore[operator]
+
+    @property
+    def round_length(self) -> int:
+        """Optimizer steps between two generations."""
+        return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the policy trains on the CPU."""
+        return bool(self.device.type == "cpu")
+
+    @property
+    def trains_in_bf16(self) -> bool:
+        """Whether the forward runs under bfloat16 autocast over a float32 policy."""
+        return bool(self.bf16) and self.policy_dtype == "float32"
+
+    def torch_dtype(self) -> torch.dtype | str:
+        """The dtype argument for `from_pretrained`."""
+        return "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype)
+
+    def eval_generations(self) -> int:
+        """Completions per prompt in `evaluate`."""
+        return int(self.num_generations_eval or self.num_generations or 1)
+
+    def run_dir(self, *parts: str) -> str:
+        """A path inside the run's folder."""
+        return os.path.join(str(self.output_dir), *parts)

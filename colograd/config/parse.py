@@ -1,0 +1,119 @@
+"""YAML file and command line -> the three groups of knobs, with TRL's names."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+from .grpo import GRPOConfig
+from .model import ModelConfig
+from .names import unknown_name
+from .script import ScriptArguments
+
+GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig, Path | None]:
+    """Read ``--config FILE.yaml`` and ``--any_flag value`` (the command line wins; ``--dict_field.key value`` sets one
+    entry of a mapping).
+
+    Returns:
+        The three groups, and the recipe's path if one was given.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type, an unreadable file.
+    """
+    argv, nested = _take_dotted(list(argv))
+    parser = HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")  # type: ignore[arg-type]
+    known = {f.name: f for group in GROUPS for f in dataclasses.fields(group) if f.init}
+    recipe, argv = _take_config(argv)
+    settings = _read_recipe(recipe) if recipe else {}
+    for name, entries in nested.items():
+        if name not in known:
+            raise ValueError(unknown_name(name, known))
+        settings[name] = {**(_as_mapping(name, settings.get(name))), **entries}
+    for name in settings:
+        if name not in known:
+            raise ValueError(unknown_name(name, known))
+    for action in parser._actions:
+        if action.dest in settings:
+            action.required = False
+            settings[action.dest] = _typed(action, settings[action.dest])
+    parser.set_defaults(**settings)
+    try:
+        *groups, rest = parser.parse_args_into_dataclasses(
+            args=argv, look_for_args_file=False, return_remaining_strings=True
+        )
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}. docs/configuration.md lists every key with its type.") from None
+    if rest:
+        raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], known))
+    script, config, model = groups
+    return script, config, model, recipe
+
+
+def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
+    """Split ``--config FILE`` (or ``--config=FILE``) from the rest."""
+    for index, word in enumerate(argv):
+        if word == "--config":
+            if index + 1 == len(argv):
+                raise ValueError("--config needs the path of a YAML file.")
+            return Path(argv[index + 1]), argv[:index] + argv[index + 2 :]
+        if word.startswith("--config="):
+            return Path(word.partition("=")[2]), argv[:index] + argv[index + 1 :]
+    return None, argv
+
+
+def _take_dotted(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Split ``--field.key value`` pairs from the rest; values are read as YAML."""
+    rest: list[str] = []
+    nested: dict[str, dict[str, Any]] = {}
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and "." in flag:
+            name, _, key = flag[2:].partition(".")
+            text = value if equals else next(words, None)
+            if text is None:
+                raise ValueError(f"{flag} needs a value.")
+            nested.setdefault(name, {})[key] = yaml.safe_load(text)
+        else:
+            rest.append(word)
+    return rest, nested
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"The recipe {str(path)!r} doesn't exist: give the path of a YAML file, such as recipes/*.yaml.")
+    try:
+        settings = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"The recipe {str(path)!r} isn't valid YAML: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}.")
+    return settings
+
+
+def _as_mapping(name: str, value: Any) -> dict[str, Any]:
+    """A mapping field's present value; TRL's files may write it as JSON text."""
+    value = json.loads(value) if isinstance(value, str) else value
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"--{name}.key sets an entry of a mapping, but {name} is {value!r}.")
+    return value or {}
+
+
+def _typed(action: argparse.Action, value: Any) -> Any:
+    """Give a YAML scalar its field's type (YAML 1.1 reads ``1e-5`` as text)."""
+    if not isinstance(value, str) or not callable(action.type):
+        return value
+    try:
+        return action.type(value)
+    except (ValueError, TypeError, argparse.ArgumentTypeError):
+        raise ValueError(f"{action.dest}: {value!r} isn't a valid {getattr(action.type, '__name__', 'value')}.") from None

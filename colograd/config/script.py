@@ -1,0 +1,54 @@
+"""What a run trains on: dataset, prompts, rewards. Names as in TRL's ScriptArguments and its grpo script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .names import names_checked
+
+
+@names_checked
+@dataclass
+class ScriptArguments:
+    """Arguments of ``colograd train`` that are not the trainer's own."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or a folder, or the import path "
+            "`package.module:function` of a function that returns a `datasets.Dataset` (or a `DatasetDict`)."
+        },
+    )
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "The dataset's configuration (its `name` in `load_dataset`)."}
+    )
+    dataset_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments for the dataset function, or for `load_dataset`."}
+    )
+    dataset_train_split: str = field(default="train", metadata={"help": "The split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "The split to evaluate on, where there is one."})
+    datasets: list[dict[str, Any]] | str | None = field(
+        default=None,
+        metadata={
+            "help": "A mixture, in place of `dataset_name`: a list of mappings with `path` and optionally `name`, "
+            "`data_dir`, `data_files`, `split` and `columns`; the parts are concatenated."
+        },
+    )
+    test_split_size: float | None = field(
+        default=None, metadata={"help": "Share or number of examples of a mixture to hold out for evaluation."}
+    )
+    dataset_prompt_column: str = field(
+        default="prompt", metadata={"help": "The column that holds the prompt, if it isn't called `prompt`."}
+    )
+    system_prompt: str | None = field(
+        default=None,
+        metadata={"help": "A system message put before each prompt (a plain prompt becomes a conversation)."},
+    )
+    reward_funcs: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "The reward functions: names of built-in rewards, or import paths (`package.module:function` or "
+            "`package.module.function`). Their weights are `reward_weights`."
+        },
+    )

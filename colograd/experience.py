@@ -1,0 +1,181 @@
+"""Prompts -> StepBatches: generate, score, advantage, pack.
+
+A round takes the prompts of one or more optimizer steps, samples them all in one queue, scores each group as it leaves the
+engine, and cuts the groups into one `StepBatch` per step. What depends on a rank's luck (token counts, errors) is exchanged
+once, at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from .advantages import group_std
+from .batch import FinishReason, Group, Prompt, ScoredGroup, StepBatch
+from .metrics import PhaseTimes
+from .packing import has_signal, loss_tokens, pack
+from .ranks import gather, together
+
+
+class Stages(Protocol):
+    """The stages that a subclass of the trainer may replace."""
+
+    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]: ...
+
+    def score(self, group: Group) -> torch.Tensor: ...
+
+    def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
+
+    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRules:
+    """What `pack` needs to know of the run."""
+
+    max_tokens: int
+    mask_truncated: bool
+    skip_without_signal: bool
+    device: torch.device
+
+
+@dataclass(slots=True)
+class RolloutStatistics:
+    """What one rank's groups say, in plain lists: small, and exact when joined over ranks."""
+
+    lengths: list[int] = field(default_factory=list)  # tokens per completion
+    ended: list[bool] = field(default_factory=list)  # False: truncated
+    rewards: list[list[float]] = field(default_factory=list)  # [completion][function]
+    totals: list[float] = field(default_factory=list)  # weighted sums, NaN: nobody judged it
+    flat_groups: list[bool] = field(default_factory=list)  # no reward difference
+    prompt_tokens: int = 0
+    loss_tokens: int = 0
+    packed_tokens: int = 0  # through the model in one forward
+    micro_batches: int = 0
+
+    def add(self, group: ScoredGroup, totals: torch.Tensor, mask_truncated: bool) -> None:
+        for rollout in group.group.rollouts:
+            self.lengths.append(len(rollout.completion_ids))
+            self.ended.append(rollout.finish_reason is FinishReason.STOP)
+            self.prompt_tokens += len(rollout.prompt_ids)
+            self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
+        self.rewards += group.rewards.tolist()
+        self.totals += totals.tolist()
+        self.flat_groups.append(bool(group_std(totals) < 1e-8))
+
+    @classmethod
+    def join(cls, parts: Iterable[RolloutStatistics]) -> RolloutStatistics:
+        """The statistics of all ranks together."""
+        whole = cls()
+        for part in parts:
+            whole.lengths += part.lengths
+            whole.ended += part.ended
+            whole.rewards += part.rewards
+            whole.totals += part.totals
+            whole.flat_groups += part.flat_groups
+            whole.prompt_tokens += part.prompt_tokens
+            whole.loss_tokens += part.loss_tokens
+            whole.packed_tokens += part.packed_tokens
+            whole.micro_batches += part.micro_batches
+        return whole
+
+    def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
+        """TRL's metrics of a batch of completions."""
+        lengths = torch.tensor(self.lengths, dtype=torch.float32)
+        ended = torch.tensor(self.ended, dtype=torch.bool)
+        result: dict[str, float] = {}
+        if len(lengths):
+            result |= _spread("completions/{}_length", lengths)
+            result |= _spread("completions/{}_terminated_length", lengths[ended])
+            result["completions/clipped_ratio"] = 1.0 - float(ended.float().mean())
+        rewards = torch.tensor(self.rewards, dtype=torch.float32).view(-1, len(reward_names))
+        for name, column in zip(reward_names, rewards.unbind(1), strict=True):
+            judged = column[~column.isnan()]
+            if len(judged):
+                result[f"rewards/{name}/mean"] = float(judged.mean())
+                result[f"rewards/{name}/std"] = float(group_std(column))
+            result[f"rewards/{name}/abstained"] = float(column.isnan().sum())
+        totals = torch.tensor(self.totals, dtype=torch.float32)
+        if (~totals.isnan()).any():
+            result["reward"] = float(totals.nanmean())
+            result["reward_std"] = float(group_std(totals))
+        if self.flat_groups:
+            result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)
+        return result
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Mean, minimum and maximum; nothing for no values."""
+    if not len(values):
+        return {}
+    found = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+    return {name.format(key): float(value) for key, value in found.items()}
+
+
+def roll_out(
+    stages: Stages, prompts: Sequence[Prompt], times: PhaseTimes
+) -> list[tuple[ScoredGroup, torch.Tensor]]:
+    """Sample and score: groups with their weighted reward sums [G], in the order of the prompts.
+
+    Rewards run between two engine steps; their time is charged to ``reward`` and not to ``generate``.
+    """
+    done: list[tuple[ScoredGroup, torch.Tensor]] = []
+    with times.phase("generate"):
+        for group in stages.generate(prompts):
+            started = time.perf_counter()
+            rewards = stages.score(group)
+            done.append((ScoredGroup(group, rewards, torch.zeros(len(group.rollouts))), stages.combine(rewards)))
+            times.move("generate", "reward", time.perf_counter() - started)
+    # Groups finish in any order: everything after this point must not depend on it.
+    return sorted(done, key=lambda pair: pair[0].group.position)
+
+
+def collect(
+    stages: Stages, steps: Sequence[Sequence[Prompt]], rules: PackingRules, reward_names: Sequence[str], times: PhaseTimes
+) -> tuple[list[StepBatch], list[ScoredGroup]]:
+    """One round: the prompts of each optimizer step on this rank -> one `StepBatch` each, and the groups for the log.
+
+    Raises:
+        Exception: what a stage raised, on every rank (see `together`).
+    """
+    prompts = [prompt for step in steps for prompt in step]
+    with together("the rollout"):
+        pairs = roll_out(stages, prompts, times)
+        with times.phase("pack"):
+            scored = [
+                (ScoredGroup(g.group, g.rewards, stages.compute_advantages(g.group, g.rewards)), totals)
+                for g, totals in pairs
+            ]
+    batches, groups = [], []
+    by_position = {group.group.position: (group, totals) for group, totals in scored}
+    for index, step in enumerate(steps):
+        of_step = [by_position[prompt.position] for prompt in step]
+        with times.phase("pack"):
+            batches.append(_step_batch(of_step, rules, reward_names, first=index == 0))
+        groups += [group for group, _ in of_step]
+    return batches, groups
+
+
+def _step_batch(
+    groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules, reward_names: Sequence[str], first: bool
+) -> StepBatch:
+    """Pack one step's groups. Those without a reward difference carry no gradient: they count in the denominators and the
+    metrics, and are not trained on."""
+    trained = [group for group, _ in groups if has_signal(group) or not rules.skip_without_signal]
+    micro_batches = pack(trained, rules.max_tokens, rules.mask_truncated, rules.device)
+    local = RolloutStatistics(
+        packed_tokens=sum(m.input_ids.numel() for m in micro_batches), micro_batches=len(micro_batches)
+    )
+    for group, totals in groups:
+        local.add(group, totals, rules.mask_truncated)
+    whole = RolloutStatistics.join(gather(local))
+    metrics = whole.metrics(reward_names)
+    metrics["train/packed_tokens"] = float(whole.packed_tokens)
+    metrics["train/micro_batches"] = float(whole.micro_batches)
+    metrics["train/sampled_tokens"] = float(sum(whole.lengths))
+    metrics["train/rollout_tokens"] = float(whole.prompt_tokens + sum(whole.lengths))
+    return StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, first)

@@ -1,0 +1,100 @@
+"""The process: threads, rank variables and quiet logs, set before torch, transformers and vLLM read them.
+
+Imports the standard library only, because most of what it sets is read once, when those packages are first imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import warnings
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def local_world_size() -> int:
+    """Ranks on this machine, as the launcher says; 1 without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+
+
+def cpu_threads() -> int:
+    """Threads one rank may use: the cores this process may run on, shared by the ranks of the machine."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    return max(1, cores // local_world_size())
+
+
+def prepare_threads() -> None:
+    """Set OpenMP up for a process that both samples and trains.
+
+    OMP_NUM_THREADS: vLLM's CPU worker drops to one thread unless it is set, and then forbids changing the number, which
+    would leave training on one core. Launchers set it to 1 when the user said nothing; that value is replaced.
+    OMP_WAIT_POLICY: with the default (spinning) barriers any other busy process slows a backward pass several times.
+    """
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
+        os.environ["OMP_NUM_THREADS"] = str(cpu_threads())
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != int(os.environ["OMP_NUM_THREADS"]):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _single_process_here() -> bool:
+    """Whether this very process was already set up as rank 0 of 1 (a second run in one notebook kernel)."""
+    return os.environ.get("COLOGRAD_SINGLE_PROCESS") == str(os.getpid())
+
+
+def prepare_ranks() -> None:
+    """Complete the rank variables that vLLM's external launcher wants.
+
+    Under torchrun or accelerate they are there. In ``python script.py`` and in a notebook this is rank 0 of 1 on a free
+    port, so two jobs on one machine don't meet.
+
+    Raises:
+        RuntimeError: a launcher was asked for several ranks and started fewer (``accelerate launch --cpu
+            --num_processes 2`` does so without a word).
+    """
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and "MASTER_ADDR" in os.environ and "RANK" not in os.environ and not _single_process_here():
+        # accelerate's CPU launcher sets an address only where several ranks were asked for, and then starts one.
+        raise RuntimeError(
+            f"The launcher set MASTER_ADDR={os.environ['MASTER_ADDR']} but no RANK: several ranks were asked for and "
+            "one was started (`accelerate launch --cpu --num_processes N` is known for this). Start ranks on a CPU with "
+            "`torchrun --nproc-per-node N -m colograd.train --config ...`, or ask for --num_processes 1."
+        )
+    if "RANK" not in os.environ:
+        os.environ["COLOGRAD_SINGLE_PROCESS"] = str(os.getpid())
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500")
+
+
+def quiet_logs(verbose: bool) -> None:
+    """Keep other packages' chatter off the terminal unless ``verbose``; warnings that matter still show."""
+    if verbose:
+        return
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+    for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock"):
+        logging.getLogger(name).setLevel(logging.ERROR)

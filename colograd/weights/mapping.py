@@ -1,0 +1,111 @@
+"""Which slice of which engine tensor holds which policy parameter.
+
+vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The model class names its fusions in
+``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``; shapes decide the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A policy parameter and its place in the engine: ``destination`` is a view of the engine's own storage."""
+
+    name: str  # the policy's name of the parameter
+    source: torch.Tensor
+    destination: torch.Tensor
+
+    def equal(self) -> bool:
+        """Whether the engine holds the policy's value, cast to its dtype, bit for bit."""
+        return torch.equal(self.destination, self.source.detach().to(self.destination.dtype))
+
+
+class UnmappedParameter(ValueError):
+    """A parameter of the policy has no place in the engine, or a tensor of the engine no source in the policy."""
+
+
+def map_parameters(policy: torch.nn.Module, engine_model: torch.nn.Module) -> list[Slice]:
+    """Pair every parameter of the policy with its slice of the engine's tensors.
+
+    Raises:
+        UnmappedParameter: naming what is left over on either side.
+    """
+    targets = dict(engine_model.named_parameters())
+    sources = dict(policy.named_parameters())
+    slices, missing = [], []
+    for name, source in sources.items():
+        destination = _destination(name, source, sources, targets, engine_model)
+        if destination is None:
+            missing.append(f"{name} {tuple(source.shape)}")
+        else:
+            slices.append(Slice(name, source, destination))
+    if missing:
+        raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {', '.join(missing[:4])}.")
+    bare = sorted(_uncovered(slices, targets))
+    if bare:
+        raise UnmappedParameter(f"The policy has no source for {len(bare)} engine tensors: {', '.join(bare[:4])}.")
+    return slices
+
+
+def _destination(
+    name: str,
+    source: torch.Tensor,
+    sources: dict[str, torch.Tensor],
+    targets: dict[str, torch.Tensor],
+    engine_model: torch.nn.Module,
+) -> torch.Tensor | None:
+    mapped = _renamed(name, engine_model)
+    if mapped in targets:
+        return _rows(targets[mapped], 0, source)
+    for fused, parts in (getattr(engine_model, "packed_modules_mapping", None) or {}).items():
+        for part in parts:
+            if f".{part}." not in mapped or mapped.replace(f".{part}.", f".{fused}.") not in targets:
+                continue
+            offset = 0
+            for earlier in parts[: parts.index(part)]:
+                sibling = sources.get(name.replace(f".{part}.", f".{earlier}."))
+                if sibling is None:
+                    return None
+                offset += sibling.shape[0]
+            return _rows(targets[mapped.replace(f".{part}.", f".{fused}.")], offset, source)
+    return None
+
+
+def _renamed(name: str, engine_model: torch.nn.Module) -> str:
+    """The name after the model's renamings, but before its fusions (newer mappers do both, and drop the place)."""
+    mapper = getattr(engine_model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return name
+    if getattr(mapper, "orig_to_new_stacked", None):
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+    renamed = mapper.apply_list([name])
+    return renamed[0] if renamed else name
+
+
+def _rows(target: torch.Tensor, offset: int, source: torch.Tensor) -> torch.Tensor | None:
+    """Rows offset ... offset+len(source) of ``target``; None where the shapes don't fit."""
+    if target.dim() != source.dim() or target.shape[1:] != source.shape[1:]:
+        return None
+    if source.dim() == 0:
+        return target.detach()
+    if offset + source.shape[0] > target.shape[0]:
+        return None
+    return target.detach()[offset : offset + source.shape[0]]
+
+
+def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterator[str]:
+    """Engine tensors that the slices don't fill. A padded vocabulary's last rows are nobody's."""
+    filled: dict[int, int] = {}
+    for part in slices:
+        key = part.destination.untyped_storage().data_ptr()
+        filled[key] = filled.get(key, 0) + part.destination.numel()
+    for name, target in targets.items():
+        covered = filled.get(target.untyped_storage().data_ptr(), 0)
+        if covered < target.numel() and not ("embed" in name or "lm_head" in name or "wte" in name) or covered == 0:
+            yield name

@@ -1,0 +1,185 @@
+"""The model card: what it says, what it links, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from colograd.card import RunFacts, reward_plot, write_card
+
+
+def make_history(length: int) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = [
+        {"step": 10 * (i + 1), "reward": i / length, "reward_std": 0.2, "rewards/right/mean": 0.5, "loss": 0.1}
+        for i in range(length)
+    ]
+    return [*entries, {"step": 10 * length, "eval_reward": 0.9}, {"step": 10 * length, "train_runtime": 3.0}]
+
+
+def make_run(**changes: Any) -> RunFacts:
+    facts: dict[str, Any] = {
+        "model_name": "tiny-grpo",
+        "base_model": "org/tiny",
+        "dataset": "org/sums",
+        "reward_names": ["right", "short"],
+        "reward_weights": [1.0, 0.5],
+        "recipe": None,
+        "command": "colograd train --config recipes/sums.yaml",
+        "settings": {"learning_rate": 1e-6, "loss_type": "dapo"},
+        "history": make_history(8),
+        "hub_model_id": "me/tiny-grpo",
+    }
+    return RunFacts(**(facts | changes))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "sums.yaml").write_text("model_name_or_path: org/tiny\nmax_tokens_per_microbatch: 4096\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def card(here: Path, **changes: Any) -> str:
+    path = write_card(here / "out", run=make_run(**changes))
+    assert path == here / "out" / "README.md"
+    return path.read_text()
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_the_front_matter_is_what_the_hub_reads(here: Path) -> None:
+    assert front_matter(card(here)) == {
+        "library_name": "transformers",
+        "model_name": "tiny-grpo",
+        "base_model": "org/tiny",
+        "datasets": ["org/sums"],
+        "tags": ["generated_from_trainer", "grpo", "colograd", "reinforcement-learning"],
+        "pipeline_tag": "text-generation",
+    }
+
+
+def test_the_hub_library_accepts_the_card(here: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    assert hub.ModelCard(card(here)).data.base_model == "org/tiny"
+
+
+@pytest.mark.parametrize("dataset", [None, "my.module:make", "data/train.jsonl"])
+def test_only_hub_datasets_are_in_the_front_matter(here: Path, dataset: str | None) -> None:
+    (here / "data").mkdir()
+    (here / "data" / "train.jsonl").touch()
+    text = card(here, dataset=dataset)
+    assert "datasets" not in front_matter(text)
+    assert dataset is None or f"Dataset: `{dataset}`" in text
+
+
+def test_the_recipe_is_copied_and_linked(here: Path) -> None:
+    recipe = here / "recipes" / "sums.yaml"
+    text = card(here, recipe=recipe)
+    assert "Recipe: [recipes/sums.yaml](recipe.yaml)" in text
+    assert (here / "out" / "recipe.yaml").read_bytes() == recipe.read_bytes()
+
+
+def test_a_recipe_already_in_the_folder_stays(here: Path) -> None:
+    recipe = here / "out" / "recipe.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("seed: 1\n")
+    assert "[out/recipe.yaml](recipe.yaml)" in card(here, recipe=recipe)
+    assert recipe.read_text() == "seed: 1\n"
+
+
+def test_a_run_without_a_recipe_says_so(here: Path) -> None:
+    assert "There was no recipe file" in card(here)
+    assert not (here / "out" / "recipe.yaml").exists()
+
+
+def test_the_card_shows_command_rewards_settings_and_versions(here: Path) -> None:
+    text = card(here)
+    assert "```bash\ncolograd train --config recipes/sums.yaml\n```" in text
+    assert "| `right` | 1 |" in text and "| `short` | 0.5 |" in text
+    assert "| `learning_rate` | 1e-06 |" in text
+    assert "- colograd " in text and "- torch " in text and "- transformers " in text
+    assert text.count('model="me/tiny-grpo"') == 2
+
+
+def test_absolute_paths_stay_private(here: Path) -> None:
+    text = card(
+        here,
+        base_model=str(here / "models" / "base"),
+        dataset="/srv/private/train.jsonl",
+        recipe=Path("/srv/private/recipe_x.yaml"),
+        command=f"/opt/venv/bin/colograd train --output_dir={here}/out --x '/home/me/data'",
+        settings={"output_dir": "/home/me/out", "resume": str(here / "out")},
+        hub_model_id=None,
+    )
+    for private in (str(here), "/srv", "/opt", "/home"):
+        assert private not in text
+    assert "`models/base`" in text and "`train.jsonl`" in text and "`recipe_x.yaml`" in text
+    assert "colograd train --output_dir=out --x 'data'" in text
+    assert "base_model" not in front_matter(text)
+    assert "https://arxiv" not in text and "](https:/" not in text.split("## How")[0].split("---\n")[2]
+
+
+def test_links_and_relative_paths_are_left_alone(here: Path) -> None:
+    command = "colograd train --config ./recipes/a.yaml --url https://example.org/a/b --ratio 1/2"
+    assert command in card(here, command=command)
+
+
+@pytest.mark.parametrize(
+    "secret",
+    ["--hub_token hf_abcdefghijklmnopqrst", "--hub_token=s3cret", "--push_to_hub_token s3cret", "--api_key s3cret"],
+)
+def test_tokens_stay_private(here: Path, secret: str) -> None:
+    (here / "r.yaml").write_text("hub_token: s3cret\nseed: 1\nmax_tokens_per_microbatch: 4096\n")
+    text = card(
+        here, command=f"colograd train {secret} --seed 1", recipe=here / "r.yaml", settings={"hub_token": "s3cret"}
+    )
+    copy = (here / "out" / "recipe.yaml").read_text()
+    assert "s3cret" not in text + copy and "hf_abc" not in text
+    assert "--seed 1" in text and "seed: 1\nmax_tokens_per_microbatch: 4096\n" in copy
+
+
+def test_the_first_and_last_rewards_are_in_a_table(here: Path) -> None:
+    lines = card(here).splitlines()
+    start = lines.index("| Step | Reward | Std | `right` | `short` |")
+    assert [line.split(" | ")[0] for line in lines[start + 2 : start + 9]] == [
+        f"| {step}" for step in (10, 20, 30, "…", 60, 70, 80)
+    ]
+    assert lines[start + 2] == "| 10 | 0 | 0.2 | 0.5 | – |"
+
+
+def test_the_reward_curve_is_linked(here: Path) -> None:
+    assert "](reward.png)" in card(here)
+    assert (here / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_rewards_has_a_card_too(here: Path) -> None:
+    text = card(here, history=[], settings={}, command="")
+    assert "No reward was logged." in text and "reward.png" not in text
+
+
+@pytest.mark.parametrize(("loss_type", "dapo"), [("dapo", True), ("grpo", False)])
+def test_the_papers_are_cited(here: Path, loss_type: str, dapo: bool) -> None:
+    text = card(here, settings={"loss_type": loss_type})
+    assert "2402.03300" in text
+    assert ("2503.14476" in text) is dapo
+
+
+@pytest.mark.parametrize(
+    "history", [[], make_history(1), [{"step": 1, "reward": 0.0}, {"step": 2, "reward": math.nan}]]
+)
+def test_fewer_than_two_points_make_no_plot(tmp_path: Path, history: list[dict[str, Any]]) -> None:
+    assert reward_plot(history, tmp_path / "reward.png") is None
+    assert not (tmp_path / "reward.png").exists()
+
+
+def test_no_matplotlib_no_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert reward_plot(make_history(5), tmp_path / "reward.png") is None
