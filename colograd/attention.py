@@ -54,7 +54,9 @@ def packed_attention(
     if query.shape[0] != 1:
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
     if softcap is not None or unused.get("s_aux") is not None:
-        raise ValueError("This model's attention uses soft-capping or sinks, which packed attention doesn't compute yet.")
+        raise ValueError(
+            "This model's attention uses soft-capping or sinks, which packed attention doesn't compute yet."
+        )
     if layout is None:
         layout = SegmentLayout((query.shape[2],), ((),))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _flash() is not None and dropout == 0.0:

@@ -178,7 +178,9 @@ class Engine:
             raise StaleWeights(
                 f"The engine holds the weights of step {self.version}, but the trainer is at step {version}: publish first."
             )
-        waiting = {self._add(prompt, sampling, request_seed(seed, prompt.position, purpose)): prompt for prompt in prompts}
+        waiting = {
+            self._add(prompt, sampling, request_seed(seed, prompt.position, purpose)): prompt for prompt in prompts
+        }
         try:
             while waiting:
                 for output in self.core.step():
@@ -315,9 +317,7 @@ def engine_kwargs(
     return kwargs | given
 
 
-def _cpu_kv_bytes(
-    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
-) -> int:
+def _cpu_kv_bytes(model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int) -> int:
     """KV cache for every sequence of a round at full length, within a quarter of the rank's share of free memory."""
     import psutil
     from transformers import AutoConfig

@@ -116,9 +116,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     return {name.format(key): float(value) for key, value in found.items()}
 
 
-def roll_out(
-    stages: Stages, prompts: Sequence[Prompt], times: PhaseTimes
-) -> list[tuple[ScoredGroup, torch.Tensor]]:
+def roll_out(stages: Stages, prompts: Sequence[Prompt], times: PhaseTimes) -> list[tuple[ScoredGroup, torch.Tensor]]:
     """Sample and score: groups with their weighted reward sums [G], in the order of the prompts.
 
     Rewards run between two engine steps; their time is charged to ``reward`` and not to ``generate``.
@@ -135,7 +133,11 @@ def roll_out(
 
 
 def collect(
-    stages: Stages, steps: Sequence[Sequence[Prompt]], rules: PackingRules, reward_names: Sequence[str], times: PhaseTimes
+    stages: Stages,
+    steps: Sequence[Sequence[Prompt]],
+    rules: PackingRules,
+    reward_names: Sequence[str],
+    times: PhaseTimes,
 ) -> tuple[list[StepBatch], list[ScoredGroup]]:
     """One round: the prompts of each optimizer step on this rank -> one `StepBatch` each, and the groups for the log.
 

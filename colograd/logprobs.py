@@ -88,5 +88,7 @@ def _chunk(
 def _logit_transform(model: Any) -> dict[str, float]:
     """What some architectures do to logits after the head: Gemma's soft cap, Granite's and Cohere's scale."""
     config = model.config.get_text_config()
-    scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0) * float(getattr(config, "logit_scale", None) or 1.0)
+    scale = (
+        1.0 / float(getattr(config, "logits_scaling", None) or 1.0) * float(getattr(config, "logit_scale", None) or 1.0)
+    )
     return {"scale": scale, "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0)}

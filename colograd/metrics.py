@@ -32,9 +32,7 @@ class Metrics:
     def maximum(self, name: str, value: float | torch.Tensor) -> None:
         self._maxima[name].append(value)
 
-    def update(
-        self, sums: Mapping[str, tuple[Any, Any]], minima: Mapping[str, Any], maxima: Mapping[str, Any]
-    ) -> None:
+    def update(self, sums: Mapping[str, tuple[Any, Any]], minima: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
         """Several at once, as a loss returns them."""
         for name, (total, count) in sums.items():
             self.add(name, total, count)

@@ -103,5 +103,3 @@ def _buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.
         filled += nbytes
     if bucket:
         yield bucket
-
-

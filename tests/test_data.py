@@ -87,8 +87,8 @@ def test_a_function_with_a_split_is_asked_for_both(module: str) -> None:
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": "{n: 1}"}, "isn't JSON"),
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": "[1]"}, "must be a dict"),
         ({"dataset_name": "MODULE:plain", "test_split_size": 0.1}, "holds rows of a mixture out"),
-        ({"dataset_name": "MODULE:wrong"}, "MODULE:wrong is a list; it must be a datasets.Dataset"),
-        ({"dataset_name": "MODULE:number"}, "is a int; it must be a function"),
+        ({"dataset_name": "MODULE:wrong"}, "MODULE:wrong is of type list; it must be a datasets.Dataset"),
+        ({"dataset_name": "MODULE:number"}, "is of type int; it must be a function"),
         ({"dataset_name": "MODULE:absent"}, "has no attribute 'absent'"),
         ({"dataset_name": "no_module_here:f"}, "no module 'no_module_here'"),
         ({"dataset_name": "MODULE:strange"}, "no split 'train'; it has 'dev'"),
@@ -219,11 +219,11 @@ def test_what_is_no_prompt_is_named(tokenizer: Any, rows: Any, message: str) -> 
 
 def test_a_template_is_needed_for_conversations_and_may_refuse(tokenizer: Any) -> None:
     refuses = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this') }}{% endif %}fine"
-    with pytest.raises(ValueError, match="row 1: the chat template refuses the prompt .* not this"):
+    with pytest.raises(ValueError, match=r"row 1: the chat template refuses the prompt .* not this"):
         tokenize([{"prompt": [USER]}, {"prompt": [{**USER, "content": "no"}]}], tokenizer, chat_template=refuses)
     template, tokenizer.chat_template = tokenizer.chat_template, None
     try:
-        with pytest.raises(ValueError, match="has no chat template. Use an instruction-tuned model"):
+        with pytest.raises(ValueError, match=r"has no chat template\. Use an instruction-tuned model"):
             tokenize([{"prompt": [USER]}], tokenizer)
     finally:
         tokenizer.chat_template = template
@@ -296,7 +296,7 @@ def test_the_loader_gives_the_prompts_of_each_step(tokenizer: Any) -> None:
     assert items == steps() and len(prompts) == 4
     assert torch.equal(torch.get_rng_state(), before)
     prompts.set_epoch(1)
-    assert [[p.position for p in step] for step in prompts][0] == [16, 17, 18, 19]
+    assert [p.position for p in next(iter(prompts))] == [16, 17, 18, 19]
 
 
 def test_a_resumed_loader_goes_on_exactly_where_it_stopped(tokenizer: Any) -> None:

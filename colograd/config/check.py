@@ -57,7 +57,9 @@ def check_values(config: GRPOConfig) -> None:
 def check_objective(config: GRPOConfig) -> None:
     """The rules of the loss and its sampler correction."""
     if config.beta != 0:
-        raise ValueError(f"beta is {config.beta}, but this version has no reference model: set beta: 0.0 (the default).")
+        raise ValueError(
+            f"beta is {config.beta}, but this version has no reference model: set beta: 0.0 (the default)."
+        )
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
         raise ValueError(
@@ -111,7 +113,9 @@ def check_process(config: GRPOConfig) -> None:
             "vllm_enable_sleep_mode isn't available in this version: remove it and lower vllm_gpu_memory_utilization."
         )
     if config.deepspeed is not None or config.fsdp:
-        raise ValueError("DeepSpeed and FSDP aren't available in this version: remove deepspeed/fsdp (ranks hold full copies).")
+        raise ValueError(
+            "DeepSpeed and FSDP aren't available in this version: remove deepspeed/fsdp (ranks hold full copies)."
+        )
 
 
 def divisors(number: int) -> list[int]:

@@ -6,7 +6,6 @@ Normalised once, in ``__post_init__``: ``gradient_accumulation_steps`` is folded
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,8 +21,9 @@ from .names import names_checked
 class GRPOConfig(TrainingArguments):
     """Arguments of `GRPOTrainer`. The fields of `transformers.TrainingArguments` apply too.
 
-    After construction: ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step),
-    ``steps_per_generation`` (optimizer steps whose prompts are sampled together) and ``optim`` hold their final values.
+    After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step) and
+    ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values; the trainer
+    settles ``optim: auto`` and ``bf16`` when it knows the policy's dtype.
 
     Raises:
         ValueError: at construction, with the value, the rule and the remedy.
@@ -41,7 +41,8 @@ class GRPOConfig(TrainingArguments):
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
     logging_steps: float = field(default=10, metadata={"help": "Log every so many optimizer steps."})
     gradient_checkpointing: bool = field(
-        default=True, metadata={"help": "Recompute activations in the backward pass: less memory, about 20 %% more time."}
+        default=True,
+        metadata={"help": "Recompute activations in the backward pass: less memory, about 20 %% more time."},
     )
     bf16: bool | None = field(
         default=None,
@@ -113,7 +114,8 @@ class GRPOConfig(TrainingArguments):
 
     # -- evaluation
     num_generations_eval: int | None = field(
-        default=None, metadata={"help": "Completions per prompt in `evaluate`; default `num_generations`. 1 is allowed."}
+        default=None,
+        metadata={"help": "Completions per prompt in `evaluate`; default `num_generations`. 1 is allowed."},
     )
     temperature_eval: float | None = field(
         default=None, metadata={"help": "Temperature in `evaluate`; default `temperature`, 0 is greedy."}
@@ -129,7 +131,8 @@ class GRPOConfig(TrainingArguments):
         default=0.3, metadata={"help": "Share of a GPU's memory for the engine: its weights and KV cache."}
     )
     vllm_max_model_length: int | None = field(
-        default=None, metadata={"help": "The engine's context in tokens; default: the model's, or what is needed if less."}
+        default=None,
+        metadata={"help": "The engine's context in tokens; default: the model's, or what is needed if less."},
     )
     vllm_tensor_parallel_size: int = field(
         default=1, metadata={"help": "Ranks that share one engine. Only 1 in this version."}
@@ -153,7 +156,8 @@ class GRPOConfig(TrainingArguments):
         default=None, metadata={"help": "One weight per reward function; default 1 each."}
     )
     scale_rewards: str = field(
-        default="group", metadata={"help": "Divide advantages by the group's standard deviation (`group`), or not (`none`)."}
+        default="group",
+        metadata={"help": "Divide advantages by the group's standard deviation (`group`), or not (`none`)."},
     )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit the token limit out of the loss."}
@@ -176,8 +180,12 @@ class GRPOConfig(TrainingArguments):
         default="sequence_mask",
         metadata={"help": "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL."},
     )
-    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata={"help": "Upper bound of that ratio."})
-    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound of that ratio."})
+    vllm_importance_sampling_clip_max: float | None = field(
+        default=3.0, metadata={"help": "Upper bound of that ratio."}
+    )
+    vllm_importance_sampling_clip_min: float | None = field(
+        default=None, metadata={"help": "Lower bound of that ratio."}
+    )
 
     # -- the training path
     max_tokens_per_microbatch: int | None = field(
@@ -199,12 +207,9 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
-        dtype = self.policy_dtype if isinstance(self.model_init_kwargs, (dict, type(None))) else None
-        self.bf16 = bool(self.bf16) and dtype == "float32"
+        autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
         super().__post_init__()
-        if optim == "auto":
-            optim = "adamw_split" if self.policy_dtype == "bfloat16" else "adamw_torch"
-        self.optim = optim
+        self.optim, self.bf16 = optim, autocast
         self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
             self.scale_rewards, self.scale_rewards
         )
@@ -216,6 +221,13 @@ class GRPOConfig(TrainingArguments):
             self.gradient_checkpointing_kwargs = {"use_reentrant": False}
         check_values(self)
         fold_batch(self)
+
+    def settle_precision(self, dtype: torch.dtype) -> None:
+        """Resolve ``optim: auto`` and ``bf16``, once the policy is loaded and its dtype known."""
+        if self.optim == "auto":
+            self.optim = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
+        self.bf16 = bool(self.bf16) and dtype == torch.float32
+        self.mixed_precision = "bf16" if self.bf16 else "no"
 
     @property
     def policy_dtype(self) -> str:
@@ -238,11 +250,6 @@ class GRPOConfig(TrainingArguments):
         """Whether the policy trains on the CPU."""
         return bool(self.device.type == "cpu")
 
-    @property
-    def trains_in_bf16(self) -> bool:
-        """Whether the forward runs under bfloat16 autocast over a float32 policy."""
-        return bool(self.bf16) and self.policy_dtype == "float32"
-
     def torch_dtype(self) -> torch.dtype | str:
         """The dtype argument for `from_pretrained`."""
         return "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype)
@@ -250,7 +257,3 @@ class GRPOConfig(TrainingArguments):
     def eval_generations(self) -> int:
         """Completions per prompt in `evaluate`."""
         return int(self.num_generations_eval or self.num_generations or 1)
-
-    def run_dir(self, *parts: str) -> str:
-        """A path inside the run's folder."""
-        return os.path.join(str(self.output_dir), *parts)

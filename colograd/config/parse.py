@@ -91,13 +91,17 @@ def _take_dotted(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"The recipe {str(path)!r} doesn't exist: give the path of a YAML file, such as recipes/*.yaml.")
+        raise ValueError(
+            f"The recipe {str(path)!r} doesn't exist: give the path of a YAML file, such as recipes/*.yaml."
+        )
     try:
         settings = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"The recipe {str(path)!r} isn't valid YAML: {error}") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}.")
+        raise ValueError(
+            f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}."
+        )
     return settings
 
 
@@ -116,4 +120,6 @@ def _typed(action: argparse.Action, value: Any) -> Any:
     try:
         return action.type(value)
     except (ValueError, TypeError, argparse.ArgumentTypeError):
-        raise ValueError(f"{action.dest}: {value!r} isn't a valid {getattr(action.type, '__name__', 'value')}.") from None
+        raise ValueError(
+            f"{action.dest}: {value!r} isn't a valid {getattr(action.type, '__name__', 'value')}."
+        ) from None

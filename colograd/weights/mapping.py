@@ -107,5 +107,5 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
         filled[key] = filled.get(key, 0) + part.destination.numel()
     for name, target in targets.items():
         covered = filled.get(target.untyped_storage().data_ptr(), 0)
-        if covered < target.numel() and not ("embed" in name or "lm_head" in name or "wte" in name) or covered == 0:
+        if (covered < target.numel() and not ("embed" in name or "lm_head" in name or "wte" in name)) or covered == 0:
             yield name

@@ -1,0 +1,15 @@
+"""Datasets and prompts, one file per job: load them, tokenise them, order them.
+
+    ScriptArguments -> load_datasets -> Dataset -> tokenize_prompts -> PromptDataset
+                                                                           |
+                   one item = this rank's prompts of one optimizer step <- PromptLoader <- StepOrder
+
+Prompts are tokenised once, before training. Their order is a pure function of (seed, epoch), without a global
+generator: a resumed run takes the same prompts, and any number of ranks takes the same prompts in the same step.
+"""
+
+from .loading import load_datasets
+from .order import PromptLoader, StepOrder
+from .prompts import PromptDataset, tokenize_prompts
+
+__all__ = ["PromptDataset", "PromptLoader", "StepOrder", "load_datasets", "tokenize_prompts"]

@@ -1,0 +1,88 @@
+"""The order of prompts: which ones each optimizer step takes on this rank, and their place in the run's stream."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from .prompts import PromptDataset
+
+
+class StepOrder(Sampler[list[tuple[int, int]]]):
+    """Which prompts each optimizer step takes on this rank; one item is [(row, position), ...] of one step.
+
+    An epoch is a row of rounds. A round is ``steps_per_generation`` different steps, taken ``num_iterations`` times.
+    Example with 2 prompts a step, steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. What doesn't
+    fill a round is left out of the epoch (another remainder in each, if shuffled).
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        prompts_per_step: int,
+        rank: int,
+        world_size: int,
+        steps_per_generation: int = 1,
+        num_iterations: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """``prompts_per_step`` counts all ranks. Raises ValueError where the rows don't fill one round."""
+        assert prompts_per_step % world_size == 0, f"{prompts_per_step} prompts on {world_size} ranks"
+        assert 0 <= rank < world_size, (rank, world_size)
+        self.num_rounds = num_rows // (prompts_per_step * steps_per_generation)
+        if self.num_rounds == 0:
+            raise ValueError(
+                f"The dataset has {num_rows} prompts; one generation takes {prompts_per_step * steps_per_generation} "
+                f"(prompts_per_step={prompts_per_step} times steps_per_generation={steps_per_generation}). Lower one "
+                "of the two, or add prompts."
+            )
+        self.num_rows, self.prompts_per_step = num_rows, prompts_per_step
+        self.rank, self.world_size = rank, world_size
+        self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order and the positions of this epoch, counted from 0."""
+        self.epoch = int(epoch)
+
+    def __len__(self) -> int:
+        return self.num_rounds * self.steps_per_generation * self.num_iterations
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        rows = self._rows_in_order()
+        per_rank = self.prompts_per_step // self.world_size
+        start = self.epoch * self.num_rounds * self.steps_per_generation * self.prompts_per_step
+        for round_index in range(self.num_rounds):
+            for _ in range(self.num_iterations):
+                for step in range(self.steps_per_generation):
+                    first = (
+                        round_index * self.steps_per_generation + step
+                    ) * self.prompts_per_step + self.rank * per_rank
+                    yield [(rows[index], start + index) for index in range(first, first + per_rank)]
+
+    def _rows_in_order(self) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.num_rows)
+        # Hashed, so that neighbouring seeds and epochs share nothing; 63 bits, which manual_seed takes.
+        digest = hashlib.sha256(f"{self.seed} {self.epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randperm(self.num_rows, generator=generator).tolist()
+
+
+class PromptLoader(DataLoader):
+    """The training dataloader: one item is the list of `Prompt` of one optimizer step on this rank.
+
+    A plain DataLoader over a batch sampler, so that `accelerate.skip_first_batches` resumes in the middle of an epoch.
+    """
+
+    def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
+        # Its own generator: starting an epoch would otherwise draw a number from the global one.
+        super().__init__(dataset, batch_sampler=order, collate_fn=list, num_workers=0, generator=torch.Generator())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Forwarded to the order."""
+        self.batch_sampler.set_epoch(epoch)

@@ -1,0 +1,173 @@
+"""Prompts as tokens: the chat template, and what is too long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+import torch
+from datasets import Dataset
+
+from ..batch import Prompt
+from .checks import check_has_length, listed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_AT_ONCE = 1000  # tokenised together
+
+
+class PromptDataset(torch.utils.data.Dataset):
+    """Prompts with their tokens; made by `tokenize_prompts`.
+
+    ``dataset`` holds the rows that are kept, ``num_dropped`` says how many were too long. An index is (row, position).
+    """
+
+    def __init__(self, dataset: Dataset, token_ids: np.ndarray, ends: np.ndarray, num_dropped: int) -> None:
+        """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0."""
+        assert len(ends) == len(dataset) + 1 and ends[-1] == len(token_ids), (len(ends), len(dataset), len(token_ids))
+        self.dataset = dataset
+        self.num_dropped = num_dropped
+        self._token_ids, self._ends = token_ids, ends
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(np.diff(self._ends).max())
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, int]) -> Prompt:
+        row, position = key
+        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
+        return Prompt(example=self.dataset[row], prompt_ids=tuple(ids.tolist()), position=position)
+
+    def prompts(self, start: int = 0) -> list[Prompt]:
+        """Every row in order, at positions ``start`` and on (evaluation)."""
+        return [self[row, start + row] for row in range(len(self))]
+
+
+def tokenize_prompts(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    overlong: str,
+    chat_template_kwargs: dict[str, Any],
+    name: str,
+) -> PromptDataset:
+    """Tokenise each row's ``prompt`` once: conversations through the chat template, plain text as the tokenizer does.
+
+    A conversation that ends with an assistant's message is continued. A row's own ``chat_template_kwargs`` come first.
+
+    Args:
+        max_prompt_tokens: the longest prompt.
+        overlong: what becomes of longer ones: ``drop`` (counted in ``num_dropped``) or ``error``.
+        name: what messages call the dataset.
+
+    Raises:
+        ValueError: no usable dataset, a row that isn't a prompt, is empty or (with ``error``) too long, or none left.
+    """
+    assert overlong in ("drop", "error"), overlong
+    check_has_length(dataset, name)
+    if "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"{name} has no column 'prompt'; it has {listed(dataset.column_names)}. Rename the one that holds the "
+            "prompts (dataset_prompt_column in a recipe)."
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} has no rows: there is nothing to sample from.")
+    dataset = dataset.with_format(None)
+    wanted = dataset.select_columns([c for c in ("prompt", "chat_template_kwargs") if c in dataset.column_names])
+    kept, chunks, lengths = [], [], [0]
+    for first in range(0, len(dataset), ROWS_AT_ONCE):
+        batch = wanted[first : first + ROWS_AT_ONCE]
+        for row, ids in enumerate(_encode(batch, tokenizer, chat_template_kwargs, name, first), start=first):
+            if not ids:
+                raise ValueError(
+                    f"{name}, row {row}: the prompt {batch['prompt'][row - first]!r} has no tokens; remove it."
+                )
+            if len(ids) <= max_prompt_tokens:
+                kept.append(row)
+                chunks.append(np.asarray(ids, dtype=np.int32))
+                lengths.append(len(ids))
+            elif overlong == "error":
+                raise ValueError(
+                    f"{name}, row {row}: the prompt has {len(ids)} tokens, over the limit of {max_prompt_tokens}. "
+                    "Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set overlong_prompts to drop."
+                )
+    if not kept:
+        raise ValueError(
+            f"{name}: all {len(dataset)} prompts are over the limit of {max_prompt_tokens} tokens. Raise "
+            "max_prompt_tokens or vllm_max_model_length."
+        )
+    rows = dataset.select(kept) if len(kept) < len(dataset) else dataset
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return PromptDataset(rows, np.concatenate(chunks), ends, num_dropped=len(dataset) - len(kept))
+
+
+def _encode(
+    batch: dict[str, list[Any]], tokenizer: Any, shared: dict[str, Any], name: str, first: int
+) -> list[list[int]]:
+    """Token ids of each row of a batch whose first row has the number ``first``."""
+    prompts, own = batch["prompt"], batch.get("chat_template_kwargs") or [None] * len(batch["prompt"])
+    ids: list[list[int]] = [[]] * len(prompts)
+    groups: dict[
+        str, tuple[dict[str, Any], list[int]]
+    ] = {}  # rows with equal arguments go through the template together
+    plain = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            plain.append(index)
+            continue
+        _check_conversation(prompt, f"{name}, row {first + index}")
+        # A struct column fills the keys that a row doesn't give with None.
+        mine = {key: value for key, value in (own[index] or {}).items() if value is not None}
+        continues = prompt[-1]["role"] == "assistant"
+        arguments = {"add_generation_prompt": not continues, "continue_final_message": continues, **shared, **mine}
+        groups.setdefault(repr(sorted(arguments.items())), (arguments, []))[1].append(index)
+    if plain:
+        for index, row in zip(plain, tokenizer([prompts[i] for i in plain]).input_ids, strict=True):
+            ids[index] = row
+    for arguments, rows in groups.values():
+        if not getattr(tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
+            raise ValueError(
+                f"{name}, row {first + rows[0]}: the prompt is a conversation, and {tokenizer.name_or_path} has no "
+                "chat template. Use an instruction-tuned model, set tokenizer.chat_template, or give plain text."
+            )
+        encoded = _apply_template(tokenizer, [prompts[i] for i in rows], arguments, name, [first + i for i in rows])
+        for index, row in zip(rows, encoded, strict=True):
+            ids[index] = row
+    return ids
+
+
+def _apply_template(
+    tokenizer: Any, conversations: list[Any], arguments: dict[str, Any], name: str, rows: list[int]
+) -> list[list[int]]:
+    cleaned = [
+        [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
+        for messages in conversations
+    ]
+    try:
+        return tokenizer.apply_chat_template(cleaned, tokenize=True, return_dict=False, **arguments)
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        if len(rows) > 1:  # one by one, to find the row
+            return [
+                _apply_template(tokenizer, [c], arguments, name, [r])[0] for c, r in zip(cleaned, rows, strict=True)
+            ]
+        raise ValueError(
+            f"{name}, row {rows[0]}: the chat template refuses the prompt {cleaned[0]!r}: {error}"
+        ) from error
+
+
+def _check_conversation(prompt: Any, where: str) -> None:
+    messages = prompt if isinstance(prompt, list) else []
+    if not messages or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
+    ):
+        example = '[{"role": "user", "content": "..."}]'
+        raise ValueError(
+            f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as {example}."
+        )

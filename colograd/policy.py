@@ -1,0 +1,103 @@
+"""The policy and its tokenizer: loaded once, checked, set to packed attention."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from . import attention
+from .config import GRPOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is trained, and where the engine finds the same weights."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    path: str  # folder or Hub id that vLLM can load
+    untouched: bool  # loaded by us: bit-equal to the checkpoint at ``path``
+
+    @property
+    def context(self) -> int:
+        """Longest sequence the model takes, in tokens."""
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or 2**31)
+
+
+def load_policy(
+    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: GRPOConfig
+) -> Policy:
+    """Load the model if it is a name, its tokenizer if none is given.
+
+    Raises:
+        ValueError: no such model, or a model that packed attention can't run.
+    """
+    untouched = not isinstance(model, PreTrainedModel)
+    if untouched:
+        path = str(model)
+        loaded = _from_name(path, config)
+    else:
+        if config.model_init_kwargs is not None:
+            raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
+        loaded, path = model, str(model.config._name_or_path or "")
+        if not path:
+            raise ValueError(
+                "The model was given as an object that no checkpoint belongs to (config._name_or_path is empty), so vLLM has "
+                "nothing to load: save it with save_pretrained and give the folder."
+            )
+    check_attention(loaded)
+    loaded.set_attn_implementation(attention.NAME)
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config.disable_dropout:
+        for module in loaded.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    return Policy(loaded, tokenizer, path, untouched)
+
+
+def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
+    kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    kwargs["dtype"] = config.torch_dtype()
+    kwargs["attn_implementation"] = attention.NAME
+    kwargs.setdefault("trust_remote_code", config.trust_remote_code)
+    if not config.verbose:
+        hf_logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        if os.path.isdir(path) and not isinstance(error, FileNotFoundError) and _has_config(path):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}) "
+            "Give model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model` makes the quickstart's."
+        ) from None
+    finally:
+        hf_logging.enable_progress_bar()
+
+
+def _has_config(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "config.json"))
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Refuse architectures whose token mixing doesn't go through transformers' attention interface.
+
+    Raises:
+        ValueError: naming the model class.
+    """
+    config = model.config.get_text_config()
+    if not getattr(model, "_supports_attention_backend", True) or getattr(config, "layers_block_type", None):
+        raise ValueError(
+            f"{type(model).__name__} doesn't use transformers' attention interface, so its sequences can't be packed into one "
+            "row: choose a decoder such as Llama, Qwen, Gemma or SmolLM."
+        )

@@ -1,0 +1,111 @@
+"""Train by a recipe: parse, build, train, save, push.
+
+accelerate launch colograd/train.py --config recipes/X.yaml [--any_flag value]
+torchrun --nproc-per-node 2 -m colograd.train --config recipes/X.yaml
+python -m colograd.train --config recipes/X.yaml        (the same as `colograd train`)
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __name__ == "__main__" and not __package__:
+    # Run as a file, Python puts colograd/ first on the path, where our modules would shadow others of the same name.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from colograd import process
+
+if TYPE_CHECKING:
+    from colograd import GRPOConfig, GRPOTrainer
+    from colograd.config import ModelConfig, ScriptArguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one training; the exit status. Bad input is one line on standard error and status 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    process.quiet_logs("--verbose" in argv)
+    if {"-h", "--help"} & set(argv):
+        print(__doc__, "Every flag is described in docs/configuration.md.", sep="\n")
+        return 0
+    try:
+        process.prepare_ranks()
+        trainer = build(argv)
+    except (ValueError, RuntimeError, TypeError) as error:
+        if "--verbose" in argv:
+            raise
+        print(f"colograd: error: {error}", file=sys.stderr)
+        return 2
+    run(trainer)
+    return 0
+
+
+def build(argv: Sequence[str]) -> GRPOTrainer:
+    """The trainer that a command line describes.
+
+    Raises:
+        ValueError: bad input, before anything is trained.
+    """
+    from colograd.config import parse_arguments
+
+    script, config, model, recipe = parse_arguments(argv)
+    if model.model_name_or_path is None:
+        raise ValueError("model_name_or_path is missing: give a folder or a Hub id.")
+    if not script.reward_funcs:
+        raise ValueError("reward_funcs is missing: give at least one name or import path of a reward function.")
+    trainer = make_trainer(script, config, model)
+    trainer.facts |= {
+        "recipe": recipe,
+        "command": shlex.join([Path(sys.argv[0]).name if sys.argv else "colograd", *argv]),
+        "dataset": script.dataset_name,
+    }
+    return trainer
+
+
+def make_trainer(script: ScriptArguments, config: GRPOConfig, model: ModelConfig) -> GRPOTrainer:
+    """Load the data and build the trainer."""
+    from colograd import GRPOTrainer
+    from colograd.data import load_datasets
+
+    config.model_init_kwargs = {**model.init_kwargs(), **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
+    train_dataset, eval_dataset = load_datasets(script)
+    trainer = GRPOTrainer(
+        model=model.model_name_or_path or "",
+        reward_funcs=script.reward_funcs,
+        args=config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset if config.do_eval or config.eval_strategy != "no" else None,
+    )
+    if model.attn_implementation is not None:
+        trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")
+    return trainer
+
+
+def run(trainer: GRPOTrainer) -> None:
+    """Train, then save the model, the state, the reward plot and the card; push where asked."""
+    config = trainer.args
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    if trainer.stop_signal.received:
+        return  # the checkpoint is written: `--resume_from_checkpoint auto` goes on from it
+    trainer.save_model(config.output_dir)
+    trainer.save_state()
+    if config.push_to_hub:
+        trainer.push_to_hub()
+    else:
+        trainer.create_model_card()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    ends = (
+        f", mean reward {rewards[0]:.3f} at first, {sum(rewards[-5:]) / len(rewards[-5:]):.3f} at last"
+        if rewards
+        else ""
+    )
+    trainer.console.say(f"saved to {os.path.relpath(config.output_dir)}{ends}")
+    trainer.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

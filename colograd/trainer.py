@@ -1,0 +1,501 @@
+"""`GRPOTrainer`: the conductor. Where every token goes, in the order of a run:
+
+    get_train_dataloader   prompts, one item per optimizer step
+    get_batch_samples      publish the weights, then collect: generate -> score -> advantages -> pack
+    training_step          forward and backward of each micro-batch, one exchange of gradients
+    (transformers.Trainer) clip, optimizer, scheduler, log, evaluate, save
+
+To change one stage, override `generate`, `score`, `compute_advantages` or `compute_loss`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from . import checkpoints, evaluation, process
+from .advantages import group_advantages
+from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
+from .card import RunFacts, reward_plot, write_card
+from .completions import print_table
+from .config import GRPOConfig
+from .data import PromptDataset, PromptLoader, StepOrder, tokenize_prompts
+from .engine import Engine, Sampling, check_vllm
+from .experience import PackingRules, collect
+from .logprobs import policy_logprobs
+from .losses import LOSSES
+from .metrics import Metrics, PhaseTimes
+from .optim import AdamWSplit, accumulate_in_float32
+from .policy import load_policy
+from .progress import Console
+from .ranks import gather, set_zero_gradient, sum_gradients, together, world_size
+from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
+from .weights import publisher
+from .weights.plan import prove
+
+# TRL's constructor arguments that this version refuses by name.
+LATER = (
+    "reward_processing_classes",
+    "peft_config",
+    "quantization_config",
+    "tools",
+    "rollout_func",
+    "environment_factory",
+)
+
+
+class GRPOTrainer(Trainer):
+    """Group Relative Policy Optimization with vLLM in the same process.
+
+    Args:
+        model: a Hub id, a folder, or a causal language model of transformers.
+        reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`).
+        args: the configuration; its fields are documented in docs/configuration.md.
+        train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
+            the reward functions.
+        eval_dataset: likewise, or a dict of them; for `evaluate`.
+        processing_class: the tokenizer; default: the model's.
+        callbacks, optimizers: as in `transformers.Trainer`.
+
+    Raises:
+        ValueError: bad input, before anything is trained, on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        **later: Any,
+    ) -> None:
+        process.prepare_ranks()
+        args = GRPOConfig(output_dir=f"{os.path.basename(str(model))}-GRPO") if args is None else args
+        process.quiet_logs(args.verbose)
+        with together("the start"):
+            _refuse(later, args)
+            check_vllm()
+            self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
+            self.policy = load_policy(model, processing_class, args)
+            args.settle_precision(self.policy.model.dtype)
+            self.train_prompts = self._tokenize(train_dataset, args, "train")
+            self.eval_prompts = self._tokenize_eval(eval_dataset, args)
+        super().__init__(
+            model=self.policy.model,
+            args=args,
+            data_collator=list,
+            train_dataset=self.train_prompts,
+            eval_dataset=self.eval_prompts,
+            processing_class=self.policy.tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=_optimizer(args),
+        )
+        self.model_accepts_loss_kwargs = True  # the step's denominator is applied here, not by transformers
+        # Ranks hold full copies whose gradients are summed once per step (see ranks.py): no DDP around the model.
+        self.accelerator.prepare_model = lambda model, **kwargs: model
+        accumulate_in_float32(self.model.parameters())
+        self.loss = LOSSES[args.loss_type].from_config(args)
+        self.times = PhaseTimes(synchronize=args.device.type == "cuda")
+        self.console = Console(self.is_world_process_zero(), bars=not args.disable_tqdm)
+        self.stop_signal = checkpoints.StopSignal()
+        for shown in (ProgressCallback, PrinterCallback):
+            self.remove_callback(shown)
+        self.add_callback(self.console)
+        self.add_callback(_Conductor(self))
+        self._round: list[StepBatch] = []  # what is left of the present round
+        self._logs: list[dict[str, float]] = []  # one entry per step since the last log
+        self._step_started = 0.0
+        self._save_is_due = False
+        self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
+        self._build_engine()
+
+    # -- start
+
+    def _tokenize(self, dataset: Any, args: GRPOConfig, name: str) -> PromptDataset:
+        completion = max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
+        context = min(self.policy.context, args.vllm_max_model_length or self.policy.context)
+        limit = min(args.max_prompt_tokens or context, context - completion)
+        if limit < 1:
+            raise ValueError(
+                f"max_completion_length is {completion}, but the context has {context} tokens: no room is left for a prompt. "
+                "Lower max_completion_length or raise vllm_max_model_length."
+            )
+        if dataset is None:
+            raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+        return tokenize_prompts(
+            dataset,
+            self.policy.tokenizer,
+            max_prompt_tokens=limit,
+            overlong=args.overlong_prompts,
+            chat_template_kwargs=args.chat_template_kwargs or {},
+            name=name,
+        )
+
+    def _tokenize_eval(self, dataset: Any, args: GRPOConfig) -> Any:
+        if dataset is None or isinstance(dataset, PromptDataset):
+            return dataset
+        if isinstance(dataset, dict):
+            return {name: self._tokenize(part, args, name) for name, part in dataset.items()}
+        return self._tokenize(dataset, args, "eval")
+
+    def _build_engine(self) -> None:
+        """The engine, how it gets weights, and what the user should know of both."""
+        args: GRPOConfig = self.args
+        started = time.perf_counter()
+        evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
+        prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
+        completion = max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
+        context = args.vllm_max_model_length or max(part.longest for part in prompts) + completion
+        sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
+        self.engine = Engine(self.policy.path, args, self.policy.model.dtype, context, sequences)
+        self.weights = publisher(args.weights, self.model, self.engine)
+        with together("the proof of the weights"):
+            if self.policy.untouched and self.engine.vllm_config.model_config.dtype == self.policy.model.dtype:
+                prove(self.weights)
+        say = self.console.say
+        say(self.engine.describe())
+        say(self.weights.describe())
+        parameters = sum(p.numel() for p in self.model.parameters())
+        say(
+            f"policy: {parameters / 1e6:,.0f} M parameters, {str(self.policy.model.dtype).removeprefix('torch.')}, "
+            f"{args.optim}; {args.prompts_per_step} prompts x {args.num_generations} completions per step on "
+            f"{world_size()} rank(s) of {torch.get_num_threads()} thread(s), micro-batches of "
+            f"{args.max_tokens_per_microbatch:,} tokens; ready in {time.perf_counter() - started:.0f} s"
+        )
+        for part in prompts:
+            if part.num_dropped:
+                say(f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped")
+
+    # -- stages: a subclass replaces any of these
+
+    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+        """Sample each prompt's group; yield groups as they finish. Override to change how completions come about."""
+        bar = self.console.generation(len(prompts))
+        version, sampling = self.state.global_step, Sampling.for_training(self.args)
+        for group in self.engine.generate(prompts, sampling, version=version, seed=self.args.seed):
+            bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
+            yield group
+        bar.close()
+
+    def score(self, group: Group) -> torch.Tensor:
+        """Rewards [G, R] float32 of one group, NaN where a function abstains. Override for rewards of your own."""
+        rewards, _ = score_group(self.rewards, group, self.decode(group), self.state)
+        return rewards
+
+    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
+        """[G, R] rewards -> [G] weighted sums."""
+        return weighted_sum(rewards, [reward.weight for reward in self.rewards])
+
+    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
+        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for other baselines."""
+        return group_advantages(self.combine(rewards), self.args.scale_rewards)
+
+    def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:  # type: ignore[override]
+        """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
+        logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature)
+        return self.loss(logprobs, entropy, micro_batch)
+
+    def decode(self, group: Group) -> list[str]:
+        """The completions' texts, for rewards and logs."""
+        ids = [list(rollout.completion_ids) for rollout in group.rollouts]
+        return self.processing_class.batch_decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    # -- the seam to transformers.Trainer
+
+    def get_train_dataloader(self) -> PromptLoader:  # type: ignore[override]
+        """One item is the list of prompts of one optimizer step on this rank."""
+        args: GRPOConfig = self.args
+        order = StepOrder(
+            len(self.train_prompts),
+            args.prompts_per_step or 1,
+            rank=args.process_index,
+            world_size=args.world_size,
+            steps_per_generation=args.steps_per_generation or 1,
+            num_iterations=args.num_iterations,
+            shuffle=bool(args.shuffle_dataset),
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+        )
+        return PromptLoader(self.train_prompts, order)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
+        self._step_started = time.perf_counter()
+        if not self._round:
+            items = [next(epoch_iterator) for _ in range(self.args.round_length)]
+            self._round = self._collect(items[: self.args.steps_per_generation])
+        else:
+            next(epoch_iterator, None)  # this round's items were taken together
+        return [self._round.pop(0)], None
+
+    def _collect(self, steps: list[list[Prompt]]) -> list[StepBatch]:
+        self.publish()
+        rules = PackingRules(
+            max_tokens=self.args.max_tokens_per_microbatch,
+            mask_truncated=self.args.mask_truncated_completions,
+            skip_without_signal=True,  # nothing but the advantage gives a gradient in this version
+            device=self.args.device,
+        )
+        names = [reward.name for reward in self.rewards]
+        batches, groups = collect(self, steps, rules, names, self.times)
+        self._show_completions(groups)
+        if self.args.round_length == 1:
+            return batches
+        with self.times.phase("old_logprobs"):
+            # The first step trains on what its own weights sampled; for the later ones the policy has moved on.
+            behind = [self._with_old_logprobs(batch) for batch in batches]
+        return [batches[0], *behind[1:], *behind * (self.args.num_iterations - 1)]
+
+    @torch.no_grad()
+    def _with_old_logprobs(self, batch: StepBatch) -> StepBatch:
+        """Fix the log-probabilities of the weights that sampled the step's rollouts."""
+        micro_batches = []
+        for micro_batch in batch.micro_batches:
+            with self.compute_loss_context_manager():
+                old, _ = policy_logprobs(self.model, micro_batch, self.args.temperature)
+            micro_batches.append(dataclasses.replace(micro_batch, old_logprobs=old.detach()))
+        return dataclasses.replace(batch, micro_batches=tuple(micro_batches), first_of_round=False)
+
+    def publish(self) -> None:
+        """Give the engine the policy's present weights, unless it has them."""
+        with self.times.phase("publish"):
+            if self.engine.version != self.state.global_step:
+                self.weights.publish(self.state.global_step)
+
+    def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:  # type: ignore[override]
+        """Forward and backward of one optimizer step; leaves the summed, normalised gradient in ``.grad``."""
+        model.train()
+        metrics, denominator = Metrics(), self.loss.denominator(inputs)
+        total = torch.zeros((), device=self.args.device)
+        with together("training"), self.times.phase("train"):
+            for index, micro_batch in enumerate(inputs.micro_batches):
+                with self.compute_loss_context_manager():
+                    output = self.compute_loss(model, micro_batch)
+                if not math.isfinite(loss := output.loss.item()):
+                    raise FloatingPointError(
+                        f"The loss of step {self.state.global_step + 1}, micro-batch {index} is {loss}: training stops before "
+                        "the weights are touched. Lower learning_rate or max_grad_norm, and look at the step's completions."
+                    )
+                (output.loss / denominator).backward()
+                total += output.loss.detach() / denominator
+                metrics.update(output.sums, output.minima, output.maxima)
+            if not inputs.micro_batches:
+                for parameter in self.model.parameters():
+                    if parameter.requires_grad:
+                        set_zero_gradient(parameter)
+        with self.times.phase("sync"):
+            sum_gradients(list(self.model.parameters()))
+            metrics.add("loss_sum", total, 1.0 / world_size())
+            reduced = metrics.reduce()
+        loss = reduced.pop("loss_sum")
+        self._logs.append({**inputs.metrics, **reduced})
+        self.state.num_input_tokens_seen += int(inputs.metrics["train/rollout_tokens"])
+        return torch.tensor(loss, device=self.args.device)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:
+        """As in transformers, and the last look before the weights change."""
+        norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the weights are "
+                "touched. Lower learning_rate, or train with dtype: float32."
+            )
+        return norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not estimated: transformers' formula assumes padded batches."""
+        return 0
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends."""
+        with together("the search for a checkpoint"):
+            found = checkpoints.find_resume(resume_from_checkpoint, str(self.args.output_dir))
+            if self.args.should_save:
+                checkpoints.sweep(self.args.output_dir)
+        self._round, self._logs, self._save_is_due = [], [], False
+        self.stop_signal.install()
+        try:
+            return super().train(resume_from_checkpoint=found, *args, **kwargs)  # noqa: B026
+        finally:
+            self.stop_signal.remove()
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Sample and score the evaluation prompts with their own settings (``*_eval``); no training forward.
+
+        Returns:
+            ``<prefix>_reward``, ``<prefix>_rewards/<name>/mean``, ``<prefix>_completions/...`` and times.
+        """
+        given = self._tokenize_eval(eval_dataset, self.args) if eval_dataset is not None else self.eval_prompts
+        if given is None:
+            raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
+        parts = given if isinstance(given, dict) else {"": given}
+        metrics: dict[str, float] = {}
+        for name, prompts in parts.items():
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the means of the steps since the last log."""
+        if self._logs and "loss" in logs:
+            names = dict.fromkeys(name for entry in self._logs for name in entry)
+            for name in names:
+                values = [entry[name] for entry in self._logs if name in entry]
+                logs[name] = sum(values) / len(values)
+            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+            self._logs = []
+        super().log(logs, start_time)
+
+    def _show_completions(self, groups: Sequence[ScoredGroup]) -> None:
+        args: GRPOConfig = self.args
+        every = args.log_completions_steps or max(int(args.logging_steps), 1)
+        if args.log_completions and self.is_world_process_zero() and self.state.global_step % every == 0:
+            print_table(
+                groups,
+                [self.decode(group.group) for group in groups],
+                [reward.name for reward in self.rewards],
+                self.state.global_step,
+                args.num_completions_to_print,
+                args.log_unique_prompts,
+            )
+
+    # -- saving
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """transformers' checkpoint, written aside and renamed when every rank is done: it is whole or not there."""
+        run_dir = Path(self.args.output_dir)
+        aside, name = checkpoints.aside_folder(run_dir), f"checkpoint-{self.state.global_step}"
+        push, self.args.push_to_hub = self.args.push_to_hub, False  # only of what is complete
+        self._get_output_dir = lambda trial=None: str(aside)  # type: ignore[method-assign]
+        try:
+            with together("saving"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            del self._get_output_dir  # type: ignore[attr-defined]
+            self.args.push_to_hub = push
+        with together("saving"):
+            if self.args.should_save:
+                if self.state.best_global_step:
+                    self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{self.state.best_global_step}")
+                self.state.save_to_json(str(aside / name / "trainer_state.json"))
+                checkpoints.commit(aside / name, run_dir / name)
+                checkpoints.rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if push:
+            self._push_from_checkpoint(str(run_dir / name))
+
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+        """README.md with the recipe, the command, the dataset, the reward curve and the versions."""
+        if not self.is_world_process_zero():
+            return
+        args: GRPOConfig = self.args
+        folder = Path(args.output_dir)
+        settings = {name: getattr(args, name) for name in _CARD_SETTINGS}
+        facts = RunFacts(
+            model_name=model_name or folder.name,
+            base_model=self.policy.path,
+            dataset=self.facts.get("dataset"),
+            reward_names=[reward.name for reward in self.rewards],
+            reward_weights=[reward.weight for reward in self.rewards],
+            recipe=self.facts.get("recipe"),
+            command=self.facts.get("command", ""),
+            settings=settings,
+            history=self.state.log_history,
+            hub_model_id=args.hub_model_id,
+        )
+        reward_plot(self.state.log_history, folder / "reward.png")
+        write_card(folder, run=facts)
+
+    def close(self) -> None:
+        """Free the engine: another trainer may then be made in the same process."""
+        self.stop_signal.remove()
+        self.engine.close()
+
+    def _finish_step(self) -> None:
+        """After the optimizer: the step's times, its line, and whether SIGTERM asks for the end."""
+        entry = self._logs[-1]
+        entry |= self.times.take()
+        entry["step_time"] = time.perf_counter() - self._step_started
+        explained = sum(value for name, value in entry.items() if name.startswith("time/"))
+        entry["time/other"] = entry["step_time"] - explained
+        self.console.step(self.state.global_step, self.state.max_steps, entry)
+
+
+_CARD_SETTINGS = (
+    "learning_rate", "num_generations", "prompts_per_step", "max_completion_length", "temperature", "loss_type",
+    "epsilon", "epsilon_high", "beta", "scale_rewards", "optim", "max_steps", "seed",
+)  # fmt: skip
+
+
+class _Conductor(TrainerCallback):
+    """Marks the optimizer phase, keeps checkpoints on round boundaries, and turns SIGTERM into a save and a stop."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
+        self._phase: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._phase = self.trainer.times.phase("optimizer")
+        self._phase.__enter__()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._phase.__exit__(None, None, None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        trainer._finish_step()
+        stop = any(gather(trainer.stop_signal.received))
+        trainer._save_is_due |= control.should_save or stop
+        control.should_save = False
+        if trainer._round:  # rollouts of a round aren't saved: a checkpoint in its middle couldn't go on
+            return
+        control.should_save, trainer._save_is_due = trainer._save_is_due, False
+        if stop:
+            trainer.console.say(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
+            control.should_training_stop = True
+
+
+def _refuse(later: dict[str, Any], args: GRPOConfig) -> None:
+    """Constructor arguments of TRL that aren't available, and combinations that can't train."""
+    for name, value in later.items():
+        if name not in LATER:
+            raise TypeError(f"GRPOTrainer has no argument {name!r}.")
+        if value is not None:
+            raise ValueError(f"GRPOTrainer's argument {name!r} isn't available in this version: leave it out.")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process, but each needs a rank of its own: start with `accelerate launch` or "
+            "`torchrun`, or make one visible with CUDA_VISIBLE_DEVICES."
+        )
+    if args.max_steps > 0 and args.max_steps % args.round_length:
+        raise ValueError(
+            f"max_steps is {args.max_steps}, but a round is {args.round_length} optimizer steps (steps_per_generation x "
+            f"num_iterations): make it a multiple, such as {-(-args.max_steps // args.round_length) * args.round_length}."
+        )
+
+
+def _optimizer(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
+    """AdamWSplit where it is asked for; None: transformers makes the optimizer that ``optim`` names."""
+    if args.optim != "adamw_split":
+        return None
+    return AdamWSplit, {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
