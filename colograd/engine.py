@@ -99,7 +99,11 @@ class Engine:
         self.version: int | None = None  # unknown until the first publish
         self._set_num_threads = torch.set_num_threads
         kwargs = engine_kwargs(model_path, config, dtype, context, sequences)
-        with _random_state_kept(), live_weights() if self.on_cpu else contextlib.nullcontext():
+        with contextlib.ExitStack() as while_built:
+            while_built.enter_context(_random_state_kept())
+            if self.on_cpu:
+                while_built.enter_context(live_weights())
+                while_built.enter_context(one_draw_per_token())
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
@@ -352,6 +356,35 @@ def live_weights() -> Iterator[None]:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = packed
+
+
+@contextlib.contextmanager
+def one_draw_per_token() -> Iterator[None]:
+    """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.
+
+    For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of the
+    time of a small model's decoding. Inverting the distribution function takes one uniform number, and draws from the
+    same distribution.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler as ops
+
+    theirs = ops.TopKTopPSampler.forward_cpu
+
+    def forward_cpu(self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any) -> Any:
+        if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
+            return theirs(self, logits, generators, k, p)
+        logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
+        draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
+        distribution = logprobs.exp().cumsum(-1)
+        # The first entry whose cumulative probability exceeds the draw: never one of probability 0.
+        tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
+        return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
+
+    ops.TopKTopPSampler.forward_cpu = forward_cpu
+    try:
+        yield
+    finally:
+        ops.TopKTopPSampler.forward_cpu = theirs
 
 
 @contextlib.contextmanager

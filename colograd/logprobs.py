@@ -74,14 +74,17 @@ def _chunk(
     temperature: float,
     transform: dict[str, float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float() * transform["scale"]
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if transform["scale"] != 1.0:
+        logits = logits * transform["scale"]
     if cap := transform["softcap"]:
         logits = torch.tanh(logits / cap) * cap
-    logits = logits / temperature
+    if temperature != 1.0:
+        logits = logits / temperature
     normaliser = logits.logsumexp(dim=-1)
     logprobs = logits.gather(1, labels[:, None]).squeeze(1) - normaliser
     with torch.no_grad():  # H = log Z - E[logit]
-        entropy = normaliser - (torch.exp(logits - normaliser[:, None]) * logits).sum(-1)
+        entropy = normaliser - torch.linalg.vecdot((logits - normaliser[:, None]).exp_(), logits)
     return logprobs, entropy
 
 

@@ -85,6 +85,8 @@ class GRPOTrainer(Trainer):
         process.prepare_ranks()
         args = GRPOConfig(output_dir=f"{os.path.basename(str(model))}-GRPO") if args is None else args
         process.quiet_logs(args.verbose)
+        if args.on_cpu:
+            process.keep_freed_memory()
         with together("the start"):
             _refuse(later, args)
             check_vllm()
