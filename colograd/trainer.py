@@ -237,10 +237,8 @@ class GRPOTrainer(Trainer):
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
         self._step_started = time.perf_counter()
         if not self._round:
-            items = [next(epoch_iterator) for _ in range(self.args.round_length)]
+            items = [next(epoch_iterator) for _ in range(self.args.round_length)]  # repeated for num_iterations
             self._round = self._collect(items[: self.args.steps_per_generation])
-        else:
-            next(epoch_iterator, None)  # this round's items were taken together
         return [self._round.pop(0)], None
 
     def _collect(self, steps: list[list[Prompt]]) -> list[StepBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,6 +10,12 @@ if TYPE_CHECKING:
 
 LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# What `accelerate launch` sets for a configuration whose ranks share one model. transformers takes it without a word.
+SHARDING = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...], note: str = "") -> None:
@@ -19,6 +26,20 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...], note: str = "") 
 def _at_least(name: str, value: float | None, least: float) -> None:
     if value is not None and value < least:
         raise ValueError(f"{name} is {value}, but must be at least {least:g}: raise it.")
+
+
+def check_launcher() -> None:
+    """Refuse a launcher that asks for sharding. Called first, before transformers acts on the same variables.
+
+    Raises:
+        ValueError: naming the variable.
+    """
+    for variable, backend in SHARDING.items():
+        if os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on"):
+            raise ValueError(
+                f"{variable} is set, but {backend} isn't available in this version (ranks hold full copies): launch with "
+                "`--config_file recipes/accelerate_configs/ddp.yaml` or `torchrun`."
+            )
 
 
 def check_values(config: GRPOConfig) -> None:

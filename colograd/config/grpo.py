@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from .check import check_values, fold_batch
+from .check import check_launcher, check_values, fold_batch
 from .names import names_checked
 
 
@@ -206,6 +206,7 @@ class GRPOConfig(TrainingArguments):
     verbose: bool = field(default=False, metadata={"help": "Let vLLM and transformers log as they like."})
 
     def __post_init__(self) -> None:
+        check_launcher()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
         super().__post_init__()

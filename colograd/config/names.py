@@ -48,6 +48,9 @@ REFUSED: dict[str, str] = {
     "use_transformers_paged": "generation always runs in vLLM; remove it",
     "vllm_importance_sampling_cap": "renamed: use vllm_importance_sampling_clip_max",
     "dataset_streaming": "streamed datasets aren't available in this version: the order of prompts needs a length",
+    "bnb_4bit_quant_type": "4-bit bases aren't available in this version",
+    "bnb_4bit_quant_storage": "4-bit bases aren't available in this version",
+    "use_bnb_nested_quant": "4-bit bases aren't available in this version",
     "ignore_bias_buffers": "gradients aren't synchronised by DDP; remove it",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }

@@ -38,6 +38,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     for name, entries in nested.items():
         if name not in known:
             raise ValueError(unknown_name(name, known))
+        if not str(known[name].type).startswith("dict"):
+            raise ValueError(f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't one.")
+        if any(word.partition("=")[0] == f"--{name}" for word in argv):
+            raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
         settings[name] = {**(_as_mapping(name, settings.get(name))), **entries}
     for name in settings:
         if name not in known:

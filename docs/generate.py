@@ -1,0 +1,262 @@
+"""Writes the generated pages: docs/configuration.md from the configuration's own help, docs/trl.md from TRL's fields.
+
+    python docs/generate.py            (make docs)
+    python docs/generate.py --check    exit status 1 if a page isn't what would be written
+
+TRL is read from the installed package's source and not imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
+from colograd.config.names import REFUSED
+
+DOCS = Path(__file__).resolve().parent
+TRL = "1.16"  # whose fields the page accounts for
+NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it reads, not this page. -->"
+
+# Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
+LIMITED = (
+    "beta",
+    "importance_sampling_level",
+    "loss_type",
+    "remove_unused_columns",
+    "scale_rewards",
+    "use_vllm",
+    "vllm_enable_sleep_mode",
+    "vllm_mode",
+    "vllm_tensor_parallel_size",
+)
+
+CONFIGURATION = """# Configuration
+
+Every key of a recipe, flag of the command line and argument in Python. A recipe is a flat YAML mapping:
+
+```bash
+colograd train --config recipes/grpo_smollm2_cpu.yaml --learning_rate 2e-5 --vllm_engine_kwargs.max_num_seqs 32
+```
+
+A flag wins over the recipe. `--field.key value` sets one entry of a field that is a mapping. An unknown key is an error
+that names the nearest known one.
+
+`GRPOConfig` derives from `transformers.TrainingArguments`: its fields (`output_dir`, `max_steps`, `lr_scheduler_type`,
+`save_steps`, `report_to`, `seed` …) apply as well and are described in transformers' documentation.
+
+## Batch size
+
+One optimizer step takes `prompts_per_step` prompts over all ranks, with `num_generations` completions each. TRL's way of
+saying it is taken too: `per_device_train_batch_size * gradient_accumulation_steps * ranks` completions. Either way a group
+stays on one rank. Micro-batches don't follow from these numbers: they are cut by `max_tokens_per_microbatch`, and the
+update doesn't depend on where they are cut.
+
+## Precision
+
+The policy is bfloat16 unless `dtype` says otherwise. `optim: auto` then picks `adamw_split`: AdamW on an exact float32
+master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32` the
+forward is float32, or bfloat16 by autocast with `bf16: true`."""
+
+GROUPS = (
+    (GRPOConfig, "The run: `GRPOConfig`", "Its own fields, and those whose default differs from transformers'."),
+    (
+        ModelConfig,
+        "The model: `ModelConfig`",
+        "Keys of a recipe and flags; in Python give `model` and `model_init_kwargs`.",
+    ),
+    (
+        ScriptArguments,
+        "The script: `ScriptArguments`",
+        "Keys of a recipe and flags; in Python give the dataset and rewards.",
+    ),
+)
+
+MOVING = f"""# Coming from TRL
+
+```python
+from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
+```
+
+Recipes of TRL's `grpo` script are read with the same keys. What differs without being asked for:
+
+- **Precision.** An unset `dtype` is a bfloat16 policy with an exact float32 master in the optimizer. TRL loads float32 and
+  runs it under autocast. `dtype: float32` with `bf16: true` is TRL's way.
+- **Rows are packed.** A prompt goes through the model once per group, completions follow it, nothing is padded.
+- **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch, and
+  `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
+- **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises per
+  micro-batch, is `dapo` here.
+- **Groups without a reward difference** aren't trained on. They count in every denominator and metric.
+- **Rewards** are called for one group at a time. The signature is TRL's.
+- **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
+- **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`) are refused together
+  with `vllm_importance_sampling_correction`, whose ratio they would bias.
+
+`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, LoRA (`peft_config`), quantised bases, tools, reward models, vision models
+and streamed datasets aren't available in this version: each is an error at start that says so.
+
+The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
+*Limited*: not all of TRL's values. *Refused*: an error at start, with the reason given here."""
+
+
+def configuration() -> str:
+    """docs/configuration.md: one table per group of knobs."""
+    parts = [NOTICE, CONFIGURATION]
+    for group, title, note in GROUPS:
+        parts += [f"## {title}", note]
+        for section, names in sections(group).items():
+            if section:
+                parts.append(f"### {section[0].upper()}{section[1:]}")
+            rows = [
+                (f"`{name}`", code(annotation(group, name)), code(default(group, name)), help_of(group, name))
+                for name in names
+            ]
+            parts.append(table(("Name", "Type", "Default", "Meaning"), rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def moving() -> str:
+    """docs/trl.md: every field of TRL's GRPOConfig, and what becomes of it.
+
+    Raises:
+        SystemExit: a field that is neither known nor refused, or no TRL to read.
+    """
+    theirs = trl_fields()
+    ours = own_names(GRPOConfig)
+    if unaccounted := [name for name in theirs if name not in ours and name not in REFUSED]:
+        raise SystemExit(
+            f"docs/generate.py: TRL has fields that are neither taken nor refused: {', '.join(unaccounted)}. Add them to "
+            "GRPOConfig, or to REFUSED in colograd/config/names.py with the reason."
+        )
+    rows = []
+    for name, their_default in theirs.items():
+        if name in ours:
+            our_default = default(GRPOConfig, name)
+            differs = their_default is not None and their_default != our_default
+            shown = code(our_default) + (f" (TRL: {code(their_default)})" if differs else "")
+            rows.append((f"`{name}`", "limited" if name in LIMITED else "supported", shown, help_of(GRPOConfig, name)))
+        else:
+            rows.append((f"`{name}`", "refused", "", sentence(REFUSED[name])))
+    others = [(f"`{name}`", sentence(why)) for name, why in REFUSED.items() if name not in theirs]
+    parts = [
+        NOTICE,
+        MOVING,
+        table(("Field", "", "Default", "Here"), rows),
+        "## Refused names from elsewhere in TRL",
+        "Of its script's arguments, or of older versions.",
+        table(("Name", "Reason"), others),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+# -- what the sources say
+
+
+def own_names(group: type) -> list[str]:
+    """Fields declared by the class itself, in order. Not `dataclasses.fields`: that has the inherited ones too."""
+    fields = {field.name for field in dataclasses.fields(group) if field.init}
+    return [name for name in group.__dict__["__annotations__"] if name in fields]
+
+
+def annotation(group: type, name: str) -> str:
+    """The type as it is written (transformers' argument parser replaces `Field.type`)."""
+    return str(group.__dict__["__annotations__"][name])
+
+
+def field_of(group: type, name: str) -> dataclasses.Field:
+    return next(field for field in dataclasses.fields(group) if field.name == name)
+
+
+def default(group: type, name: str) -> str:
+    field = field_of(group, name)
+    return repr(field.default if field.default is not dataclasses.MISSING else field.default_factory())  # type: ignore[misc]
+
+
+def help_of(group: type, name: str) -> str:
+    return (
+        str(field_of(group, name).metadata["help"])
+        .replace("%%", "%")
+        .replace("see docs/losses.md", "see [losses](losses.md)")
+    )
+
+
+def sections(group: type) -> dict[str, list[str]]:
+    """Names under the comments ``# -- section`` of the class; one section without a title where there are none."""
+    names, found, title = set(own_names(group)), {}, ""
+    for line in inspect.getsource(group).splitlines():
+        if match := re.match(r"    # -- (.+)", line):
+            title = match.group(1)
+        elif (match := re.match(r"    (\w+): ", line)) and match.group(1) in names:
+            found.setdefault(title, []).append(match.group(1))
+    assert sum(map(len, found.values())) == len(names), "a field was missed"
+    return found
+
+
+def trl_fields() -> dict[str, str | None]:
+    """Fields that TRL's GRPOConfig declares, with the default's text (None where it isn't a plain value)."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"docs/generate.py: docs/trl.md is made from the package trl: pip install 'trl>={TRL}'")
+    source = (Path(spec.submodule_search_locations[0]) / "trainer" / "grpo_config.py").read_text(encoding="utf-8")
+    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "GRPOConfig").body
+    return dict(_field(node) for node in body if isinstance(node, ast.AnnAssign))
+
+
+def _field(node: ast.AnnAssign) -> tuple[str, str | None]:
+    assert isinstance(node.target, ast.Name), ast.unparse(node)
+    keywords = {k.arg: k.value for k in node.value.keywords} if isinstance(node.value, ast.Call) else {}
+    try:
+        return node.target.id, repr(ast.literal_eval(keywords["default"]))
+    except (KeyError, ValueError):
+        return node.target.id, None
+
+
+# -- Markdown
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    yield DOCS / "configuration.md", configuration()
+    yield DOCS / "trl.md", moving()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pages, or check them; the exit status."""
+    parser = argparse.ArgumentParser(prog="docs/generate.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page is stale")
+    check = parser.parse_args(argv).check
+    stale: list[Any] = []
+    for path, text in pages():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(path.name)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    if stale:
+        print(f"docs/generate.py: {'stale (run make docs)' if check else 'written'}: {', '.join(stale)}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Fixtures: a tiny random chat model in an ordinary model folder, and a task on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py, for the tests and the scripts they start
+
+from colograd import process
+
+process.quiet_logs(verbose=False)
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with random float32 weights and a byte tokenizer."""
+    import tiny
+
+    return tiny.make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 (biases, untied head) of two layers."""
+    import tiny
+
+    return tiny.make_model(tmp_path_factory.mktemp("models") / "tiny-qwen2", family="qwen2", tied=False)

@@ -1,0 +1,286 @@
+"""The knobs: batch arithmetic, recipes and the command line, TRL's names and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
+from colograd.config.names import REFUSED
+
+
+def config(**changes: Any) -> GRPOConfig:
+    return GRPOConfig(**({"output_dir": "unused", "report_to": "none"} | changes))
+
+
+def on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    monkeypatch.setattr(GRPOConfig, "world_size", ranks)
+
+
+# -- Batch arithmetic
+
+
+@pytest.mark.parametrize(("per_device", "accumulation", "group", "ranks"), [(8, 1, 8, 1), (8, 4, 8, 2), (6, 2, 4, 4)])
+def test_trl_s_product_is_folded_into_whole_groups(
+    monkeypatch: pytest.MonkeyPatch, per_device: int, accumulation: int, group: int, ranks: int
+) -> None:
+    on_ranks(monkeypatch, ranks)
+    made = config(
+        per_device_train_batch_size=per_device, gradient_accumulation_steps=accumulation, num_generations=group
+    )
+    completions = per_device * accumulation
+    assert made.per_device_train_batch_size == completions and made.gradient_accumulation_steps == 1
+    assert made.prompts_per_step == completions * ranks // group
+    assert made.groups_per_rank == completions // group
+    assert made.steps_per_generation == made.round_length == 1
+
+
+def test_prompts_per_step_counts_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ranks(monkeypatch, 2)
+    made = config(prompts_per_step=6, num_generations=4)
+    assert (made.groups_per_rank, made.per_device_train_batch_size) == (3, 12)
+    # It says the whole step, so TRL's two factors don't count beside it.
+    assert config(prompts_per_step=6, num_generations=4, gradient_accumulation_steps=3) == made
+
+
+def test_steps_per_generation_counts_trl_s_micro_batches() -> None:
+    shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 8}
+    assert config(**shape, steps_per_generation=6).steps_per_generation == 3  # optimizer steps
+    assert config(**shape, steps_per_generation=6, num_iterations=2).round_length == 6
+    assert config(prompts_per_step=2, steps_per_generation=3).steps_per_generation == 3  # nothing accumulates
+
+
+def test_generation_batch_size_is_the_same_in_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ranks(monkeypatch, 2)
+    made = config(gradient_accumulation_steps=2, generation_batch_size=96)  # a step: 8 * 2 on each of 2 ranks
+    assert (made.steps_per_generation, made.generation_batch_size) == (96 // 32, None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"gradient_accumulation_steps": 4},
+        {"prompts_per_step": 4, "num_generations": 2},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 6, "num_iterations": 2},
+        {"generation_batch_size": 32},
+        {"optim": "adamw_torch", "bf16": True, "epsilon_high": 0.28, "scale_rewards": False},
+    ],
+)
+def test_a_copy_is_the_same(given: dict[str, Any]) -> None:
+    once = config(**given)
+    twice = dataclasses.replace(once)
+    assert twice == once and dataclasses.replace(once, seed=5).prompts_per_step == once.prompts_per_step
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompts_per_step": 3}, "prompts_per_step is 3, .* multiple of the 2 ranks: 2 or 4 would do"),
+        ({"prompts_per_step": 1}, "prompts_per_step is 1, .* 2 or 4 would do"),
+        ({"steps_per_generation": 2, "generation_batch_size": 32}, "give one of them"),
+        ({"generation_batch_size": 24}, r"is 24, but must be a multiple of .* \(16\)"),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, r"is 3, but must be a multiple of .*\(2\)"),
+        ({"steps_per_generation": 0}, "steps_per_generation is 0"),
+        ({"per_device_train_batch_size": 4}, r"4 \* 1 = 4 completions .* multiple of 8 \(8 would do\)"),
+    ],
+)
+def test_a_batch_that_cuts_groups_or_steps_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], message: str
+) -> None:
+    on_ranks(monkeypatch, 2)
+    with pytest.raises(ValueError, match=message):
+        config(**given)
+
+
+# -- Values
+
+
+def test_values_are_normalised_once() -> None:
+    made = config(scale_rewards=True, epsilon=0.1)
+    assert (made.scale_rewards, made.epsilon_high, made.logging_nan_inf_filter) == ("group", 0.1, False)
+    assert config(scale_rewards=False).scale_rewards == "none"
+    assert made.gradient_checkpointing_kwargs == {"use_reentrant": False}
+    assert config(max_tokens_per_microbatch=100).max_tokens_per_microbatch == 100
+
+
+def test_the_policy_is_bfloat16_unless_the_user_says_otherwise() -> None:
+    assert config().torch_dtype() is torch.bfloat16
+    assert config(model_init_kwargs={"dtype": "float32"}).torch_dtype() is torch.float32
+    assert config(model_init_kwargs={"dtype": "auto"}).torch_dtype() == "auto"
+
+
+def test_the_optimizer_and_autocast_follow_the_policy_s_dtype() -> None:
+    for dtype, optim, autocast in ((torch.bfloat16, "adamw_split", False), (torch.float32, "adamw_torch", True)):
+        made = config(bf16=True)
+        made.settle_precision(dtype)
+        assert (made.optim, made.bf16) == (optim, autocast)
+    made = config(optim="sgd")
+    made.settle_precision(torch.bfloat16)
+    assert made.optim == "sgd"
+
+
+def test_evaluation_falls_back_to_training_s_group_size() -> None:
+    assert config(num_generations=4, per_device_train_batch_size=4).eval_generations() == 4
+    assert config(num_generations_eval=1).eval_generations() == 1
+
+
+# -- Recipes and the command line
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "recipe.yaml").write_text(text)
+    return str(folder / "recipe.yaml")
+
+
+def test_a_recipe_s_texts_get_their_field_s_type(tmp_path: Path) -> None:
+    recipe = write(
+        tmp_path,
+        "model_name_or_path: some/model\n"
+        "reward_funcs: [last_number, think_format_reward]\n"
+        "learning_rate: 1e-5\n"  # YAML 1.1 reads this as text
+        "log_completions: 'yes'\n"
+        "max_steps: '7'\n"
+        "epsilon_high: null\n"
+        "scale_rewards: false\n"
+        "vllm_engine_kwargs: {max_num_seqs: 4}\n",
+    )
+    script, made, model, path = parse_arguments(["--config", recipe])
+    assert isinstance(script, ScriptArguments) and isinstance(model, ModelConfig) and path == Path(recipe)
+    assert script.reward_funcs == ["last_number", "think_format_reward"]
+    assert model.model_name_or_path == "some/model"
+    assert (made.learning_rate, made.log_completions, made.max_steps) == (1e-5, True, 7)
+    assert (made.epsilon_high, made.scale_rewards) == (made.epsilon, "none")
+    assert made.vllm_engine_kwargs == {"max_num_seqs": 4}
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "learning_rate: 1e-5\nmax_steps: 7\nreward_funcs: [a, b]\nlog_completions: true\n")
+    flags = ["--max_steps=9", "--learning_rate", "2e-6", "--reward_funcs", "c", "--log_completions", "false"]
+    for argv in ([f"--config={recipe}", *flags], [*flags, "--config", recipe]):
+        script, made, _, _ = parse_arguments(argv)
+        assert (made.max_steps, made.learning_rate, made.log_completions) == (9, 2e-6, False)
+        assert script.reward_funcs == ["c"]
+
+
+def test_flags_work_without_a_recipe() -> None:
+    script, made, model, recipe = parse_arguments(["--reward_funcs", "a", "b", "--model_name_or_path", "m"])
+    assert (script.reward_funcs, model.model_name_or_path, recipe) == (["a", "b"], "m", None)
+    assert made == GRPOConfig()
+
+
+def test_booleans_are_flags_with_or_without_a_value() -> None:
+    _, made, _, _ = parse_arguments(["--log_completions", "--gradient_checkpointing", "no", "--no_shuffle_dataset"])
+    assert (made.log_completions, made.gradient_checkpointing, made.shuffle_dataset) == (True, False, False)
+
+
+def test_an_entry_of_a_mapping_can_be_set_alone(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "vllm_engine_kwargs: {max_num_seqs: 4, dtype: float32}\ngeneration_kwargs: '{\"stop\": 1}'\n")
+    flags = ["--vllm_engine_kwargs.max_num_seqs", "8", "--vllm_engine_kwargs.enforce_eager=true"]
+    _, made, _, _ = parse_arguments(["--config", recipe, *flags, "--generation_kwargs.min_tokens=2"])
+    assert made.vllm_engine_kwargs == {"max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}
+    assert made.generation_kwargs == {"stop": 1, "min_tokens": 2}
+    _, made, _, _ = parse_arguments(["--vllm_engine_kwargs", '{"max_num_seqs": 3}'])
+    assert made.vllm_engine_kwargs == {"max_num_seqs": 3}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config"], "--config needs the path"),
+        (["--config", "absent.yaml"], "'absent.yaml' doesn't exist: give the path"),
+        (["--num_generations", "four"], "invalid int value: 'four'"),
+        (["--max_steps"], "expected one argument"),
+        (["--max_steps.a", "1"], "--max_steps.a sets an entry of a mapping, but max_steps isn't one"),
+        (["--vllm_engine_kwargs.a"], "--vllm_engine_kwargs.a needs a value"),
+        (["--vllm_engine_kwarg.a", "1"], "Did you mean `vllm_engine_kwargs`"),
+        (["--vllm_engine_kwargs.a", "1", "--vllm_engine_kwargs", '{"b": 2}'], "give one of the two"),
+        (["stray"], "Unknown configuration key `stray`"),
+        (["--use_vllm", "perhaps"], "perhaps"),
+    ],
+)
+def test_a_command_line_that_says_nothing_clear_is_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_arguments(argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rate: fast\n", "learning_rate: 'fast' isn't a valid float"),
+        ("- a\n- b\n", "must be a mapping of keys to values, not a list"),
+        ("a: [1\n", "isn't valid YAML"),
+        ("epsilon_hi: 0.3\n", "Unknown configuration key `epsilon_hi`. Did you mean `epsilon_high`"),
+        ("vllm_server_host: localhost\n", "`vllm_server_host` isn't supported: there is no server"),
+    ],
+)
+def test_a_recipe_that_says_nothing_clear_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_arguments(["--config", write(tmp_path, text)])
+
+
+def test_an_empty_recipe_leaves_every_default(tmp_path: Path) -> None:
+    assert parse_arguments(["--config", write(tmp_path, "# nothing\n")])[1] == GRPOConfig()
+
+
+# -- TRL
+
+# Where a default of ours is meant to differ.
+DIFFERENT_DEFAULTS = {
+    "optim": "adamw_split wherever the policy is bfloat16",
+    "use_vllm": "there is no other way to generate",
+}
+NEW = {
+    "prompts_per_step",
+    "max_prompt_tokens",
+    "overlong_prompts",
+    "temperature_eval",
+    "max_completion_length_eval",
+    "vllm_engine_kwargs",
+    "max_tokens_per_microbatch",
+    "weights",
+    "log_completions_steps",
+    "verbose",
+}
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """Field -> default, before any normalisation."""
+    return {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(cls)
+    }
+
+
+@pytest.fixture(scope="module")
+def trl_defaults() -> dict[str, Any]:
+    trl = pytest.importorskip("trl")
+    return defaults(trl.GRPOConfig)
+
+
+def test_defaults_are_trl_s(trl_defaults: dict[str, Any]) -> None:
+    ours = defaults(GRPOConfig)
+    shared = ours.keys() & trl_defaults.keys()
+    different = {name for name in shared if ours[name] != trl_defaults[name]}
+    assert len(shared) > 100 and different == set(DIFFERENT_DEFAULTS)
+
+
+def test_every_field_of_trl_is_a_field_or_refused_with_a_reason(trl_defaults: dict[str, Any]) -> None:
+    ours = defaults(GRPOConfig)
+    assert trl_defaults.keys() - ours.keys() - REFUSED.keys() == set()
+    assert REFUSED.keys() & ours.keys() == set()
+    assert all(reason and not reason.endswith(".") for reason in REFUSED.values())
+
+
+def test_fields_that_trl_lacks_are_few_and_known(trl_defaults: dict[str, Any]) -> None:
+    assert defaults(GRPOConfig).keys() - trl_defaults.keys() == NEW
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("ScriptArguments", ScriptArguments), ("ModelConfig", ModelConfig)])
+def test_script_and_model_arguments_keep_trl_s_names(theirs: str, ours: type) -> None:
+    trl = pytest.importorskip("trl")
+    assert defaults(getattr(trl, theirs)).keys() - defaults(ours).keys() - REFUSED.keys() == set()

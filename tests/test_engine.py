@@ -1,0 +1,186 @@
+"""The engine, on the real vLLM: seeds, queue, log-probabilities, versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from colograd.batch import FinishReason, Prompt, ScoredGroup
+from colograd.engine import Engine, Sampling, StaleWeights, engine_kwargs, request_seed
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return tiny.config(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, config):
+    from colograd import process
+
+    process.prepare_ranks()
+    built = Engine(str(tiny_model), config, torch.float32, context=64, sequences=32)
+    built.stamp(0)
+    yield built
+    built.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    tokenizer = tiny.make_tokenizer()
+    return [
+        Prompt({"prompt": text}, tuple(tokenizer(text).input_ids), position)
+        for position, text in enumerate(["one", "twenty two", "three hundred", "4"])
+    ]
+
+
+def sample(engine: Engine, config, prompts, **changes):
+    sampling = Sampling(n=4, max_tokens=12, temperature=1.0, options={})
+    groups = engine.generate(prompts, changes.get("sampling", sampling), version=0, seed=changes.get("seed", 7))
+    return {group.position: group for group in groups}
+
+
+def tokens(group) -> list[tuple[int, ...]]:
+    return [rollout.completion_ids for rollout in group.rollouts]
+
+
+def test_a_group_has_n_completions_with_one_logprob_per_token(engine, config, prompts) -> None:
+    groups = sample(engine, config, prompts)
+    assert sorted(groups) == [0, 1, 2, 3]
+    for position, group in groups.items():
+        assert len(group.rollouts) == 4 and group.position == position
+        for rollout in group.rollouts:
+            assert rollout.prompt_ids == prompts[position].prompt_ids
+            assert rollout.sampler_logprobs.shape == (len(rollout.completion_ids),)
+            assert (rollout.sampler_logprobs <= 0).all() and rollout.sampled.all()
+            assert rollout.policy_version == 0
+            ended = rollout.completion_ids[-1] == 256  # the end token
+            assert rollout.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
+            assert ended or len(rollout.completion_ids) == 12
+
+
+def test_completions_depend_on_the_position_and_not_on_the_batch(engine, config, prompts) -> None:
+    together = sample(engine, config, prompts)
+    backwards = sample(engine, config, prompts[::-1])
+    alone = sample(engine, config, prompts[2:3])
+    assert [tokens(together[p]) for p in range(4)] == [tokens(backwards[p]) for p in range(4)]
+    assert tokens(alone[2]) == tokens(together[2])
+
+
+def test_completions_of_a_group_differ_and_another_seed_gives_others(engine, config, prompts) -> None:
+    first, second = sample(engine, config, prompts), sample(engine, config, prompts, seed=8)
+    assert len(set(tokens(first[1]))) > 1
+    assert tokens(first[1]) != tokens(second[1])
+
+
+def test_neighbouring_positions_share_no_seed_of_a_child() -> None:
+    seeds = [request_seed(7, position) + child for position in range(1000) for child in range(16)]
+    assert len(set(seeds)) == len(seeds) and max(seeds) < 2**63
+
+
+def test_sampler_and_trainer_agree_on_logprobs_in_float32(engine, config, prompts, tiny_model: Path) -> None:
+    """The mean difference of the same tokens' log-probabilities is below 1e-5, packed with a shared prompt."""
+    from transformers import AutoModelForCausalLM
+
+    from colograd import attention
+    from colograd.logprobs import policy_logprobs
+    from colograd.packing import pack
+
+    policy = AutoModelForCausalLM.from_pretrained(
+        tiny_model, dtype=torch.float32, attn_implementation=attention.NAME
+    )
+    groups = [ScoredGroup(g, torch.zeros(4, 1), torch.ones(4)) for g in sample(engine, config, prompts).values()]
+    (micro_batch,) = pack(groups, 4096, mask_truncated=False, device=torch.device("cpu"))
+    logprobs, _ = policy_logprobs(policy, micro_batch, temperature=1.0)
+    difference = (logprobs - micro_batch.sampler_logprobs).abs()
+    assert difference.mean() < 1e-5, difference.mean()
+
+
+def test_logprobs_are_those_of_the_sampling_temperature(engine, config, prompts, tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    sampling = Sampling(n=2, max_tokens=8, temperature=0.7, options={})
+    (rollout, _) = sample(engine, config, prompts[:1], sampling=sampling)[0].rollouts
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+    with torch.no_grad():
+        logits = policy(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / 0.7
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
+    torch.testing.assert_close(rollout.sampler_logprobs, expected, rtol=0, atol=1e-4)
+
+
+def test_the_sampler_draws_from_the_models_distribution(engine, config, prompts) -> None:
+    """4,000 first tokens of one prompt: frequencies within 4 standard errors of the reported probabilities."""
+    sampling = Sampling(n=1000, max_tokens=1, temperature=1.0, options={})
+    counts: dict[int, int] = {}
+    probability: dict[int, float] = {}
+    for seed in range(4):
+        for rollout in sample(engine, config, prompts[:1], sampling=sampling, seed=seed)[0].rollouts:
+            token = rollout.completion_ids[0]
+            counts[token] = counts.get(token, 0) + 1
+            probability[token] = float(rollout.sampler_logprobs[0].exp())
+    common = [token for token in counts if probability[token] > 0.01]
+    assert common
+    for token in common:
+        p = probability[token]
+        assert abs(counts[token] / 4000 - p) < 4 * (p * (1 - p) / 4000) ** 0.5, (token, counts[token], p)
+
+
+def test_greedy_completions_are_the_most_probable_tokens(engine, config, prompts, tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    sampling = Sampling(n=1, max_tokens=6, temperature=0.0, options={})
+    (rollout,) = sample(engine, config, prompts[:1], sampling=sampling)[0].rollouts
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+    with torch.no_grad():
+        best = policy(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].argmax(-1)
+    assert best.tolist() == list(rollout.completion_ids)
+
+
+def test_sampling_with_weights_of_another_version_raises(engine, config, prompts) -> None:
+    with pytest.raises(StaleWeights, match=r"weights of step 0, but the trainer is at step 1: publish first"):
+        next(engine.generate(prompts, Sampling(2, 4, 1.0, {}), version=1, seed=0))
+
+
+def test_a_generation_closed_early_leaves_nothing_in_flight(engine, config, prompts) -> None:
+    groups = engine.generate(prompts, Sampling(4, 12, 1.0, {}), version=0, seed=7)
+    next(groups)
+    groups.close()
+    assert not engine.core.has_unfinished_requests()
+    engine.stamp(0)
+    assert sorted(sample(engine, config, prompts)) == [0, 1, 2, 3]
+
+
+def test_weights_can_not_be_stamped_while_completions_are_decoded(engine, config, prompts) -> None:
+    groups = engine.generate(prompts, Sampling(4, 12, 1.0, {}), version=0, seed=7)
+    next(groups)
+    if engine.core.has_unfinished_requests():
+        with pytest.raises(RuntimeError, match="drain the engine first"):
+            engine.stamp(1)
+    groups.close()
+    engine.stamp(0)
+
+
+def test_a_refused_cache_reset_is_an_error(engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine.core, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
+        engine.stamp(0)
+    monkeypatch.undo()
+    engine.stamp(0)
+
+
+def test_the_global_random_state_survives_building_an_engine(engine) -> None:
+    # vLLM reseeds with its own seed while it is built: the fixture's engine left torch's generator as it was.
+    assert torch.initial_seed() != engine.vllm_config.model_config.seed
+
+
+def test_what_the_trainer_sets_itself_can_not_be_overridden(tiny_model: Path, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, vllm_engine_kwargs={"logprobs_mode": "raw_logprobs"})
+    with pytest.raises(ValueError, match="logprobs_mode.*remove it"):
+        engine_kwargs(str(tiny_model), config, torch.float32, 64, 8)

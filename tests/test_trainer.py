@@ -1,0 +1,333 @@
+"""The trainer, with the real engine in the process: publish, step, save, evaluate, stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import TrainerCallback
+
+from colograd import GRPOTrainer
+from colograd.rewards import RewardError
+
+pytestmark = pytest.mark.engine
+
+
+class Recorder(TrainerCallback):
+    """Calls ``look(trainer)`` after each optimizer step."""
+
+    def __init__(self, look) -> None:
+        self.look, self.trainer = look, None
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.look(self.trainer)
+
+
+def make_trainer(model, folder, look=None, cls=GRPOTrainer, reward=tiny.vowels, **changes) -> GRPOTrainer:
+    recorder = Recorder(look) if look else None
+    trainer = cls(
+        model=str(model),
+        reward_funcs=reward,
+        args=tiny.config(folder, **changes),
+        train_dataset=tiny.prompts(),
+        eval_dataset=tiny.prompts(6),
+        callbacks=[recorder] if recorder else None,
+    )
+    if recorder:
+        recorder.trainer = trainer
+    return trainer
+
+
+@pytest.fixture
+def closing():
+    trainers: list[GRPOTrainer] = []
+    yield lambda trainer: trainers.append(trainer) or trainer
+    for trainer in trainers:
+        trainer.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_after_every_publish_the_engine_holds_the_policys_weights_bit_for_bit(
+    tiny_model, tmp_path, closing, dtype
+) -> None:
+    seen: list[tuple[int, list[str], int]] = []
+
+    class Publishing(GRPOTrainer):
+        def publish(self) -> None:
+            behind = len(self.weights.differing())
+            super().publish()
+            seen.append((self.engine.version, self.weights.differing(), behind))
+
+    trainer = closing(
+        make_trainer(tiny_model, tmp_path, cls=Publishing, model_init_kwargs={"dtype": dtype}, max_steps=3)
+    )
+    trainer.train()
+    assert [(version, differing) for version, differing, _ in seen] == [(0, []), (1, []), (2, [])]
+    assert seen[0][2] == 0, "both loaded the same checkpoint"
+    assert seen[1][2] and seen[2][2], "a step changes weights, and the engine has them only after a publish"
+
+
+def test_an_untied_model_with_biases_is_mapped_whole(tiny_qwen, tmp_path, closing) -> None:
+    trainer = closing(make_trainer(tiny_qwen, tmp_path, max_steps=2))
+    trainer.train()
+    trainer.publish()
+    assert trainer.weights.differing() == []
+    names = {part.name for part in trainer.weights.slices}
+    assert names == dict(trainer.model.named_parameters()).keys()
+
+
+def test_a_run_logs_trls_metrics_and_its_phases_explain_the_step(tiny_model, tmp_path, closing) -> None:
+    trainer = closing(make_trainer(tiny_model, tmp_path))
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(logs) == 4
+    expected = {
+        "loss", "grad_norm", "learning_rate", "num_tokens", "reward", "reward_std", "frac_reward_zero_std",
+        "rewards/vowels/mean", "rewards/vowels/std", "completions/mean_length", "completions/min_length",
+        "completions/max_length", "completions/clipped_ratio", "entropy", "clip_ratio/low_mean",
+        "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max",
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+        "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
+        "sampling/importance_sampling_ratio/max", "step_time", "time/publish", "time/generate", "time/reward",
+        "time/pack", "time/train", "time/optimizer",
+    }  # fmt: skip
+    assert expected <= logs[0].keys(), expected - logs[0].keys()
+    for entry in logs:
+        phases = sum(value for name, value in entry.items() if name.startswith("time/"))
+        assert phases == pytest.approx(entry["step_time"])
+        assert entry["sampling/sampling_logp_difference/mean"] < 1e-5
+        assert entry["clip_ratio/region_mean"] == 0, "on-policy: the ratio is 1"
+    assert logs[-1]["num_tokens"] > logs[0]["num_tokens"] > 0
+
+
+def test_tokens_through_the_model_are_prompts_once_and_completions(tiny_model, tmp_path, closing) -> None:
+    """Counted at the embedding: a group's prompt goes through once, and nothing is padded."""
+    counted, expected = [], []
+
+    class Counting(GRPOTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            tokens = []
+            handle = model.get_input_embeddings().register_forward_hook(lambda m, a, out: tokens.append(a[0].numel()))
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            handle.remove()
+            counted.append(sum(tokens))
+            assert len(tokens) == len(inputs.micro_batches), "one forward per micro-batch"
+            return loss
+
+        def compute_advantages(self, group, rewards):
+            advantages = super().compute_advantages(group, rewards)
+            if advantages.any():
+                expected[-1] += len(group.rollouts[0].prompt_ids) + sum(len(r.completion_ids) for r in group.rollouts)
+            return advantages
+
+        def publish(self):
+            expected.append(0)
+            super().publish()
+
+    trainer = closing(make_trainer(tiny_model, tmp_path, cls=Counting, max_tokens_per_microbatch=100000))
+    trainer.train()
+    assert counted == expected and all(counted)
+
+
+def test_groups_without_a_reward_difference_cost_no_forward_and_the_step_is_taken(
+    tiny_model, tmp_path, closing
+) -> None:
+    def equal(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    before = {}
+    trainer = closing(make_trainer(tiny_model, tmp_path, reward=equal, max_steps=2, weight_decay=0.1))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    assert trainer.state.global_step == 2
+    log = [entry for entry in trainer.state.log_history if "reward" in entry][-1]
+    assert log["train/packed_tokens"] == 0 and log["frac_reward_zero_std"] == 1 and log["loss"] == 0
+    decayed = trainer.get_decay_parameter_names(trainer.model)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in decayed), "decay acts, nothing else does"
+
+
+def test_several_steps_per_generation_train_on_the_old_logprobs(tiny_model, tmp_path, closing) -> None:
+    generations = []
+
+    class Counting(GRPOTrainer):
+        def generate(self, prompts):
+            generations.append(len(prompts))
+            return super().generate(prompts)
+
+    trainer = closing(
+        make_trainer(
+            tiny_model, tmp_path, cls=Counting, max_steps=8, prompts_per_step=4, steps_per_generation=2,
+            num_iterations=2, save_strategy="steps", save_steps=3, learning_rate=1e-2,
+        )  # fmt: skip
+    )
+    trainer.train()
+    assert generations == [8, 8], "two rounds of four optimizer steps, two steps' prompts each"
+    ratios = [e["clip_ratio/region_mean"] for e in trainer.state.log_history if "clip_ratio/region_mean" in e]
+    assert ratios[0] == ratios[4] == 0, "a round's first step is on-policy"
+    assert any(ratios), "later ones aren't"
+    saved = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
+    assert saved == ["checkpoint-4", "checkpoint-8"], "checkpoints wait for the end of a round"
+
+
+def test_evaluate_uses_its_own_settings_and_leaves_training_alone(tiny_model, tmp_path, closing) -> None:
+    trainer = closing(
+        make_trainer(tiny_model, tmp_path, num_generations_eval=1, temperature_eval=0.0, max_completion_length_eval=5)
+    )
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_completions"] == 6 and first["eval_completions/max_length"] <= 5
+    assert first["eval_reward"] == second["eval_reward"], "greedy"
+    named = trainer.evaluate({"a": tiny.prompts(2), "b": tiny.prompts(3)})
+    assert {"eval_a_reward", "eval_b_reward"} <= named.keys()
+
+
+def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path, closing) -> None:
+    """The saved folder's greedy completions in a plain vLLM equal the trained policy's."""
+    trainer = closing(make_trainer(tiny_model, tmp_path / "run", max_steps=3))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for (name, ours), theirs in zip(trainer.model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    ids = AutoTokenizer.from_pretrained(tmp_path / "saved")("hello").input_ids
+    expected = loaded.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids) :].tolist()
+    script = (
+        "import sys; from vllm import LLM, SamplingParams\n"
+        "llm = LLM(model=sys.argv[1], dtype='float32', enforce_eager=True, max_model_len=64, "
+        "kv_cache_memory_bytes=2**24)\n"
+        "ids = [int(i) for i in sys.argv[2].split(',')]\n"
+        "out = llm.generate({'prompt_token_ids': ids}, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)\n"
+        "print('IDS', list(out[0].outputs[0].token_ids))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "saved"), ",".join(map(str, ids))],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )  # fmt: skip
+    assert f"IDS {expected}" in done.stdout, done.stderr[-2000:]
+
+
+def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path) -> None:
+    rewards = []
+    for name in ("first", "second"):
+        python, torch_state = random.getstate(), torch.get_rng_state()
+        trainer = make_trainer(tiny_model, tmp_path / name, max_steps=2)
+        trainer.train()
+        rewards.append([entry["reward"] for entry in trainer.state.log_history if "reward" in entry])
+        trainer.close()
+        random.setstate(python)
+        torch.set_rng_state(torch_state)
+    assert rewards[0] == rewards[1]
+
+
+def test_a_trainer_can_train_twice_with_the_same_engine(tiny_model, tmp_path, closing) -> None:
+    trainer = closing(make_trainer(tiny_model, tmp_path, max_steps=2))
+    trainer.train()
+    engine = trainer.engine
+    trainer.train()
+    assert trainer.engine is engine and trainer.state.global_step == 2
+
+
+def test_a_nan_loss_names_step_and_micro_batch_and_nothing_is_saved_after_it(tiny_model, tmp_path, closing) -> None:
+    class Broken(GRPOTrainer):
+        def compute_loss(self, model, micro_batch, **kwargs):
+            output = super().compute_loss(model, micro_batch)
+            if self.state.global_step == 1:
+                output.loss.data.fill_(float("nan"))
+            return output
+
+    trainer = closing(make_trainer(tiny_model, tmp_path, cls=Broken, save_strategy="steps", save_steps=1))
+    with pytest.raises(FloatingPointError, match=r"loss of step 2, micro-batch 0 is nan"):
+        trainer.train()
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_nan_gradient_names_the_step_and_the_weights_stay(tiny_model, tmp_path, closing) -> None:
+    class Broken(GRPOTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            if self.state.global_step == 1:
+                next(model.parameters()).grad[0, 0] = float("nan")
+            return loss
+
+    trainer = closing(make_trainer(tiny_model, tmp_path, cls=Broken, save_strategy="steps", save_steps=1))
+    with pytest.raises(FloatingPointError, match=r"gradient of step 2 has norm nan"):
+        trainer.train()
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (lambda n: 1 / 0, r"(?s)faulty.*division by zero"),
+        (lambda n: [0.0] * (n + 1), r"(?s)faulty.*5.*4"),
+        (lambda n: ["good"] * n, r"(?s)faulty.*'good'"),
+    ],
+)
+def test_a_broken_reward_ends_the_run_with_its_name(tiny_model, tmp_path, closing, values, said) -> None:
+    def faulty(completions, **kwargs):
+        return values(len(completions))
+
+    trainer = closing(make_trainer(tiny_model, tmp_path, reward=faulty))
+    with pytest.raises(RewardError, match=said):
+        trainer.train()
+    assert not trainer.engine.core.has_unfinished_requests()
+
+
+def test_a_reward_that_abstains_is_left_out(tiny_model, tmp_path, closing) -> None:
+    def half(completions, **kwargs):
+        return [None if i % 2 else float(i) for i in range(len(completions))]
+
+    trainer = closing(make_trainer(tiny_model, tmp_path, reward=[tiny.vowels, half], max_steps=1))
+    trainer.train()
+    log = next(entry for entry in trainer.state.log_history if "reward" in entry)
+    assert log["rewards/half/mean"] == 1.0 and log["rewards/half/abstained"] == 8
+
+
+def test_sigterm_writes_a_checkpoint_and_ends_the_run(tiny_model, tmp_path, closing) -> None:
+    def look(trainer):
+        if trainer.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = closing(make_trainer(tiny_model, tmp_path, look=look, max_steps=50))
+    before = signal.getsignal(signal.SIGTERM)
+    trainer.train()
+    assert trainer.state.global_step == 3 or trainer.state.global_step == 2
+    step = trainer.state.global_step
+    assert json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())["global_step"] == step
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_model_card_and_a_push_carry_what_was_saved(tiny_model, tmp_path, closing, monkeypatch) -> None:
+    """Only the order and content of calls to the Hub is faked."""
+    import transformers.trainer as hf
+
+    uploaded = {}
+
+    def upload(repo_id, folder_path, **kwargs):
+        uploaded.update(repo=repo_id, files=sorted(os.listdir(folder_path)))
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            return type("Repo", (), {"repo_id": f"me/{name}"})()
+
+        def upload_folder(self, **kwargs):
+            return upload(**kwargs)
+
+    monkeypatch.setattr(hf, "hf_api", Hub)
+    trainer = closing(make_trainer(tiny_model, tmp_path / "my-model", max_steps=2, hub_model_id="my-model"))
+    trainer.train()
+    trainer.push_to_hub()
+    assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= set(uploaded["files"])
+    card = (tmp_path / "my-model" / "README.md").read_text()
+    assert "vowels" in card and "vllm" in card.lower() and str(tmp_path) not in card

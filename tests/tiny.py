@@ -1,0 +1,98 @@
+"""A model and a task small enough for a test, real enough for vLLM. Imported by tests and by the scripts they start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    """Bytes, an end token and a padding token: 258 entries."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, "<end>", "<pad>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: int = 2) -> Path:
+    """Save a random model with head size 32, which vLLM's CPU attention takes."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = make_tokenizer()
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    torch.manual_seed(0)
+    if family == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(head_dim=32, **shape))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    with torch.no_grad():  # the usual 0.02 gives flat distributions: make samples depend on the weights
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.dim() == 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def prompts(size: int = 16) -> Dataset:
+    """Conversations of different lengths, with a column for the reward."""
+    return Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": f"{'count ' * (i % 3)}{i}"}], "answer": chr(97 + i % 26)}
+            for i in range(size)
+        ]
+    )
+
+
+def vowels(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that differs between random completions: the share of bytes below 'm'."""
+    texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+    return [sum(ord(char) % 7 for char in text) / (6 * max(len(text), 1)) for text in texts]
+
+
+def config(output_dir: str | Path, **changes: Any) -> Any:
+    """A GRPOConfig for four steps of float32 training on two threads."""
+    from colograd import GRPOConfig
+
+    settings: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "model_init_kwargs": {"dtype": "float32"},
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_completion_length": 12,
+        "learning_rate": 1e-3,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    return GRPOConfig(**(settings | changes))
