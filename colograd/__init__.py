@@ -2,8 +2,8 @@
 
     from colograd import GRPOConfig, GRPOTrainer
 
-The names are imported on first use, so that ``import colograd`` itself is light, and the process's environment can still
-be prepared (threads, rank variables) before torch and vLLM read it.
+The names are imported on first use, so that ``import colograd`` itself is light, and the process's environment can
+still be prepared (threads, rank variables) before torch and vLLM read it.
 """
 
 from __future__ import annotations

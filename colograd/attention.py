@@ -1,11 +1,13 @@
-"""Attention over a `SegmentLayout`: each segment of a packed row sees itself, causally, and the earlier segments it names.
+"""Attention over a `SegmentLayout`: each segment of a packed row sees itself, causally, and the earlier segments it
+names.
 
 Registered with transformers under `NAME`, so a decoder that goes through its attention interface runs it unchanged:
 
     model.set_attn_implementation(attention.NAME)
     model(input_ids, position_ids=..., layout=micro_batch.layout)
 
-On CUDA in 16 bits it is one variable-length flash call of torch; elsewhere one `scaled_dot_product_attention` per segment.
+On CUDA in 16 bits it is one variable-length flash call of torch; elsewhere one `scaled_dot_product_attention` per
+segment.
 """
 
 from __future__ import annotations

@@ -40,6 +40,13 @@ DAPO_CITATION = """@article{yu2025dapo,
 }"""
 
 
+# The hyperparameters that a card shows.
+SETTINGS = (
+    "learning_rate", "num_generations", "prompts_per_step", "max_completion_length", "temperature", "loss_type",
+    "epsilon", "epsilon_high", "beta", "scale_rewards", "optim", "max_steps", "seed",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """What a card says of a run."""
@@ -186,11 +193,10 @@ def _front_matter(run: RunFacts) -> str:
 def _introduction(run: RunFacts) -> str:
     dataset = f" on {_linked(run.dataset, 'datasets/')}" if run.dataset else ""
     return (
-        f"# {run.model_name}\n\n"
-        f"This model is {_linked(run.base_model)}, trained further{dataset} by reinforcement learning with GRPO (group "
-        "relative policy optimization): for each prompt a group of completions was sampled and scored by reward "
-        "functions, and the model was moved towards the completions that scored above their group's mean. It was "
-        "trained with Colograd."
+        f"# {run.model_name}\n\nThis model is {_linked(run.base_model)}, trained further{dataset} by reinforcement "
+        "learning with GRPO (group relative policy optimization): for each prompt a group of completions was "
+        "sampled and scored by reward functions, and the model was moved towards the completions that scored above "
+        "their group's mean. It was trained with Colograd."
     )
 
 

@@ -76,8 +76,8 @@ def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
         last = get_last_checkpoint(run_dir) if os.path.isdir(run_dir) else None
         if last is None and text.lower() == "true":
             raise ValueError(
-                f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint: "
-                "use `auto` to start anew in that case."
+                f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint: use `auto` to start "
+                "anew in that case."
             )
         return last
     if not os.path.isfile(os.path.join(text, "trainer_state.json")):

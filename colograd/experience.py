@@ -1,8 +1,8 @@
 """Prompts -> StepBatches: generate, score, advantage, pack.
 
-A round takes the prompts of one or more optimizer steps, samples them all in one queue, scores each group as it leaves the
-engine, and cuts the groups into one `StepBatch` per step. What depends on a rank's luck (token counts, errors) is exchanged
-once, at the end.
+A round takes the prompts of one or more optimizer steps, samples them all in one queue, scores each group as it
+leaves the engine, and cuts the groups into one `StepBatch` per step. What depends on a rank's luck (token counts,
+errors) is exchanged once, at the end.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def collect(
 def _step_batch(
     groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules, reward_names: Sequence[str], first: bool
 ) -> StepBatch:
-    """Pack one step's groups. Those without a reward difference carry no gradient: they count in the denominators and the
-    metrics, and are not trained on."""
+    """Pack one step's groups. Those without a reward difference carry no gradient: they count in the denominators and
+    the metrics, and are not trained on."""
     trained = [group for group, _ in groups if has_signal(group) or not rules.skip_without_signal]
     micro_batches = pack(trained, rules.max_tokens, rules.mask_truncated, rules.device)
     local = RolloutStatistics(

@@ -1,7 +1,8 @@
 """Objectives: one small class each, holding its own knobs; the registry is at the end.
 
 A loss gets one micro-batch and returns an unnormalised SUM over its tokens. The step's denominator, the same for all
-micro-batches and ranks, is applied once by the trainer; so the update depends on neither the micro-batches nor the ranks.
+micro-batches and ranks, is applied once by the trainer; so the update depends on neither the micro-batches nor the
+ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .config import GRPOConfig
 class SamplerCorrection:
     """Importance weights that undo the difference between the sampler's and the trainer's probabilities.
 
-    ratio = exp(trainer - sampler), per token or of the whole completion; clamped (`truncate`) or set to zero outside the
-    bounds (`mask`). Truncated importance sampling: https://fengyao.notion.site/off-policy-rl; the modes are TRL's.
+    ratio = exp(trainer - sampler), per token or of the whole completion; clamped (`truncate`) or set to zero outside
+    the bounds (`mask`). Truncated importance sampling: https://fengyao.notion.site/off-policy-rl; the modes are TRL's.
     """
 
     mode: str
@@ -106,11 +107,11 @@ class ClippedLoss:
         weights: torch.Tensor | None,
         batch: MicroBatch,
     ) -> tuple[dict, dict, dict]:
-        """TRL's metrics of one micro-batch: sums with counts, minima, maxima."""
+        """TRL's metrics of one micro-batch: sums with counts, minima, maxima. Completions without a loss token "
+        "don't count."""
         mask, tokens = batch.loss_mask, batch.loss_mask.sum()
         low = ((ratio < 1 - self.epsilon) & (batch.advantages < 0)) * mask
         high = ((ratio > 1 + self.epsilon_high) & (batch.advantages > 0)) * mask
-        per_completion = per_sequence_sum(mask, batch).clamp(min=1)
         difference = (old - batch.sampler_logprobs).abs() * mask
         sums = {
             "entropy": ((entropy * mask).sum(), tokens),
@@ -119,16 +120,20 @@ class ClippedLoss:
             "clip_ratio/region_mean": (low.sum() + high.sum(), tokens),
             "sampling/sampling_logp_difference/mean": (difference.sum(), tokens),
         }
-        minima = {"clip_ratio/low_min": (per_sequence_sum(low, batch) / per_completion).min()}
+        if weights is not None:
+            sums["sampling/importance_sampling_ratio/mean"] = ((weights * mask).sum(), tokens)
+        per_completion = per_sequence_sum(mask, batch)
+        counted = per_completion > 0
+        if not counted.any():
+            return sums, {}, {}
+        minima = {"clip_ratio/low_min": (per_sequence_sum(low, batch) / per_completion)[counted].min()}
         maxima = {
-            "clip_ratio/high_max": (per_sequence_sum(high, batch) / per_completion).max(),
+            "clip_ratio/high_max": (per_sequence_sum(high, batch) / per_completion)[counted].max(),
             "sampling/sampling_logp_difference/max": difference.max(),
         }
         if weights is not None:
-            counted = weights[mask > 0] if tokens else weights.new_zeros(1)
-            sums["sampling/importance_sampling_ratio/mean"] = ((weights * mask).sum(), tokens)
-            minima["sampling/importance_sampling_ratio/min"] = counted.min()
-            maxima["sampling/importance_sampling_ratio/max"] = counted.max()
+            minima["sampling/importance_sampling_ratio/min"] = weights[mask > 0].min()
+            maxima["sampling/importance_sampling_ratio/max"] = weights[mask > 0].max()
         return sums, minima, maxima
 
 

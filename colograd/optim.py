@@ -1,8 +1,8 @@
 """AdamW for bfloat16 parameters with an exact float32 master, and the float32 gradients it wants.
 
 A bfloat16 weight keeps 8 bits of precision: with RL's learning rates (1e-6) nearly every update would round to nothing.
-The master is therefore kept as *bfloat16 parameter + 16-bit remainder*, which together are the float32 value bit for bit:
-two extra bytes instead of four. (The idea is that of "parameter remainders" in TransformerEngine's FusedAdam.)
+The master is therefore kept as *bfloat16 parameter + 16-bit remainder*, which together are the float32 value bit for
+bit: two extra bytes instead of four. (The idea is that of "parameter remainders" in TransformerEngine's FusedAdam.)
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tenso
 class AdamWSplit(torch.optim.Optimizer):
     """AdamW (decoupled decay, arXiv 1711.05101) on a split float32 master.
 
-    Each step is torch's own AdamW on the joined master, one parameter at a time, so at no moment is there a float32 copy
-    of the whole model. State per parameter: int16 remainder, two float32 moments (10 bytes besides the parameter).
+    Each step is torch's own AdamW on the joined master, one parameter at a time, so at no moment is there a float32
+    copy of the whole model. State per parameter: int16 remainder, two float32 moments (10 bytes besides the parameter).
     Float32 parameters in the same model are updated by plain AdamW.
 
     Args:
@@ -94,7 +94,8 @@ class AdamWSplit(torch.optim.Optimizer):
             state["remainder"].copy_(remainder)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like torch's, but the state keeps its own dtypes (torch casts it to the parameter's, which would round it)."""
+        """Like torch's, but the state keeps its own dtypes (torch casts it to the parameter's, which would round "
+        "it)."""
         kept = {index: dict(state) for index, state in state_dict["state"].items()}
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -1,7 +1,7 @@
 """Groups -> micro-batches under a token budget. The only place where labels are shifted against their predictors.
 
-A group is packed as [prompt][completion 1] ... [completion G]: the prompt goes through the model once, and each completion
-sees the prompt and itself. A row holds as many groups as the budget allows; nothing is padded.
+A group is packed as [prompt][completion 1] ... [completion G]: the prompt goes through the model once, and each
+completion sees the prompt and itself. A row holds as many groups as the budget allows; nothing is padded.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _parts(group: ScoredGroup, budget: int) -> list[Part]:
 
 
 def _micro_batch(row: Sequence[Part], mask_truncated: bool, device: torch.device) -> MicroBatch:
-    """One packed row. Token t of a completion is predicted at its predecessor: the prompt's last token, or token t-1."""
+    """One packed row. Token t of a completion is predicted at its predecessor: the prompt's last token, or token "
+    "t-1."""
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     lengths: list[int] = []

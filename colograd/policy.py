@@ -48,8 +48,8 @@ def load_policy(
         loaded, path = model, str(model.config._name_or_path or "")
         if not path:
             raise ValueError(
-                "The model was given as an object that no checkpoint belongs to (config._name_or_path is empty), so vLLM has "
-                "nothing to load: save it with save_pretrained and give the folder."
+                "The model was given as an object that no checkpoint belongs to (config._name_or_path is empty), so "
+                "vLLM has nothing to load: save it with save_pretrained and give the folder."
             )
     check_attention(loaded)
     loaded.set_attn_implementation(attention.NAME)
@@ -78,8 +78,9 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
             raise
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}) "
-            "Give model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model` makes the quickstart's."
+            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}) Give "
+            "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model` makes the "
+            "quickstart's."
         ) from None
     finally:
         hf_logging.enable_progress_bar()
@@ -98,6 +99,6 @@ def check_attention(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", True) or getattr(config, "layers_block_type", None):
         raise ValueError(
-            f"{type(model).__name__} doesn't use transformers' attention interface, so its sequences can't be packed into one "
-            "row: choose a decoder such as Llama, Qwen, Gemma or SmolLM."
+            f"{type(model).__name__} doesn't use transformers' attention interface, so its sequences can't be packed "
+            "into one row: choose a decoder such as Llama, Qwen, Gemma or SmolLM."
         )

@@ -47,8 +47,8 @@ def prepare_threads() -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep the large blocks that training frees, for the next micro-batch.
 
-    By default each activation of some megabytes is mapped when it is made and unmapped when it is freed: on a CPU a third
-    of a training step then goes into page faults. Does nothing with another C library.
+    By default each activation of some megabytes is mapped when it is made and unmapped when it is freed: on a CPU a
+    third of a training step then goes into page faults. Does nothing with another C library.
     """
     import ctypes
 
@@ -88,8 +88,8 @@ def prepare_ranks() -> None:
         # accelerate's CPU launcher sets an address only where several ranks were asked for, and then starts one.
         raise RuntimeError(
             f"The launcher set MASTER_ADDR={os.environ['MASTER_ADDR']} but no RANK: several ranks were asked for and "
-            "one was started (`accelerate launch --cpu --num_processes N` is known for this). Start ranks on a CPU with "
-            "`torchrun --nproc-per-node N -m colograd.train --config ...`, or ask for --num_processes 1."
+            "one was started (`accelerate launch --cpu --num_processes N` is known for this). Start ranks on a CPU "
+            "with `torchrun --nproc-per-node N -m colograd.train --config ...`, or ask for --num_processes 1."
         )
     if "RANK" not in os.environ:
         os.environ["COLOGRAD_SINGLE_PROCESS"] = str(os.getpid())

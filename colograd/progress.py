@@ -49,9 +49,9 @@ class Console(TrainerCallback):
         )
         reward = metrics.get("reward")
         self.say(
-            f"step {step}/{max_steps} | reward {'-' if reward is None else f'{reward:.3f}'} | "
-            f"length {metrics.get('completions/mean_length', 0.0):.0f} | {total:.2f} s: {', '.join(parts)}"
-            f"{' | ' + ', '.join(rates) if rates else ''}{note}"
+            f"step {step}/{max_steps} | reward {'-' if reward is None else f'{reward:.3f}'} | length "
+            f"{metrics.get('completions/mean_length', 0.0):.0f} | {total:.2f} s: "
+            f"{', '.join(parts)}{' | ' + ', '.join(rates) if rates else ''}{note}"
         )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Ranks: what they agree on between two collectives, and the one exchange of gradients.
 
-The unsharded policy isn't wrapped in DistributedDataParallel: that refuses float32 gradients on bfloat16 parameters, and
-would reduce once per micro-batch. Gradients are summed over ranks in buckets, once per optimizer step.
+The unsharded policy isn't wrapped in DistributedDataParallel: that refuses float32 gradients on bfloat16 parameters,
+and would reduce once per micro-batch. Gradients are summed over ranks in buckets, once per optimizer step.
 """
 
 from __future__ import annotations

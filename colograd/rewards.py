@@ -114,8 +114,8 @@ def _find(spec: str) -> Any:
         return BUILTIN_REWARDS[spec]
     if "/" in spec and ":" not in spec:
         raise ValueError(
-            f"reward function {spec!r} looks like a model id, but reward models aren't available in this version: wrap "
-            "it in a function and give its import path (package.module:function)."
+            f"reward function {spec!r} looks like a model id, but reward models aren't available in this version: "
+            "wrap it in a function and give its import path (package.module:function)."
         )
     module_name, colon, attribute = spec.partition(":")
     if not colon:
@@ -148,8 +148,8 @@ def _import(spec: str, module_name: str) -> Any:
         return importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module does while it is imported
         raise ValueError(
-            f"reward function {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). It "
-            f"is looked for in the current directory ({os.getcwd()}) and among the installed packages."
+            f"reward function {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). "
+            f"It is looked for in the current directory ({os.getcwd()}) and among the installed packages."
         ) from error
 
 
@@ -157,8 +157,8 @@ def _check_function(item: Any, function: Any) -> None:
     shown = item if isinstance(item, str) else reprlib.repr(item)
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
         raise ValueError(
-            f"reward function {shown!r} is a model ({_name_of(function)}), but reward models aren't available in this "
-            "version: wrap it in a function."
+            f"reward function {shown!r} is a model ({_name_of(function)}), but reward models aren't available in "
+            "this version: wrap it in a function."
         )
     if inspect.isclass(function):
         raise ValueError(f"reward function {shown!r} is a class, but must be a function: give an instance of it.")

@@ -25,9 +25,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from . import checkpoints, evaluation, process
 from .advantages import group_advantages
 from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
-from .card import RunFacts, reward_plot, write_card
+from .card import SETTINGS, RunFacts, reward_plot, write_card
 from .completions import print_table
 from .config import GRPOConfig
+from .config.check import check_trainer
 from .data import PromptDataset, PromptLoader, StepOrder, tokenize_prompts
 from .engine import Engine, Sampling, check_vllm
 from .experience import PackingRules, collect
@@ -41,16 +42,6 @@ from .ranks import gather, set_zero_gradient, sum_gradients, together, world_siz
 from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
 from .weights import publisher
 from .weights.plan import prove
-
-# TRL's constructor arguments that this version refuses by name.
-LATER = (
-    "reward_processing_classes",
-    "peft_config",
-    "quantization_config",
-    "tools",
-    "rollout_func",
-    "environment_factory",
-)
 
 
 class GRPOTrainer(Trainer):
@@ -88,7 +79,7 @@ class GRPOTrainer(Trainer):
         if args.on_cpu:
             process.keep_freed_memory()
         with together("the start"):
-            _refuse(later, args)
+            check_trainer(later, args)
             check_vllm()
             self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
             self.policy = load_policy(model, processing_class, args)
@@ -133,8 +124,8 @@ class GRPOTrainer(Trainer):
         limit = min(args.max_prompt_tokens or context, context - completion)
         if limit < 1:
             raise ValueError(
-                f"max_completion_length is {completion}, but the context has {context} tokens: no room is left for a prompt. "
-                "Lower max_completion_length or raise vllm_max_model_length."
+                f"max_completion_length is {completion}, but the context has {context} tokens: no room is left for a "
+                "prompt. Lower max_completion_length or raise vllm_max_model_length."
             )
         if dataset is None:
             raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
@@ -203,7 +194,8 @@ class GRPOTrainer(Trainer):
         return weighted_sum(rewards, [reward.weight for reward in self.rewards])
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for other baselines."""
+        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for other "
+        "baselines."""
         return group_advantages(self.combine(rewards), self.args.scale_rewards)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:  # type: ignore[override]
@@ -236,6 +228,7 @@ class GRPOTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
         self._step_started = time.perf_counter()
+        self.times.take()  # an evaluation's publish belongs to no step
         if not self._round:
             items = [next(epoch_iterator) for _ in range(self.args.round_length)]  # repeated for num_iterations
             self._round = self._collect(items[: self.args.steps_per_generation])
@@ -286,8 +279,9 @@ class GRPOTrainer(Trainer):
                     output = self.compute_loss(model, micro_batch)
                 if not math.isfinite(loss := output.loss.item()):
                     raise FloatingPointError(
-                        f"The loss of step {self.state.global_step + 1}, micro-batch {index} is {loss}: training stops before "
-                        "the weights are touched. Lower learning_rate or max_grad_norm, and look at the step's completions."
+                        f"The loss of step {self.state.global_step + 1}, micro-batch {index} is {loss}: training "
+                        "stops before the weights are touched. Lower learning_rate or max_grad_norm, and look at "
+                        "the step's completions."
                     )
                 (output.loss / denominator).backward()
                 total += output.loss.detach() / denominator
@@ -305,13 +299,18 @@ class GRPOTrainer(Trainer):
         self.state.num_input_tokens_seen += int(inputs.metrics["train/rollout_tokens"])
         return torch.tensor(loss, device=self.args.device)
 
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        with self.times.phase("optimizer"):
+            return super()._clip_grad_norm(model)
+
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:
         """As in transformers, and the last look before the weights change."""
-        norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
+        with self.times.phase("optimizer"):
+            norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
         if not math.isfinite(norm):
             raise FloatingPointError(
-                f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the weights are "
-                "touched. Lower learning_rate, or train with dtype: float32."
+                f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
+                "weights are touched. Lower learning_rate, or train with dtype: float32."
             )
         return norm
 
@@ -396,6 +395,7 @@ class GRPOTrainer(Trainer):
                     self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{self.state.best_global_step}")
                 self.state.save_to_json(str(aside / name / "trainer_state.json"))
                 checkpoints.commit(aside / name, run_dir / name)
+                aside.rmdir()
                 checkpoints.rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
         if push:
             self._push_from_checkpoint(str(run_dir / name))
@@ -406,7 +406,6 @@ class GRPOTrainer(Trainer):
             return
         args: GRPOConfig = self.args
         folder = Path(args.output_dir)
-        settings = {name: getattr(args, name) for name in _CARD_SETTINGS}
         facts = RunFacts(
             model_name=model_name or folder.name,
             base_model=self.policy.path,
@@ -415,7 +414,7 @@ class GRPOTrainer(Trainer):
             reward_weights=[reward.weight for reward in self.rewards],
             recipe=self.facts.get("recipe"),
             command=self.facts.get("command", ""),
-            settings=settings,
+            settings={name: getattr(args, name) for name in SETTINGS},
             history=self.state.log_history,
             hub_model_id=args.hub_model_id,
         )
@@ -435,12 +434,6 @@ class GRPOTrainer(Trainer):
         explained = sum(value for name, value in entry.items() if name.startswith("time/"))
         entry["time/other"] = entry["step_time"] - explained
         self.console.step(self.state.global_step, self.state.max_steps, entry)
-
-
-_CARD_SETTINGS = (
-    "learning_rate", "num_generations", "prompts_per_step", "max_completion_length", "temperature", "loss_type",
-    "epsilon", "epsilon_high", "beta", "scale_rewards", "optim", "max_steps", "seed",
-)  # fmt: skip
 
 
 class _Conductor(TrainerCallback):
@@ -469,25 +462,6 @@ class _Conductor(TrainerCallback):
         if stop:
             trainer.console.say(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
             control.should_training_stop = True
-
-
-def _refuse(later: dict[str, Any], args: GRPOConfig) -> None:
-    """Constructor arguments of TRL that aren't available, and combinations that can't train."""
-    for name, value in later.items():
-        if name not in LATER:
-            raise TypeError(f"GRPOTrainer has no argument {name!r}.")
-        if value is not None:
-            raise ValueError(f"GRPOTrainer's argument {name!r} isn't available in this version: leave it out.")
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process, but each needs a rank of its own: start with `accelerate launch` or "
-            "`torchrun`, or make one visible with CUDA_VISIBLE_DEVICES."
-        )
-    if args.max_steps > 0 and args.max_steps % args.round_length:
-        raise ValueError(
-            f"max_steps is {args.max_steps}, but a round is {args.round_length} optimizer steps (steps_per_generation x "
-            f"num_iterations): make it a multiple, such as {-(-args.max_steps // args.round_length) * args.round_length}."
-        )
 
 
 def _optimizer(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:

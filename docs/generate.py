@@ -55,16 +55,16 @@ that names the nearest known one.
 
 ## Batch size
 
-One optimizer step takes `prompts_per_step` prompts over all ranks, with `num_generations` completions each. TRL's way of
-saying it is taken too: `per_device_train_batch_size * gradient_accumulation_steps * ranks` completions. Either way a group
-stays on one rank. Micro-batches don't follow from these numbers: they are cut by `max_tokens_per_microbatch`, and the
-update doesn't depend on where they are cut.
+One optimizer step takes `prompts_per_step` prompts over all ranks, with `num_generations` completions each. TRL's way
+of saying it is taken too: `per_device_train_batch_size * gradient_accumulation_steps * ranks` completions. Either way a
+group stays on one rank. Micro-batches don't follow from these numbers: they are cut by `max_tokens_per_microbatch`, and
+the update doesn't depend on where they are cut.
 
 ## Precision
 
 The policy is bfloat16 unless `dtype` says otherwise. `optim: auto` then picks `adamw_split`: AdamW on an exact float32
-master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32` the
-forward is float32, or bfloat16 by autocast with `bf16: true`."""
+master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32`
+the forward is float32, or bfloat16 by autocast with `bf16: true`."""
 
 GROUPS = (
     (GRPOConfig, "The run: `GRPOConfig`", "Its own fields, and those whose default differs from transformers'."),
@@ -88,21 +88,21 @@ from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig,
 
 Recipes of TRL's `grpo` script are read with the same keys. What differs without being asked for:
 
-- **Precision.** An unset `dtype` is a bfloat16 policy with an exact float32 master in the optimizer. TRL loads float32 and
-  runs it under autocast. `dtype: float32` with `bf16: true` is TRL's way.
+- **Precision.** An unset `dtype` is a bfloat16 policy with an exact float32 master in the optimizer. TRL loads float32
+  and runs it under autocast. `dtype: float32` with `bf16: true` is TRL's way.
 - **Rows are packed.** A prompt goes through the model once per group, completions follow it, nothing is padded.
 - **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch, and
   `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
-- **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises per
-  micro-batch, is `dapo` here.
+- **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
+  per micro-batch, is `dapo` here.
 - **Groups without a reward difference** aren't trained on. They count in every denominator and metric.
 - **Rewards** are called for one group at a time. The signature is TRL's.
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
-- **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`) are refused together
-  with `vllm_importance_sampling_correction`, whose ratio they would bias.
+- **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`) are refused
+  together with `vllm_importance_sampling_correction`, whose ratio they would bias.
 
-`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, LoRA (`peft_config`), quantised bases, tools, reward models, vision models
-and streamed datasets aren't available in this version: each is an error at start that says so.
+`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, LoRA (`use_peft`, `peft_config`), quantised bases, tools, reward
+models and streamed datasets aren't available in this version: each is an error at start that says so.
 
 The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
 *Limited*: not all of TRL's values. *Refused*: an error at start, with the reason given here."""
@@ -134,8 +134,8 @@ def moving() -> str:
     ours = own_names(GRPOConfig)
     if unaccounted := [name for name in theirs if name not in ours and name not in REFUSED]:
         raise SystemExit(
-            f"docs/generate.py: TRL has fields that are neither taken nor refused: {', '.join(unaccounted)}. Add them to "
-            "GRPOConfig, or to REFUSED in colograd/config/names.py with the reason."
+            f"docs/generate.py: TRL has fields that are neither taken nor refused: {', '.join(unaccounted)}. Add "
+            "them to GRPOConfig, or to REFUSED in colograd/config/names.py with the reason."
         )
     rows = []
     for name, their_default in theirs.items():
@@ -164,12 +164,12 @@ def moving() -> str:
 def own_names(group: type) -> list[str]:
     """Fields declared by the class itself, in order. Not `dataclasses.fields`: that has the inherited ones too."""
     fields = {field.name for field in dataclasses.fields(group) if field.init}
-    return [name for name in group.__dict__["__annotations__"] if name in fields]
+    return [name for name in inspect.get_annotations(group) if name in fields]
 
 
 def annotation(group: type, name: str) -> str:
     """The type as it is written (transformers' argument parser replaces `Field.type`)."""
-    return str(group.__dict__["__annotations__"][name])
+    return str(inspect.get_annotations(group)[name])
 
 
 def field_of(group: type, name: str) -> dataclasses.Field:
@@ -233,7 +233,8 @@ def code(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    first = text.split()[0]  # which may be a field's name
+    return f"{first.capitalize() if first.isalpha() else first}{text[len(first) :]}."
 
 
 def pages() -> Iterator[tuple[Path, str]]:

@@ -179,7 +179,9 @@ def test_booleans_are_flags_with_or_without_a_value() -> None:
 
 
 def test_an_entry_of_a_mapping_can_be_set_alone(tmp_path: Path) -> None:
-    recipe = write(tmp_path, "vllm_engine_kwargs: {max_num_seqs: 4, dtype: float32}\ngeneration_kwargs: '{\"stop\": 1}'\n")
+    recipe = write(
+        tmp_path, "vllm_engine_kwargs: {max_num_seqs: 4, dtype: float32}\ngeneration_kwargs: '{\"stop\": 1}'\n"
+    )
     flags = ["--vllm_engine_kwargs.max_num_seqs", "8", "--vllm_engine_kwargs.enforce_eager=true"]
     _, made, _, _ = parse_arguments(["--config", recipe, *flags, "--generation_kwargs.min_tokens=2"])
     assert made.vllm_engine_kwargs == {"max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}

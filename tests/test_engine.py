@@ -91,9 +91,7 @@ def test_sampler_and_trainer_agree_on_logprobs_in_float32(engine, config, prompt
     from colograd.logprobs import policy_logprobs
     from colograd.packing import pack
 
-    policy = AutoModelForCausalLM.from_pretrained(
-        tiny_model, dtype=torch.float32, attn_implementation=attention.NAME
-    )
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation=attention.NAME)
     groups = [ScoredGroup(g, torch.zeros(4, 1), torch.ones(4)) for g in sample(engine, config, prompts).values()]
     (micro_batch,) = pack(groups, 4096, mask_truncated=False, device=torch.device("cpu"))
     logprobs, _ = policy_logprobs(policy, micro_batch, temperature=1.0)

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tiny
@@ -165,8 +164,16 @@ def test_several_steps_per_generation_train_on_the_old_logprobs(tiny_model, tmp_
 
     trainer = closing(
         make_trainer(
-            tiny_model, tmp_path, cls=Counting, max_steps=8, prompts_per_step=4, steps_per_generation=2,
-            num_iterations=2, save_strategy="steps", save_steps=3, learning_rate=1e-2,
+            tiny_model,
+            tmp_path,
+            cls=Counting,
+            max_steps=8,
+            prompts_per_step=4,
+            steps_per_generation=2,
+            num_iterations=2,
+            save_strategy="steps",
+            save_steps=3,
+            learning_rate=1e-2,
         )  # fmt: skip
     )
     trainer.train()

@@ -1,4 +1,5 @@
-"""Every knob of a run, in three groups: the run (`GRPOConfig`), the model (`ModelConfig`), the script (`ScriptArguments`).
+"""Every knob of a run, in three groups: the run (`GRPOConfig`), the model (`ModelConfig`), the script
+(`ScriptArguments`).
 
 Names and meanings are TRL's wherever the thing is the same. Each group validates and normalises itself once, when it is
 made; nothing writes to it afterwards.

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .grpo import GRPOConfig
 
 LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo")
+# TRL's constructor arguments that this version refuses by name.
+LATER = (
+    "reward_processing_classes",
+    "peft_config",
+    "quantization_config",
+    "tools",
+    "rollout_func",
+    "environment_factory",
+)
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 # What `accelerate launch` sets for a configuration whose ranks share one model. transformers takes it without a word.
 SHARDING = {
@@ -37,8 +46,8 @@ def check_launcher() -> None:
     for variable, backend in SHARDING.items():
         if os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on"):
             raise ValueError(
-                f"{variable} is set, but {backend} isn't available in this version (ranks hold full copies): launch with "
-                "`--config_file recipes/accelerate_configs/ddp.yaml` or `torchrun`."
+                f"{variable} is set, but {backend} isn't available in this version (ranks hold full copies): launch "
+                "with `--config_file recipes/accelerate_configs/ddp.yaml` or `torchrun`."
             )
 
 
@@ -50,8 +59,8 @@ def check_values(config: GRPOConfig) -> None:
     """
     if config.num_generations is None or config.num_generations < 2:
         raise ValueError(
-            f"num_generations is {config.num_generations}, but a group needs at least 2 completions: an advantage compares "
-            "completions of the same prompt. Set num_generations to 2 or more (8 is common)."
+            f"num_generations is {config.num_generations}, but a group needs at least 2 completions: an advantage "
+            "compares completions of the same prompt. Set num_generations to 2 or more (8 is common)."
         )
     for name in ("max_completion_length", "num_iterations", "max_tokens_per_microbatch", "num_generations_eval"):
         _at_least(name, getattr(config, name), 1)
@@ -59,8 +68,8 @@ def check_values(config: GRPOConfig) -> None:
         _at_least(name, getattr(config, name), 0)
     if config.temperature <= 0:
         raise ValueError(
-            f"temperature is {config.temperature}, but completions of a group must differ: set it above 0 (1.0 is usual). "
-            "For greedy evaluation use temperature_eval: 0."
+            f"temperature is {config.temperature}, but completions of a group must differ: set it above 0 (1.0 is "
+            "usual). For greedy evaluation use temperature_eval: 0."
         )
     if not 0 < config.top_p <= 1:
         raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
@@ -102,9 +111,9 @@ def check_objective(config: GRPOConfig) -> None:
     for name, is_set in shaped.items():
         if is_set:
             raise ValueError(
-                f"{name} is {getattr(config, name)}: the sampler's probabilities are then of another distribution than the "
-                "trainer's, and the importance ratio between them is biased. Leave it at its default, or set "
-                "vllm_importance_sampling_correction: false."
+                f"{name} is {getattr(config, name)}: the sampler's probabilities are then of another distribution "
+                "than the trainer's, and the importance ratio between them is biased. Leave it at its default, or "
+                "set vllm_importance_sampling_correction: false."
             )
 
 
@@ -118,16 +127,23 @@ def check_process(config: GRPOConfig) -> None:
         raise ValueError(
             "auto_find_batch_size would cut groups apart: remove it and lower max_tokens_per_microbatch instead."
         )
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    if config.world_size != launched:
+        raise ValueError(
+            f"The launcher started {launched} ranks (WORLD_SIZE), but only {config.world_size} would train together: "
+            "start with `torchrun` or `accelerate launch`, and make the GRPOConfig in the process that was "
+            "launched."
+        )
     tensor_parallel = config.vllm_tensor_parallel_size
     if tensor_parallel < 1 or config.world_size % tensor_parallel:
         raise ValueError(
-            f"vllm_tensor_parallel_size is {tensor_parallel}, but must divide the number of ranks ({config.world_size}): "
-            f"choose one of {', '.join(str(n) for n in divisors(config.world_size))}."
+            f"vllm_tensor_parallel_size is {tensor_parallel}, but must divide the number of ranks "
+            f"({config.world_size}): choose one of {', '.join(str(n) for n in divisors(config.world_size))}."
         )
     if tensor_parallel > 1:
         raise ValueError(
-            f"vllm_tensor_parallel_size is {tensor_parallel}: engines over several ranks aren't available in this version. "
-            "Set it to 1: every rank then has an engine of its own."
+            f"vllm_tensor_parallel_size is {tensor_parallel}: engines over several ranks aren't available in this "
+            "version. Set it to 1: every rank then has an engine of its own."
         )
     if config.vllm_enable_sleep_mode:
         raise ValueError(
@@ -158,8 +174,8 @@ def fold_batch(config: GRPOConfig) -> None:
         if config.prompts_per_step < 1 or config.prompts_per_step % ranks:
             low = max(ranks, config.prompts_per_step // ranks * ranks)
             raise ValueError(
-                f"prompts_per_step is {config.prompts_per_step}, but every rank takes the same number of whole groups, so it "
-                f"must be a multiple of the {ranks} ranks: {low} or {low + ranks} would do."
+                f"prompts_per_step is {config.prompts_per_step}, but every rank takes the same number of whole "
+                f"groups, so it must be a multiple of the {ranks} ranks: {low} or {low + ranks} would do."
             )
         per_rank = config.prompts_per_step // ranks * group
         accumulation = 1
@@ -167,9 +183,9 @@ def fold_batch(config: GRPOConfig) -> None:
         low = per_rank // group * group
         near = " or ".join(str(n) for n in (low, low + group) if n)
         raise ValueError(
-            f"per_device_train_batch_size * gradient_accumulation_steps = {config.per_device_train_batch_size} * {accumulation} "
-            f"= {per_rank} completions per rank and step, but a group of num_generations = {group} stays on one rank: "
-            f"make it a multiple of {group} ({near} would do)."
+            f"per_device_train_batch_size * gradient_accumulation_steps = {config.per_device_train_batch_size} * "
+            f"{accumulation} = {per_rank} completions per rank and step, but a group of num_generations = {group} "
+            f"stays on one rank: make it a multiple of {group} ({near} would do)."
         )
     config.steps_per_generation = _steps_per_generation(config, accumulation, per_rank)
     config.gradient_accumulation_steps = 1
@@ -186,15 +202,35 @@ def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) 
         step = per_rank * config.world_size
         if config.generation_batch_size < step or config.generation_batch_size % step:
             raise ValueError(
-                f"generation_batch_size is {config.generation_batch_size}, but must be a multiple of the completions of one "
-                f"optimizer step over all ranks ({step})."
+                f"generation_batch_size is {config.generation_batch_size}, but must be a multiple of the completions "
+                f"of one optimizer step over all ranks ({step})."
             )
         return config.generation_batch_size // step
     if config.steps_per_generation is None:
         return 1
     if config.steps_per_generation < 1 or config.steps_per_generation % accumulation:
         raise ValueError(
-            f"steps_per_generation is {config.steps_per_generation}, but must be a multiple of gradient_accumulation_steps "
-            f"({accumulation}): a generation feeds whole optimizer steps."
+            f"steps_per_generation is {config.steps_per_generation}, but must be a multiple of "
+            f"gradient_accumulation_steps ({accumulation}): a generation feeds whole optimizer steps."
         )
     return config.steps_per_generation // accumulation
+
+
+def check_trainer(later: dict[str, Any], config: GRPOConfig) -> None:
+    """Constructor arguments of TRL that aren't available, and combinations that can't train."""
+    for name, value in later.items():
+        if name not in LATER:
+            raise TypeError(f"GRPOTrainer has no argument {name!r}.")
+        if value is not None:
+            raise ValueError(f"GRPOTrainer's argument {name!r} isn't available in this version: leave it out.")
+    if config.n_gpu > 1:
+        raise ValueError(
+            f"{config.n_gpu} GPUs are visible to one process, but each needs a rank of its own: start with "
+            "`accelerate launch` or `torchrun`, or make one visible with CUDA_VISIBLE_DEVICES."
+        )
+    if config.max_steps > 0 and config.max_steps % config.round_length:
+        raise ValueError(
+            f"max_steps is {config.max_steps}, but a round is {config.round_length} optimizer steps "
+            "(steps_per_generation x num_iterations): make it a multiple, such as "
+            f"{-(-config.max_steps // config.round_length) * config.round_length}."
+        )

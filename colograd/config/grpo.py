@@ -1,4 +1,5 @@
-"""`GRPOConfig`: how a run samples, scores, trains and reports. TRL 1.16's names and meanings wherever the thing is the same.
+"""`GRPOConfig`: how a run samples, scores, trains and reports. TRL 1.16's names and meanings wherever the thing is
+the same.
 
 Normalised once, in ``__post_init__``: ``gradient_accumulation_steps`` is folded into ``per_device_train_batch_size``
 (which then means *completions per rank and optimizer step*), because micro-batches are cut by tokens, not by rows.
@@ -21,9 +22,9 @@ from .names import names_checked
 class GRPOConfig(TrainingArguments):
     """Arguments of `GRPOTrainer`. The fields of `transformers.TrainingArguments` apply too.
 
-    After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step) and
-    ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values; the trainer
-    settles ``optim: auto`` and ``bf16`` when it knows the policy's dtype.
+    After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
+    and ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values; the
+    trainer settles ``optim: auto`` and ``bf16`` when it knows the policy's dtype.
 
     Raises:
         ValueError: at construction, with the value, the rule and the remedy.
@@ -47,8 +48,8 @@ class GRPOConfig(TrainingArguments):
     bf16: bool | None = field(
         default=None,
         metadata={
-            "help": "With `dtype: float32`, run the forward under bfloat16 autocast. With the default bfloat16 policy there "
-            "is nothing to cast and the value has no effect."
+            "help": "With `dtype: float32`, run the forward under bfloat16 autocast. With the default bfloat16 "
+            "policy there is nothing to cast and the value has no effect."
         },
     )
     remove_unused_columns: bool | None = field(
@@ -57,8 +58,9 @@ class GRPOConfig(TrainingArguments):
     optim: str = field(
         default="auto",
         metadata={
-            "help": "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on an exact "
-            "float32 master kept as the bfloat16 parameter and a 16-bit remainder. Or any optimizer name of transformers."
+            "help": "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on "
+            "an exact float32 master kept as the bfloat16 parameter and a 16-bit remainder. Or any optimizer name "
+            "of transformers."
         },
     )
 
@@ -146,8 +148,8 @@ class GRPOConfig(TrainingArguments):
     vllm_engine_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Anything else for `vllm.LLM`, such as `max_num_seqs`, `enforce_eager`, `kv_cache_memory_bytes` or `dtype` "
-            "(default: the policy's)."
+            "help": "Anything else for `vllm.LLM`, such as `max_num_seqs`, `enforce_eager`, `kv_cache_memory_bytes` "
+            "or `dtype` (default: the policy's)."
         },
     )
 
@@ -208,6 +210,7 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         check_launcher()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()  # else ranks on a CPU don't find each other
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast

@@ -24,8 +24,8 @@ class ModelConfig:
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "Precision of the policy: `bfloat16` (the default; an exact float32 master is kept by the optimizer), "
-            "`float32`, or `auto` (the checkpoint's own).",
+            "help": "Precision of the policy: `bfloat16` (the default; an exact float32 master is kept by the "
+            "optimizer), `float32`, or `auto` (the checkpoint's own).",
         },
     )
     attn_implementation: str | None = field(

@@ -18,6 +18,7 @@ from .names import unknown_name
 from .script import ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
+MAPPINGS = (*GRPOConfig._VALID_DICT_FIELDS, "dataset_kwargs")
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig, Path | None]:
@@ -38,7 +39,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     for name, entries in nested.items():
         if name not in known:
             raise ValueError(unknown_name(name, known))
-        if not str(known[name].type).startswith("dict"):
+        if name not in MAPPINGS:
             raise ValueError(f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't one.")
         if any(word.partition("=")[0] == f"--{name}" for word in argv):
             raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")

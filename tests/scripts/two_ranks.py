@@ -1,0 +1,83 @@
+"""Train the tiny model on several ranks and write down what each saw. Started by tests/test_ranks.py under torchrun.
+
+    torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT]
+
+FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny
+
+from colograd import GRPOTrainer
+
+RANK = int(os.environ.get("RANK", "0"))
+FAULT = sys.argv[5] if len(sys.argv) > 5 else ""
+
+
+def reward(completions, **kwargs):
+    if FAULT == "reward" and RANK == 1:
+        raise RuntimeError("the judge of rank 1 is out")
+    return tiny.vowels(completions)
+
+
+class Watching(GRPOTrainer):
+    def __init__(self, *args, **kwargs) -> None:
+        self.seen: list[dict] = []
+        super().__init__(*args, **kwargs)
+
+    def publish(self) -> None:
+        super().publish()
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().float().numpy().tobytes())
+        self.seen.append(
+            {"version": self.engine.version, "differing": self.weights.differing(), "weights": digest.hexdigest()}
+        )
+
+    def generate(self, prompts):
+        groups = []
+        for group in super().generate(prompts):
+            groups.append(group)
+            yield group
+        self.seen[-1]["completions"] = {g.position: [r.completion_ids for r in g.rollouts] for g in groups}
+
+    def compute_loss(self, model, micro_batch, **kwargs):
+        output = super().compute_loss(model, micro_batch)
+        if FAULT == "loss" and RANK == 1 and self.state.global_step == 1:
+            output.loss.data.fill_(float("nan"))
+        return output
+
+
+def main() -> None:
+    model, run_dir, out_dir, dtype = sys.argv[1:5]
+    trainer = Watching(
+        model=model,
+        reward_funcs=reward,
+        args=tiny.config(run_dir, max_steps=3, model_init_kwargs={"dtype": dtype}, save_strategy="steps", save_steps=3),
+        train_dataset=tiny.prompts(),
+        eval_dataset=tiny.prompts(5),
+    )
+    trainer.train()
+    trainer.publish()
+    metrics = trainer.evaluate()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "reward" in entry]
+    result = {
+        "seen": trainer.seen,
+        "eval": metrics["eval_reward"],
+        "count": metrics["eval_completions"],
+        "losses": losses,
+    }
+    Path(out_dir, f"rank{RANK}-of-{os.environ.get('WORLD_SIZE', '1')}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Packed attention equals the padded computation of plain transformers: log-probabilities, loss and every gradient.
+
+Both sides are the same random float32 weights. The padded side is transformers' own: one row per sequence, prompt
+repeated, an attention mask, `sdpa`. The packed side is what training runs. If these agree for a family, what differs
+between families (rotary positions, biases, query norms, windows) is right too, because packing changes nothing but
+positions and visibility.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from colograd import attention
+from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, SegmentLayout
+from colograd.logprobs import policy_logprobs
+from colograd.packing import pack
+
+VOCABULARY = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+WINDOW = 5  # shorter than the sequences, so that a window ends inside completions and inside prompts
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, head_dim=16, tie_word_embeddings=True)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=False)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16)),
+    "mistral, window": (MistralForCausalLM, MistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW)),
+    "qwen2, window in one layer": (
+        Qwen2ForCausalLM,
+        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    ),
+}
+
+
+def make_model(family: str) -> Any:
+    """Random weights, larger than the usual 0.02, so that attention isn't nearly uniform."""
+    cls, config = FAMILIES[family]
+    torch.manual_seed(0)
+    model = cls(copy.deepcopy(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.dim() == 2 else parameter.add_(0.3 * torch.randn_like(parameter))
+    model.set_attn_implementation("sdpa")
+    return model.train()
+
+
+def packed_copy(model: Any, checkpointing: bool = False) -> Any:
+    packed = copy.deepcopy(model)
+    packed.set_attn_implementation(attention.NAME)
+    if checkpointing:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+    return packed
+
+
+def make_groups() -> list[ScoredGroup]:
+    """Ragged: prompts of 1 to 12 tokens, completions of 1 to 11."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(length: int) -> tuple[int, ...]:
+        return tuple(torch.randint(1, VOCABULARY, (length,), generator=generator).tolist())
+
+    groups = []
+    for position, (prompt, *completions) in enumerate(([12, 11, 1, 7], [1, 4, 9, 2], [6, 1, 8, 8])):
+        prompt_ids = tokens(prompt)
+        rollouts = tuple(
+            Rollout(prompt_ids, tokens(n), torch.zeros(n), torch.ones(n, dtype=torch.bool), FinishReason.STOP, 0)
+            for n in completions
+        )
+        advantages = torch.randn(len(rollouts), generator=generator)
+        groups.append(ScoredGroup(Group({}, rollouts, position), torch.zeros(len(rollouts), 1), advantages))
+    return groups
+
+
+def padded_logprobs(model: Any, groups: list[ScoredGroup]) -> list[torch.Tensor]:
+    """[C] for each rollout, from one padded batch."""
+    rollouts = [rollout for group in groups for rollout in group.group.rollouts]
+    rows = [torch.tensor(r.prompt_ids + r.completion_ids) for r in rollouts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    logprobs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
+    found = []
+    for index, rollout in enumerate(rollouts):
+        start, end = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout.completion_ids)
+        predicted = logprobs[index, start - 1 : end - 1]
+        found.append(predicted.gather(1, ids[index, start:end, None]).squeeze(1))
+    return found
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-8))
+
+
+def compare(family: str, budget: int, checkpointing: bool = False) -> int:
+    """Everything of one step both ways; the number of micro-batches."""
+    plain, groups = make_model(family), make_groups()
+    packed = packed_copy(plain, checkpointing)
+    expected = padded_logprobs(plain, groups)
+    advantages = torch.cat([group.advantages for group in groups])
+    loss = -sum((a * row).sum() for a, row in zip(advantages, expected, strict=True))
+    loss.backward()
+
+    rows = pack(groups, budget, False, torch.device("cpu"))
+    total, of_completion = torch.zeros(()), {}
+    for row in rows:
+        logprobs, _ = policy_logprobs(packed, row, 1.0)
+        part = -(row.advantages * logprobs).sum()
+        part.backward()
+        total += part.detach()
+        for index in range(row.num_sequences):
+            mine = row.sequence == index
+            of_completion[tuple(row.labels[mine].tolist())] = logprobs[mine].detach()
+    rollouts = [rollout for group in groups for rollout in group.group.rollouts]
+    assert len(of_completion) == len(rollouts)
+    for rollout, wanted in zip(rollouts, expected, strict=True):
+        assert relative_error(of_completion[rollout.completion_ids], wanted.detach()) < 1e-4
+    assert relative_error(total, loss.detach()) < 1e-4
+    for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and theirs.grad.abs().sum() > 0, name
+        assert relative_error(ours.grad, theirs.grad) < 1e-4, name
+    return len(rows)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("budget", [1000, 25], ids=["one row", "split groups"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_padded(family: str, budget: int, checkpointing: bool) -> None:
+    assert (compare(family, budget, checkpointing) == 1) == (budget == 1000)
+
+
+def test_a_prompt_goes_through_the_model_once() -> None:
+    """Three prompts for nine completions: 12 + 1 + 6 prompt tokens, not three times as many."""
+    groups = make_groups()
+    (row,) = pack(groups, 1000, False, torch.device("cpu"))
+    assert row.layout.num_tokens == 12 + 1 + 6 + (11 + 1 + 7) + (4 + 9 + 2) + (1 + 8 + 8)
+    seen: list[int] = []
+    model = packed_copy(make_model("llama"))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    policy_logprobs(model, row, 1.0)
+    assert seen == [row.layout.num_tokens]
+
+
+# -- The attention function alone
+
+
+def random_qkv(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, heads, tokens, 16, generator=generator) for heads in (4, 2, 2))  # type: ignore[return-value]
+
+
+def dense(layout: SegmentLayout, window: int | None = None) -> torch.Tensor:
+    """(1, T, 4, 16) by a full visibility matrix, written down from the layout's definition."""
+    query, key, value = random_qkv(layout.num_tokens)
+    segment = [s for s, length in enumerate(layout.lengths) for _ in range(length)]
+    before = [sum(layout.lengths[s] for s in seen) for seen in layout.sees]
+    position = [before[s] + t - layout.starts[s] for t, s in enumerate(segment)]
+    visible = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.bool)
+    for q, k in itertools.product(range(layout.num_tokens), repeat=2):
+        own, earlier = segment[k] == segment[q] and k <= q, segment[k] in layout.sees[segment[q]]
+        visible[q, k] = (own or earlier) and (window is None or position[q] - position[k] < window)
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        SegmentLayout((7,), ((),)),
+        SegmentLayout((3, 2, 4), ((), (0,), (0,))),
+        SegmentLayout((2, 3, 1, 4, 2), ((), (0,), (0,), (), (3,))),
+        SegmentLayout((3, 2, 2, 1), ((), (0,), (0, 1), (0, 1, 2))),
+    ],
+    ids=["one sequence", "one group", "two groups", "a conversation of turns"],
+)
+def test_each_segment_sees_itself_and_what_it_names(layout: SegmentLayout, window: int | None) -> None:
+    query, key, value = random_qkv(layout.num_tokens)
+    output, weights = attention.packed_attention(
+        torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, layout=layout
+    )
+    assert weights is None
+    torch.testing.assert_close(output, dense(layout, window))
+
+
+def test_without_a_layout_the_row_is_one_sequence() -> None:
+    query, key, value = random_qkv(6)
+    output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, scaling=0.3)
+    torch.testing.assert_close(output, dense(SegmentLayout((6,), ((),))))
+
+
+def test_more_than_one_row_is_refused() -> None:
+    query, key, value = (x.expand(2, -1, -1, -1) for x in random_qkv(4))
+    with pytest.raises(ValueError, match=r"takes one row, not 2: pass \(1, T\) input ids"):
+        attention.packed_attention(torch.nn.Module(), query, key, value, None)
+
+
+@pytest.mark.parametrize("feature", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
+def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="soft-capping or sinks"):
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, **feature)
+
+
+def test_only_earlier_segments_can_be_seen() -> None:
+    for lengths, sees in (((2, 2), ((1,), ())), ((2,), ((0,),)), ((2, 2), ((),))):
+        with pytest.raises(AssertionError):
+            SegmentLayout(lengths, sees)
+
+
+def test_the_gather_plan_of_the_flash_kernel_names_the_same_keys() -> None:
+    """The CUDA path needs a GPU; its bookkeeping doesn't. Row: p p p | a a | b b b b."""
+    plan = attention._gather_plan(SegmentLayout((3, 2, 4), ((), (0,), (0,))), torch.device("cpu"))
+    assert plan.keys.tolist() == [0, 1, 2] + [0, 1, 2, 3, 4] + [0, 1, 2, 5, 6, 7, 8]
+    assert plan.cu_queries.tolist() == [0, 3, 5, 9] and plan.cu_keys.tolist() == [0, 3, 8, 15]
+    assert (plan.max_queries, plan.max_keys) == (4, 7)
+    assert plan.cu_queries.dtype == plan.cu_keys.dtype == torch.int32

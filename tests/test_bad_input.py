@@ -1,0 +1,292 @@
+"""Bad input is one clear error at the start: the value, the rule and the remedy.
+
+The whole list is here; each case is raised where it is checked, without an engine. The last tests go through the
+command.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from colograd import process
+from colograd.batch import FinishReason, Group, Rollout
+from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
+from colograd.data import load_datasets, tokenize_prompts
+from colograd.engine import check_vllm
+from colograd.policy import load_policy
+from colograd.rewards import RewardError, resolve_rewards, score_group
+
+ROW = {"prompt": "2 + 2 =", "answer": "4"}
+
+
+def config(**changes: Any) -> GRPOConfig:
+    return GRPOConfig(**({"output_dir": "unused", "report_to": "none"} | changes))
+
+
+def on_ranks(ranks: int, **changes: Any) -> Callable[[pytest.MonkeyPatch], object]:
+    def make(monkeypatch: pytest.MonkeyPatch) -> object:
+        monkeypatch.setattr(GRPOConfig, "world_size", ranks)
+        return config(**changes)
+
+    return make
+
+
+class Words:
+    """A tokenizer: one token per word."""
+
+    chat_template = None
+    name_or_path = "words"
+
+    def __call__(self, texts: list[str]) -> Any:
+        return SimpleNamespace(input_ids=[[len(word) for word in text.split()] for text in texts])
+
+
+def tokenize(rows: Any, limit: int = 100, overlong: str = "drop") -> Any:
+    dataset = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    return tokenize_prompts(
+        dataset, Words(), max_prompt_tokens=limit, overlong=overlong, chat_template_kwargs={}, name="train"
+    )
+
+
+def score(returned: Any, size: int = 3) -> torch.Tensor:
+    """What a function's rewards become, for the prompt at position 17; an exception is raised by the function."""
+
+    def my_reward(completions: list[str], **columns: Any) -> Any:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    rollout = Rollout((1, 2), (3,), torch.zeros(1), torch.ones(1, dtype=torch.bool), FinishReason.STOP, 0)
+    group = Group(dict(ROW), (rollout,) * size, position=17)
+    return score_group(resolve_rewards(my_reward, None), group, ["4"] * size)[0]
+
+
+def vllm(version: str | None) -> Callable[[pytest.MonkeyPatch], None]:
+    def check(monkeypatch: pytest.MonkeyPatch) -> None:
+        module = None if version is None else ModuleType("vllm")
+        if module is not None:
+            module.__version__ = version  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "vllm", module)
+        check_vllm()
+
+    return check
+
+
+# name -> (what goes wrong, and in the message: the value, the rule, the remedy)
+CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] = {
+    "an unknown key of the configuration": (
+        lambda _: config(num_generation=4), "`num_generation`", "Unknown configuration key", "Did you mean `num_generations`"
+    ),
+    "an unknown key of the model": (
+        lambda _: ModelConfig(model_name="m"), "`model_name`", "Unknown", "Did you mean `model_name_or_path`"
+    ),
+    "an unknown key of the script": (
+        lambda _: ScriptArguments(reward_func=["a"]), "`reward_func`", "Unknown", "Did you mean `reward_funcs`"
+    ),
+    "an unknown flag": (
+        lambda _: parse_arguments(["--learning_rat", "1"]), "`learning_rat`", "Unknown", "Did you mean `learning_rate`"
+    ),
+    "a key like no other": (
+        lambda _: parse_arguments(["--xyzzy.a", "1"]), "`xyzzy`", "Unknown", r"docs/configuration\.md lists"
+    ),
+    "a key of TRL that isn't taken": (
+        lambda _: config(vllm_server_host="h"), "`vllm_server_host`", "isn't supported: there is no server", "remove it"
+    ),
+    "a group size that doesn't divide the batch": (
+        lambda _: config(per_device_train_batch_size=10, num_generations=4),
+        r"10 \* 1 = 10 completions per rank", "num_generations = 4 stays on one rank", r"multiple of 4 \(8 or 12 would do",
+    ),
+    "a group larger than the batch": (
+        lambda _: config(per_device_train_batch_size=3, num_generations=4), "= 3 completions", "multiple of 4", r"\(4 would do"
+    ),
+    "prompts that don't divide among the ranks": (
+        on_ranks(4, prompts_per_step=6), "prompts_per_step is 6", "multiple of the 4 ranks", "4 or 8 would do"
+    ),
+    "num_generations 1": (
+        lambda _: config(num_generations=1), "num_generations is 1", "at least 2 completions", "Set num_generations to 2"
+    ),
+    "no reward function": (
+        lambda _: resolve_rewards([], None), "no reward function", "needs at least one", "set reward_funcs to"
+    ),
+    "a reward module that can't be imported": (
+        lambda _: resolve_rewards(["no_such_module:f"], None),
+        "'no_such_module:f'", "can't be imported .*No module named", "looked for in the current directory",
+    ),
+    "a reward function that isn't in its module": (
+        lambda _: resolve_rewards(["colograd.rewards:last_nmber"], None),
+        "'colograd.rewards:last_nmber'", "has no attribute 'last_nmber'", "Did you mean 'last_number'",
+    ),
+    "a built-in reward misspelt": (
+        lambda _: resolve_rewards(["acuracy_reward"], None), "'acuracy_reward'", "isn't one of", "nearest is 'accuracy_reward'"
+    ),
+    "no dataset": (
+        lambda _: load_datasets(ScriptArguments()), "neither was given", "dataset_name|datasets", "give|set"
+    ),
+    "a dataset without prompts": (
+        lambda _: tokenize([{"question": "a", "answer": "b"}]),
+        "it has 'question', 'answer'", "no column 'prompt'", r"Rename .*dataset_prompt_column",
+    ),
+    "an empty dataset": (
+        lambda _: tokenize(Dataset.from_dict({"prompt": []})), "train has no rows", "nothing to sample from", "train"
+    ),
+    "an overlong prompt where that is an error": (
+        lambda _: tokenize([ROW, {"prompt": "a b c d e f", "answer": ""}], limit=5, overlong="error"),
+        "row 1: the prompt has 6 tokens", "over the limit of 5", "overlong_prompts to drop",
+    ),
+    "nothing but overlong prompts": (
+        lambda _: tokenize([ROW], limit=3), "all 1 prompts", "over the limit of 3 tokens", "Raise max_prompt_tokens"
+    ),
+    "a setting for overlong prompts that doesn't exist": (
+        lambda _: config(overlong_prompts="cut"), "overlong_prompts 'cut'", "isn't supported", "choose one of drop, error"
+    ),
+    "a missing model folder": (
+        lambda _: load_policy("no/such/model/folder", None, config()),
+        "'no/such/model/folder'", "neither a folder with a model nor a Hub model", "Give model_name_or_path a folder",
+    ),
+    "a vLLM that is too old": (vllm("0.24.9"), r"vLLM 0\.24\.9", r"0\.25 to 0\.33", "pip install"),
+    "a vLLM that is too new": (vllm("0.34.0rc1"), r"vLLM 0\.34\.0rc1", r"0\.25 to 0\.33", "pip install"),
+    "no vLLM": (vllm(None), "vLLM can't be imported", r"vllm>=0\.25,<=0\.33", "make setup"),
+    "a tensor-parallel size that doesn't divide the ranks": (
+        on_ranks(4, vllm_tensor_parallel_size=3), "vllm_tensor_parallel_size is 3", r"divide .* ranks \(4\)", "one of 1, 2, 4"
+    ),
+    "a tensor-parallel size of no rank": (
+        lambda _: config(vllm_tensor_parallel_size=0), "is 0", r"ranks \(1\)", "choose one of 1"
+    ),
+    "a loss that doesn't exist": (
+        lambda _: config(loss_type="gspo"), "loss_type 'gspo'", "isn't supported", "choose one of dapo, grpo"
+    ),
+    "greedy training": (
+        lambda _: config(temperature=0), "temperature is 0", "must differ", "set it above 0"
+    ),
+    "a biased sampler correction": (
+        lambda _: config(top_p=0.9), r"top_p is 0\.9", "ratio between them is biased", "vllm_importance_sampling_correction"
+    ),
+    "truncation without a bound": (
+        lambda _: config(
+            vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None
+        ),
+        "'token_truncate'", "needs a bound", "set vllm_importance_sampling_clip_max",
+    ),
+    "a dtype that doesn't exist": (
+        lambda _: ModelConfig(dtype="int8"), "dtype 'int8'", "isn't supported", "choose one of auto, bfloat16, float32"
+    ),
+    "a reward function that raises": (
+        lambda _: score(KeyError("answer")), "'my_reward', prompt 17", "raised KeyError: 'answer'", "traceback"
+    ),
+    "a reward function that returns too few": (
+        lambda _: score([1.0, 2.0]), "'my_reward', prompt 17: it returned 2 rewards", "for 3 completions", "exactly one per"
+    ),
+    "a reward function that returns no list": (
+        lambda _: score(1.0), r"'my_reward', prompt 17: it returned 1\.0", "list of 3 numbers", "one per completion"
+    ),
+    "a reward function that returns a text": (
+        lambda _: score([1.0, "good", 0.0]),
+        "'my_reward', prompt 17, completion 1: its reward is 'good'", "finite float32 number", "or None",
+    ),
+    "a reward function that returns NaN": (
+        lambda _: score([1.0, 0.0, float("nan")]), "'my_reward', prompt 17, completion 2", "nan", "To abstain, return None"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_an_error_with_value_rule_and_remedy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    go_wrong, value, rule, remedy = CASES[name]
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        go_wrong(monkeypatch)
+    for part in (value, rule, remedy):
+        assert re.search(part, str(raised.value), re.DOTALL), f"{part!r} isn't in: {raised.value}"
+    assert isinstance(raised.value, RewardError) or "\n" not in str(raised.value)
+
+
+def test_a_supported_vllm_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.25.0", "0.31.0+cpu", "0.33.7", "0.33.0.dev3"):
+        vllm(version)(monkeypatch)
+
+
+def test_a_tensor_parallel_size_that_divides_the_ranks_is_refused_for_another_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"is 2: engines over several ranks aren't available in this version\. Set it to 1"
+    ):
+        on_ranks(4, vllm_tensor_parallel_size=2)(monkeypatch)
+
+
+def test_overlong_prompts_are_dropped_and_counted() -> None:
+    prompts = tokenize([ROW, {"prompt": "a b c d e f", "answer": ""}, ROW], limit=5)
+    assert (len(prompts), prompts.num_dropped, prompts.longest) == (2, 1, 4)
+
+
+def test_none_abstains() -> None:
+    assert score([1.0, None, 0.5]).squeeze(1).nan_to_num(-1).tolist() == [1.0, -1.0, 0.5]
+
+
+# -- Through the command
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """Runs the command, which must fail before an engine is built; returns what it said."""
+    from colograd import train, trainer
+
+    def build(*args: Any) -> None:
+        raise AssertionError("an engine would have been built")
+
+    monkeypatch.setattr(process, "prepare_ranks", lambda: None)
+    monkeypatch.setattr(trainer, "check_vllm", lambda: None)
+    monkeypatch.setattr(trainer, "Engine", build)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
+    (tmp_path / "no_prompt.jsonl").write_text('{"question": "2 + 2 =", "answer": "4"}\n')
+
+    def run(*flags: str, **settings: str) -> str:
+        import tiny
+
+        given = {"reward_funcs": "last_number", "dataset_name": "rows.jsonl", "report_to": "none", "output_dir": "out"}
+        given |= {"model_name_or_path": str(tmp_path / "model"), "dtype": "float32"} | settings
+        if not (tmp_path / "model").exists():
+            tiny.make_model(tmp_path / "model")
+        argv = [word for name, text in given.items() if text for word in (f"--{name}", text)]
+        assert train.main([*argv, *flags]) == 2
+        out, err = capsys.readouterr()
+        assert not (tmp_path / "out").exists()
+        return str(err)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generation": "4"}, "Unknown configuration key `num_generation`. Did you mean `num_generations`?"),
+        ({"num_generations": "1"}, "num_generations is 1"),
+        ({"num_generations": "3"}, "make it a multiple of 3 (6 or 9 would do)"),
+        ({"config": "absent.yaml"}, "The recipe 'absent.yaml' doesn't exist"),
+        ({"reward_funcs": ""}, "reward_funcs is missing"),
+        ({"reward_funcs": "no_such_module:f"}, "module 'no_such_module' can't be imported"),
+        ({"model_name_or_path": ""}, "model_name_or_path is missing"),
+        ({"model_name_or_path": "./no/such/folder"}, "neither a folder with a model nor a Hub model"),
+        ({"dataset_name": ""}, "neither was given"),
+        ({"dataset_name": "absent.jsonl"}, "no such file"),
+        ({"dataset_name": "no_prompt.jsonl"}, "no column 'prompt'"),
+        ({"max_completion_length": "300"}, "max_completion_length is 300, but the context has 256 tokens"),
+        ({"max_prompt_tokens": "3", "max_completion_length": "8"}, "all 1 prompts are over the limit of 3 tokens"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line_and_returns_2(
+    command: Callable[..., str], settings: dict[str, str], message: str
+) -> None:
+    said = command(**settings)
+    ours = [line for line in said.splitlines() if line.startswith("colograd: error: ")]
+    assert len(ours) == 1 and message in ours[0], said
+    assert "Traceback" not in said

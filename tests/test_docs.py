@@ -1,0 +1,75 @@
+"""The pages: generated ones are fresh, the list of rooms is that of the package, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_stale_page_is_noticed_and_left_alone(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    (tmp_path / "trl.md").write_text("old\n")
+    assert generate.main(["--check"]) == 1
+    assert "configuration.md, trl.md" in capsys.readouterr().out
+    assert (tmp_path / "trl.md").read_text() == "old\n" and not (tmp_path / "configuration.md").exists()
+    assert generate.main([]) == 0 and generate.main(["--check"]) == 0
+
+
+def test_a_field_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = generate.trl_fields()
+    monkeypatch.setattr(generate, "trl_fields", lambda: {**fields, "brand_new": "None"})
+    with pytest.raises(SystemExit, match="neither taken nor refused: brand_new"):
+        generate.moving()
+
+
+def test_fields_called_limited_are_fields_of_ours_and_theirs(generate: ModuleType) -> None:
+    assert set(generate.LIMITED) <= set(generate.trl_fields()) & set(generate.own_names(generate.GRPOConfig))
+
+
+def test_the_list_of_rooms_is_that_of_the_package() -> None:
+    block = re.search(r"```rooms\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
+    assert block is not None
+    listed = [line.split()[0] for line in block.group(1).splitlines()]
+    package = ROOT / "colograd"
+    assert sorted(listed) == sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    assert all(len(line.split()) > 1 for line in block.group(1).splitlines())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+    for target in re.findall(
+        r"(?<![\w./-])((?:recipes|requirements|docs|colograd)/[\w./-]+\.(?:yaml|txt|md|py))", text
+    ):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_readme_links_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in readme, page.name

@@ -1,0 +1,108 @@
+"""Several ranks on one machine (gloo), each with an engine of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from colograd import process
+
+pytestmark = pytest.mark.engine
+
+SCRIPT = Path(__file__).parent / "scripts" / "two_ranks.py"
+
+
+def clean_environment() -> dict[str, str]:
+    """Without the rank variables that an engine in this process may have set."""
+    drop = (*process.RANK_VARIABLES, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in drop}
+
+
+def start(ranks: int, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--master-port", str(process.free_port()), str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=clean_environment())
+
+
+def results(folder: Path, ranks: int) -> list[dict]:
+    return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def two(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("two")
+    done = start(2, str(tiny_model), str(folder / "run"), str(folder), "float32")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "run" / "checkpoint-3" / "trainer_state.json").exists()
+    assert {p.name for p in (folder / "run" / "checkpoint-3").glob("rng_state_*")} == {
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    }
+    return results(folder, 2)
+
+
+def test_every_publish_leaves_each_engine_with_its_policys_weights(two) -> None:
+    for rank in two:
+        assert [step["version"] for step in rank["seen"]][:4] == [0, 1, 2, 3]
+        assert all(step["differing"] == [] for step in rank["seen"])
+
+
+def test_ranks_hold_identical_weights_after_each_step(two) -> None:
+    first, second = ([step["weights"] for step in rank["seen"]] for rank in two)
+    assert first == second and len(set(first[:4])) == 4
+
+
+def test_ranks_sample_different_prompts_and_completions(two) -> None:
+    for mine, theirs in zip(two[0]["seen"][:3], two[1]["seen"][:3], strict=True):
+        assert not mine["completions"].keys() & theirs["completions"].keys()
+
+
+def test_the_number_of_ranks_changes_neither_rollouts_nor_losses(two, tiny_model, tmp_path) -> None:
+    """The same prompts give the same completions on one rank; losses agree to rounding."""
+    done = start(1, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (one,) = results(tmp_path, 1)
+    assert one["seen"][0]["completions"] == two[0]["seen"][0]["completions"] | two[1]["seen"][0]["completions"]
+    assert one["losses"] == pytest.approx(two[0]["losses"], abs=1e-5)
+    assert one["count"] == two[0]["count"] == 20 and two[0]["eval"] == pytest.approx(one["eval"], abs=1e-3)
+
+
+def test_a_bfloat16_policy_with_its_split_master_stays_identical(tiny_model, tmp_path) -> None:
+    done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "bfloat16")
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = results(tmp_path, 2)
+    assert [s["weights"] for s in first["seen"]] == [s["weights"] for s in second["seen"]]
+    assert all(step["differing"] == [] for rank in (first, second) for step in rank["seen"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("reward", "Rank 1 failed in the rollout: RewardError: .*the judge of rank 1 is out"),
+        ("loss", r"Rank 1 failed in training: FloatingPointError: The loss of step 2, micro-batch 0 is nan"),
+    ],
+)
+def test_a_failure_on_one_rank_ends_all_ranks_with_its_message(tiny_model, tmp_path, fault, said) -> None:
+    import re
+
+    started = time.monotonic()
+    done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", fault, timeout=120)
+    assert done.returncode != 0 and time.monotonic() - started < 120
+    assert re.search(said, done.stderr, re.DOTALL), done.stderr[-3000:]
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_launcher_that_starts_fewer_ranks_than_asked_is_found_out(tiny_model, tmp_path) -> None:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "colograd.train", "--model_name_or_path", str(tiny_model), "--reward_funcs", "last_number"],
+        capture_output=True, text=True, timeout=120, env=clean_environment(),
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "several ranks were asked for and one was started" in done.stderr and "torchrun" in done.stderr
