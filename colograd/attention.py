@@ -147,7 +147,7 @@ def _flash_attention(
         causal["scale"] = scale
     else:
         q = q * (scale * head_dim**0.5)  # the kernel divides by sqrt(head_dim) itself
-    return attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **causal).unsqueeze(0)  # type: ignore[no-any-return]
+    return attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **causal).unsqueeze(0)
 
 
 class _GatherPlan:

@@ -64,7 +64,8 @@ def rotate(run_dir: str | Path, limit: int | None, best: str | None) -> None:
 def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
     """The checkpoint that ``resume_from_checkpoint`` means.
 
-    ``True`` is the last one and an error if there is none; ``"auto"`` is the last one, or a fresh start; a path is itself.
+    ``True`` is the last one and an error if there is none; ``"auto"`` is the last one, or a fresh start; a path is
+    itself.
 
     Raises:
         ValueError: no such checkpoint.

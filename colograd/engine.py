@@ -118,7 +118,7 @@ class Engine:
     @property
     def model(self) -> torch.nn.Module:
         """The model that samples, in this process."""
-        return self.core.model_executor.driver_worker.worker.model_runner.model  # type: ignore[no-any-return]
+        return self.core.model_executor.driver_worker.worker.model_runner.model
 
     @property
     def vllm_config(self) -> Any:
@@ -314,7 +314,7 @@ def engine_kwargs(
         and config.vllm_structured_outputs_regex is None,
     }
     if (config.model_init_kwargs or {}).get("revision"):  # type: ignore[union-attr]
-        kwargs["revision"] = config.model_init_kwargs["revision"]  # type: ignore[index, call-overload]
+        kwargs["revision"] = config.model_init_kwargs["revision"]  # type: ignore[index]
     if context is not None:
         kwargs["max_model_len"] = context
     if config.on_cpu:

@@ -40,7 +40,7 @@ def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tens
         layout=micro_batch.layout,
         use_cache=False,
     )
-    return output.last_hidden_state  # type: ignore[no-any-return]
+    return output.last_hidden_state
 
 
 def label_logprobs(

@@ -54,9 +54,10 @@ class Metrics:
             count = sum(rank[0].get(name, (0.0, 0.0))[1] for rank in ranks)
             if count:
                 result[name] = sum(rank[0].get(name, (0.0, 0.0))[0] for rank in ranks) / count
-        for index, choose in ((1, min), (2, max)):
-            for name in _names(rank[index] for rank in ranks):
-                result[name] = choose(rank[index][name] for rank in ranks if name in rank[index])
+        for name in _names(rank[1] for rank in ranks):
+            result[name] = min(rank[1][name] for rank in ranks if name in rank[1])
+        for name in _names(rank[2] for rank in ranks):
+            result[name] = max(rank[2][name] for rank in ranks if name in rank[2])
         return result
 
 

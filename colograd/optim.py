@@ -53,7 +53,7 @@ class AdamWSplit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -73,7 +73,7 @@ class AdamWSplit(torch.optim.Optimizer):
         master = join_master(parameter, state["remainder"]) if split else parameter
         adamw(
             [master],
-            [parameter.grad.float()],  # type: ignore[union-attr]
+            [parameter.grad.float()],
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],

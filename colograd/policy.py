@@ -38,8 +38,8 @@ def load_policy(
     Raises:
         ValueError: no such model, or a model that packed attention can't run.
     """
-    untouched = not isinstance(model, PreTrainedModel)
-    if untouched:
+    untouched = isinstance(model, str | os.PathLike)
+    if isinstance(model, str | os.PathLike):
         path = str(model)
         loaded = _from_name(path, config)
     else:
@@ -72,7 +72,7 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     if not config.verbose:
         hf_logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs)  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
         if os.path.isdir(path) and not isinstance(error, FileNotFoundError) and _has_config(path):
             raise

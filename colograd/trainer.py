@@ -100,7 +100,8 @@ class GRPOTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the step's denominator is applied here, not by transformers
         # Ranks hold full copies whose gradients are summed once per step (see ranks.py): no DDP around the model.
         self.accelerator.prepare_model = lambda model, **kwargs: model
-        accumulate_in_float32(self.model.parameters())
+        if args.optim == "adamw_split" and optimizers[0] is None:
+            accumulate_in_float32(self.model.parameters())
         self.loss = LOSSES[args.loss_type].from_config(args)
         self.times = PhaseTimes(synchronize=args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not args.disable_tqdm)
@@ -121,6 +122,8 @@ class GRPOTrainer(Trainer):
     def _tokenize(self, dataset: Any, args: GRPOConfig, name: str) -> PromptDataset:
         completion = max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
         context = min(self.policy.context, args.vllm_max_model_length or self.policy.context)
+        if hasattr(self, "engine"):  # prompts given to `evaluate` later on
+            context = min(context, self.engine.context)
         limit = min(args.max_prompt_tokens or context, context - completion)
         if limit < 1:
             raise ValueError(
@@ -134,7 +137,7 @@ class GRPOTrainer(Trainer):
             self.policy.tokenizer,
             max_prompt_tokens=limit,
             overlong=args.overlong_prompts,
-            chat_template_kwargs=args.chat_template_kwargs or {},
+            chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
             name=name,
         )
 
@@ -169,6 +172,8 @@ class GRPOTrainer(Trainer):
             f"{world_size()} rank(s) of {torch.get_num_threads()} thread(s), micro-batches of "
             f"{args.max_tokens_per_microbatch:,} tokens; ready in {time.perf_counter() - started:.0f} s"
         )
+        if self.policy.model.dtype == torch.bfloat16 and self.args.optim != "adamw_split":
+            say(f"optimizer: {args.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't")
         for part in prompts:
             if part.num_dropped:
                 say(f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped")
@@ -198,7 +203,7 @@ class GRPOTrainer(Trainer):
         "baselines."""
         return group_advantages(self.combine(rewards), self.args.scale_rewards)
 
-    def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:  # type: ignore[override]
+    def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
         logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature)
         return self.loss(logprobs, entropy, micro_batch)
@@ -206,11 +211,11 @@ class GRPOTrainer(Trainer):
     def decode(self, group: Group) -> list[str]:
         """The completions' texts, for rewards and logs."""
         ids = [list(rollout.completion_ids) for rollout in group.rollouts]
-        return self.processing_class.batch_decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+        return self.processing_class.batch_decode(ids, skip_special_tokens=True)
 
     # -- the seam to transformers.Trainer
 
-    def get_train_dataloader(self) -> PromptLoader:  # type: ignore[override]
+    def get_train_dataloader(self) -> PromptLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
         args: GRPOConfig = self.args
         order = StepOrder(
@@ -268,7 +273,7 @@ class GRPOTrainer(Trainer):
             if self.engine.version != self.state.global_step:
                 self.weights.publish(self.state.global_step)
 
-    def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:  # type: ignore[override]
+    def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one optimizer step; leaves the summed, normalised gradient in ``.grad``."""
         model.train()
         metrics, denominator = Metrics(), self.loss.denominator(inputs)
@@ -318,6 +323,9 @@ class GRPOTrainer(Trainer):
         """Not estimated: transformers' formula assumes padded batches."""
         return 0
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counted in `training_step`, as prompts and completions of all ranks."""
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends."""
         with together("the search for a checkpoint"):
@@ -325,6 +333,7 @@ class GRPOTrainer(Trainer):
             if self.args.should_save:
                 checkpoints.sweep(self.args.output_dir)
         self._round, self._logs, self._save_is_due = [], [], False
+        self.engine.version = None  # steps are counted anew, or weights loaded: what the engine holds is of no step
         self.stop_signal.install()
         try:
             return super().train(resume_from_checkpoint=found, *args, **kwargs)  # noqa: B026
@@ -342,13 +351,15 @@ class GRPOTrainer(Trainer):
         given = self._tokenize_eval(eval_dataset, self.args) if eval_dataset is not None else self.eval_prompts
         if given is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
+        if not self.is_in_train:
+            self.engine.version = None  # anything may have changed the weights since the last step
         parts = given if isinstance(given, dict) else {"": given}
         metrics: dict[str, float] = {}
         for name, prompts in parts.items():
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
             metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -382,12 +393,12 @@ class GRPOTrainer(Trainer):
         run_dir = Path(self.args.output_dir)
         aside, name = checkpoints.aside_folder(run_dir), f"checkpoint-{self.state.global_step}"
         push, self.args.push_to_hub = self.args.push_to_hub, False  # only of what is complete
-        self._get_output_dir = lambda trial=None: str(aside)  # type: ignore[method-assign]
+        self._get_output_dir = lambda trial=None: str(aside)
         try:
             with together("saving"):
                 super()._save_checkpoint(model, trial)
         finally:
-            del self._get_output_dir  # type: ignore[attr-defined]
+            del self._get_output_dir
             self.args.push_to_hub = push
         with together("saving"):
             if self.args.should_save:

@@ -84,118 +84,202 @@ def vllm(version: str | None) -> Callable[[pytest.MonkeyPatch], None]:
 # name -> (what goes wrong, and in the message: the value, the rule, the remedy)
 CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] = {
     "an unknown key of the configuration": (
-        lambda _: config(num_generation=4), "`num_generation`", "Unknown configuration key", "Did you mean `num_generations`"
+        lambda _: config(num_generation=4),
+        "`num_generation`",
+        "Unknown configuration key",
+        "Did you mean `num_generations`",
     ),
     "an unknown key of the model": (
-        lambda _: ModelConfig(model_name="m"), "`model_name`", "Unknown", "Did you mean `model_name_or_path`"
+        lambda _: ModelConfig(model_name="m"),
+        "`model_name`",
+        "Unknown",
+        "Did you mean `model_name_or_path`",
     ),
     "an unknown key of the script": (
-        lambda _: ScriptArguments(reward_func=["a"]), "`reward_func`", "Unknown", "Did you mean `reward_funcs`"
+        lambda _: ScriptArguments(reward_func=["a"]),
+        "`reward_func`",
+        "Unknown",
+        "Did you mean `reward_funcs`",
     ),
     "an unknown flag": (
-        lambda _: parse_arguments(["--learning_rat", "1"]), "`learning_rat`", "Unknown", "Did you mean `learning_rate`"
+        lambda _: parse_arguments(["--learning_rat", "1"]),
+        "`learning_rat`",
+        "Unknown",
+        "Did you mean `learning_rate`",
     ),
     "a key like no other": (
-        lambda _: parse_arguments(["--xyzzy.a", "1"]), "`xyzzy`", "Unknown", r"docs/configuration\.md lists"
+        lambda _: parse_arguments(["--xyzzy.a", "1"]),
+        "`xyzzy`",
+        "Unknown",
+        r"docs/configuration\.md lists",
     ),
     "a key of TRL that isn't taken": (
-        lambda _: config(vllm_server_host="h"), "`vllm_server_host`", "isn't supported: there is no server", "remove it"
+        lambda _: config(vllm_server_host="h"),
+        "`vllm_server_host`",
+        "isn't supported: there is no server",
+        "remove it",
     ),
     "a group size that doesn't divide the batch": (
         lambda _: config(per_device_train_batch_size=10, num_generations=4),
-        r"10 \* 1 = 10 completions per rank", "num_generations = 4 stays on one rank", r"multiple of 4 \(8 or 12 would do",
+        r"10 \* 1 = 10 completions per rank",
+        "num_generations = 4 stays on one rank",
+        r"multiple of 4 \(8 or 12 would do",
     ),
     "a group larger than the batch": (
-        lambda _: config(per_device_train_batch_size=3, num_generations=4), "= 3 completions", "multiple of 4", r"\(4 would do"
+        lambda _: config(per_device_train_batch_size=3, num_generations=4),
+        "= 3 completions",
+        "multiple of 4",
+        r"\(4 would do",
     ),
     "prompts that don't divide among the ranks": (
-        on_ranks(4, prompts_per_step=6), "prompts_per_step is 6", "multiple of the 4 ranks", "4 or 8 would do"
+        on_ranks(4, prompts_per_step=6),
+        "prompts_per_step is 6",
+        "multiple of the 4 ranks",
+        "4 or 8 would do",
     ),
     "num_generations 1": (
-        lambda _: config(num_generations=1), "num_generations is 1", "at least 2 completions", "Set num_generations to 2"
+        lambda _: config(num_generations=1),
+        "num_generations is 1",
+        "at least 2 completions",
+        "Set num_generations to 2",
     ),
     "no reward function": (
-        lambda _: resolve_rewards([], None), "no reward function", "needs at least one", "set reward_funcs to"
+        lambda _: resolve_rewards([], None),
+        "no reward function",
+        "needs at least one",
+        "set reward_funcs to",
     ),
     "a reward module that can't be imported": (
         lambda _: resolve_rewards(["no_such_module:f"], None),
-        "'no_such_module:f'", "can't be imported .*No module named", "looked for in the current directory",
+        "'no_such_module:f'",
+        "can't be imported .*No module named",
+        "looked for in the current directory",
     ),
     "a reward function that isn't in its module": (
         lambda _: resolve_rewards(["colograd.rewards:last_nmber"], None),
-        "'colograd.rewards:last_nmber'", "has no attribute 'last_nmber'", "Did you mean 'last_number'",
+        "'colograd.rewards:last_nmber'",
+        "has no attribute 'last_nmber'",
+        "Did you mean 'last_number'",
     ),
     "a built-in reward misspelt": (
-        lambda _: resolve_rewards(["acuracy_reward"], None), "'acuracy_reward'", "isn't one of", "nearest is 'accuracy_reward'"
+        lambda _: resolve_rewards(["acuracy_reward"], None),
+        "'acuracy_reward'",
+        "isn't one of",
+        "nearest is 'accuracy_reward'",
     ),
     "no dataset": (
-        lambda _: load_datasets(ScriptArguments()), "neither was given", "dataset_name|datasets", "give|set"
+        lambda _: load_datasets(ScriptArguments()),
+        "neither was given",
+        "dataset_name|datasets",
+        "give|set",
     ),
     "a dataset without prompts": (
         lambda _: tokenize([{"question": "a", "answer": "b"}]),
-        "it has 'question', 'answer'", "no column 'prompt'", r"Rename .*dataset_prompt_column",
+        "it has 'question', 'answer'",
+        "no column 'prompt'",
+        r"Rename .*dataset_prompt_column",
     ),
     "an empty dataset": (
-        lambda _: tokenize(Dataset.from_dict({"prompt": []})), "train has no rows", "nothing to sample from", "train"
+        lambda _: tokenize(Dataset.from_dict({"prompt": []})),
+        "train has no rows",
+        "nothing to sample from",
+        "train",
     ),
     "an overlong prompt where that is an error": (
         lambda _: tokenize([ROW, {"prompt": "a b c d e f", "answer": ""}], limit=5, overlong="error"),
-        "row 1: the prompt has 6 tokens", "over the limit of 5", "overlong_prompts to drop",
+        "row 1: the prompt has 6 tokens",
+        "over the limit of 5",
+        "overlong_prompts to drop",
     ),
     "nothing but overlong prompts": (
-        lambda _: tokenize([ROW], limit=3), "all 1 prompts", "over the limit of 3 tokens", "Raise max_prompt_tokens"
+        lambda _: tokenize([ROW], limit=3),
+        "all 1 prompts",
+        "over the limit of 3 tokens",
+        "Raise max_prompt_tokens",
     ),
     "a setting for overlong prompts that doesn't exist": (
-        lambda _: config(overlong_prompts="cut"), "overlong_prompts 'cut'", "isn't supported", "choose one of drop, error"
+        lambda _: config(overlong_prompts="cut"),
+        "overlong_prompts 'cut'",
+        "isn't supported",
+        "choose one of drop, error",
     ),
     "a missing model folder": (
         lambda _: load_policy("no/such/model/folder", None, config()),
-        "'no/such/model/folder'", "neither a folder with a model nor a Hub model", "Give model_name_or_path a folder",
+        "'no/such/model/folder'",
+        "neither a folder with a model nor a Hub model",
+        "Give model_name_or_path a folder",
     ),
     "a vLLM that is too old": (vllm("0.24.9"), r"vLLM 0\.24\.9", r"0\.25 to 0\.33", "pip install"),
     "a vLLM that is too new": (vllm("0.34.0rc1"), r"vLLM 0\.34\.0rc1", r"0\.25 to 0\.33", "pip install"),
     "no vLLM": (vllm(None), "vLLM can't be imported", r"vllm>=0\.25,<=0\.33", "make setup"),
     "a tensor-parallel size that doesn't divide the ranks": (
-        on_ranks(4, vllm_tensor_parallel_size=3), "vllm_tensor_parallel_size is 3", r"divide .* ranks \(4\)", "one of 1, 2, 4"
+        on_ranks(4, vllm_tensor_parallel_size=3),
+        "vllm_tensor_parallel_size is 3",
+        r"divide .* ranks \(4\)",
+        "one of 1, 2, 4",
     ),
     "a tensor-parallel size of no rank": (
-        lambda _: config(vllm_tensor_parallel_size=0), "is 0", r"ranks \(1\)", "choose one of 1"
+        lambda _: config(vllm_tensor_parallel_size=0),
+        "is 0",
+        r"ranks \(1\)",
+        "choose one of 1",
     ),
     "a loss that doesn't exist": (
-        lambda _: config(loss_type="gspo"), "loss_type 'gspo'", "isn't supported", "choose one of dapo, grpo"
+        lambda _: config(loss_type="gspo"),
+        "loss_type 'gspo'",
+        "isn't supported",
+        "choose one of dapo, grpo",
     ),
-    "greedy training": (
-        lambda _: config(temperature=0), "temperature is 0", "must differ", "set it above 0"
-    ),
+    "greedy training": (lambda _: config(temperature=0), "temperature is 0", "must differ", "set it above 0"),
     "a biased sampler correction": (
-        lambda _: config(top_p=0.9), r"top_p is 0\.9", "ratio between them is biased", "vllm_importance_sampling_correction"
+        lambda _: config(top_p=0.9),
+        r"top_p is 0\.9",
+        "ratio between them is biased",
+        "vllm_importance_sampling_correction",
     ),
     "truncation without a bound": (
-        lambda _: config(
-            vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None
-        ),
-        "'token_truncate'", "needs a bound", "set vllm_importance_sampling_clip_max",
+        lambda _: config(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None),
+        "'token_truncate'",
+        "needs a bound",
+        "set vllm_importance_sampling_clip_max",
     ),
     "a dtype that doesn't exist": (
-        lambda _: ModelConfig(dtype="int8"), "dtype 'int8'", "isn't supported", "choose one of auto, bfloat16, float32"
+        lambda _: ModelConfig(dtype="int8"),
+        "dtype 'int8'",
+        "isn't supported",
+        "choose one of auto, bfloat16, float32",
     ),
     "a reward function that raises": (
-        lambda _: score(KeyError("answer")), "'my_reward', prompt 17", "raised KeyError: 'answer'", "traceback"
+        lambda _: score(KeyError("answer")),
+        "'my_reward', prompt 17",
+        "raised KeyError: 'answer'",
+        "traceback",
     ),
     "a reward function that returns too few": (
-        lambda _: score([1.0, 2.0]), "'my_reward', prompt 17: it returned 2 rewards", "for 3 completions", "exactly one per"
+        lambda _: score([1.0, 2.0]),
+        "'my_reward', prompt 17: it returned 2 rewards",
+        "for 3 completions",
+        "exactly one per",
     ),
     "a reward function that returns no list": (
-        lambda _: score(1.0), r"'my_reward', prompt 17: it returned 1\.0", "list of 3 numbers", "one per completion"
+        lambda _: score(1.0),
+        r"'my_reward', prompt 17: it returned 1\.0",
+        "list of 3 numbers",
+        "one per completion",
     ),
     "a reward function that returns a text": (
         lambda _: score([1.0, "good", 0.0]),
-        "'my_reward', prompt 17, completion 1: its reward is 'good'", "finite float32 number", "or None",
+        "'my_reward', prompt 17, completion 1: its reward is 'good'",
+        "finite float32 number",
+        "or None",
     ),
     "a reward function that returns NaN": (
-        lambda _: score([1.0, 0.0, float("nan")]), "'my_reward', prompt 17, completion 2", "nan", "To abstain, return None"
+        lambda _: score([1.0, 0.0, float("nan")]),
+        "'my_reward', prompt 17, completion 2",
+        "nan",
+        "To abstain, return None",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -258,9 +342,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
             tiny.make_model(tmp_path / "model")
         argv = [word for name, text in given.items() if text for word in (f"--{name}", text)]
         assert train.main([*argv, *flags]) == 2
-        out, err = capsys.readouterr()
+        said = capsys.readouterr().err
         assert not (tmp_path / "out").exists()
-        return str(err)
+        return str(said)
 
     return run
 

@@ -180,5 +180,5 @@ def test_the_global_random_state_survives_building_an_engine(engine) -> None:
 
 def test_what_the_trainer_sets_itself_can_not_be_overridden(tiny_model: Path, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, vllm_engine_kwargs={"logprobs_mode": "raw_logprobs"})
-    with pytest.raises(ValueError, match="logprobs_mode.*remove it"):
+    with pytest.raises(ValueError, match=r"logprobs_mode.*remove it"):
         engine_kwargs(str(tiny_model), config, torch.float32, 64, 8)

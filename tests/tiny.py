@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+
+from colograd import process
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -96,3 +99,9 @@ def config(output_dir: str | Path, **changes: Any) -> Any:
         "seed": 7,
     }
     return GRPOConfig(**(settings | changes))
+
+
+def clean_environment() -> dict[str, str]:
+    """For a subprocess: without the rank variables that an engine in this process may have set."""
+    drop = (*process.RANK_VARIABLES, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in drop}

@@ -210,7 +210,8 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         check_launcher()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()  # else ranks on a CPU don't find each other
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # ranks on a CPU wouldn't find each other
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
@@ -221,8 +222,8 @@ class GRPOConfig(TrainingArguments):
         if self.max_tokens_per_microbatch is None:
             self.max_tokens_per_microbatch = 16384 if self.device.type == "cuda" else 4096
         self.logging_nan_inf_filter = False  # a NaN loss must be seen
-        if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
-            self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
+        self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
         check_values(self)
         fold_batch(self)
 
@@ -242,7 +243,7 @@ class GRPOConfig(TrainingArguments):
     @property
     def groups_per_rank(self) -> int:
         """Groups of one optimizer step on one rank."""
-        return self.per_device_train_batch_size // self.num_generations  # type: ignore[operator]
+        return self.per_device_train_batch_size // self.num_generations
 
     @property
     def round_length(self) -> int:

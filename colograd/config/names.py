@@ -84,5 +84,5 @@ def names_checked(cls: type[T]) -> type[T]:
                 raise ValueError(unknown_name(name, known))
         plain_init(self, *args, **kwargs)
 
-    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+    cls.__init__ = __init__  # type: ignore[method-assign]
     return cls

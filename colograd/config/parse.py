@@ -32,7 +32,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
         ValueError: an unknown key, a value of the wrong type, an unreadable file.
     """
     argv, nested = _take_dotted(list(argv))
-    parser = HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")  # type: ignore[arg-type]
+    parser = HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")
     known = {f.name: f for group in GROUPS for f in dataclasses.fields(group) if f.init}
     recipe, argv = _take_config(argv)
     settings = _read_recipe(recipe) if recipe else {}

@@ -1,0 +1,102 @@
+"""The ways to start a run, each as a user types it, on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+from colograd import process
+
+pytestmark = pytest.mark.engine
+
+TESTS = Path(__file__).parent
+TRAIN = TESTS.parent / "colograd" / "train.py"
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, the data and the reward by name; modules of the working directory can be imported."""
+    path = tmp_path_factory.mktemp("recipes") / "tiny.yaml"
+    settings = {
+        "model_name_or_path": str(tiny_model),
+        "dtype": "float32",
+        "dataset_name": "tiny:prompts",
+        "reward_funcs": ["tiny:vowels"],
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_completion_length": 12,
+        "learning_rate": "1e-3",  # as people write it
+        "max_steps": 2,
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=300, cwd=TESTS, env=tiny.clean_environment()
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    return done
+
+
+def rewards(folder: Path) -> list[float]:
+    state = json.loads((folder / "trainer_state.json").read_text())
+    return [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+
+
+@pytest.fixture(scope="module")
+def launched(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """`accelerate launch colograd/train.py --config ...`"""
+    folder = tmp_path_factory.mktemp("launched")
+    done = run(
+        "-m", "accelerate.commands.launch", "--num_processes", "1", str(TRAIN),
+        "--config", str(recipe), "--output_dir", str(folder), "--log_completions", "true",
+    )  # fmt: skip
+    return folder, done.stdout
+
+
+def test_accelerate_launch_of_the_file_leaves_model_state_card_and_plot(launched) -> None:
+    folder, _ = launched
+    expected = {"model.safetensors", "config.json", "tokenizer.json", "trainer_state.json", "README.md", "recipe.yaml"}
+    assert expected | {"reward.png"} <= {path.name for path in folder.iterdir()}
+    card = (folder / "README.md").read_text()
+    assert "recipe.yaml" in card and "tiny:prompts" in card and "vowels" in card and "reward.png" in card
+
+
+def test_a_run_says_what_it_is_and_where_each_second_went(launched) -> None:
+    _, output = launched
+    lines = output.splitlines()
+    assert any(line.startswith("engine: vLLM ") and "KV cache" in line for line in lines)
+    assert any(line.startswith("weights: copied, 20 parameters") for line in lines)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 2 and all("generate " in line and "optimizer " in line for line in steps)
+    assert "Advantage" in output, "the table of completions"
+
+
+def test_other_packages_chatter_stays_off_the_terminal(launched) -> None:
+    _, output = launched
+    assert "INFO" not in output and "it/s" not in output
+
+
+def test_torchrun_trains_the_same_on_two_ranks(recipe, launched, tmp_path) -> None:
+    run(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()),
+        "-m", "colograd.train", "--config", str(recipe), "--output_dir", str(tmp_path),
+    )  # fmt: skip
+    assert rewards(tmp_path) == pytest.approx(rewards(launched[0]), abs=1e-5)
+
+
+def test_the_console_command_needs_no_launcher_and_the_command_line_wins(recipe, launched, tmp_path) -> None:
+    run("-m", "colograd.cli", "train", "--config", str(recipe), f"--output_dir={tmp_path}", "--max_steps", "1")
+    assert rewards(tmp_path) == pytest.approx(rewards(launched[0])[:1], abs=1e-6)

@@ -1,0 +1,90 @@
+"""Metrics and phase times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from colograd import metrics as module
+from colograd.metrics import Metrics, PhaseTimes
+
+
+def test_a_mean_is_all_sums_by_all_counts() -> None:
+    metrics = Metrics()
+    metrics.add("loss", 6.0, 2)
+    metrics.add("loss", torch.tensor(2.0), torch.tensor(6.0))
+    metrics.add("plain", 3.0)
+    assert metrics.reduce() == {"loss": 1.0, "plain": 3.0}
+
+
+def test_minima_and_maxima_are_of_everything_seen() -> None:
+    metrics = Metrics()
+    for value in (2.0, torch.tensor(-1.0), 5):
+        metrics.minimum("low", value)
+        metrics.maximum("high", value)
+    assert metrics.reduce() == {"low": -1.0, "high": 5.0}
+
+
+def test_a_loss_s_output_is_taken_at_once() -> None:
+    metrics = Metrics()
+    for total in (1.0, 3.0):
+        metrics.update({"mean": (total, 2)}, {"min": total}, {"max": total})
+    assert metrics.reduce() == {"mean": 1.0, "min": 1.0, "max": 3.0}
+
+
+def test_a_mean_of_nothing_is_left_out() -> None:
+    metrics = Metrics()
+    metrics.add("nothing", torch.tensor(0.0), torch.tensor(0.0))
+    assert metrics.reduce() == {} == Metrics().reduce()
+
+
+def test_tensors_keep_their_exact_value() -> None:
+    metrics = Metrics()
+    metrics.add("x", torch.tensor(0.1), 1)
+    assert metrics.reduce() == {"x": torch.tensor(0.1).item()}
+
+
+def test_ranks_are_weighed_by_their_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has 1 thing, rank 1 has 3: the mean is over 4 things, not over 2 means. Names may differ."""
+    other = ({"mean": (9.0, 3.0), "theirs": (4.0, 2.0)}, {"low": -2.0}, {"high": 0.5, "top": 1.0})
+    monkeypatch.setattr(module, "gather", lambda local: [local, other])
+    metrics = Metrics()
+    metrics.add("mean", 1.0, 1)
+    metrics.add("ours", 5.0, 1)
+    metrics.minimum("low", 3.0)
+    metrics.maximum("high", 3.0)
+    assert metrics.reduce() == {
+        "mean": 10 / 4, "ours": 5.0, "theirs": 2.0, "low": -2.0, "high": 3.0, "top": 1.0,
+    }  # fmt: skip
+
+
+# -- Phase times
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> PhaseTimes:
+    """A clock that goes on by one second each time it is read."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr(PhaseTimes, "_now", lambda self: float(next(ticks)))
+    return PhaseTimes()
+
+
+def test_phases_add_up_and_start_anew(times: PhaseTimes) -> None:
+    for name in ("train", "sync", "train"):
+        with times.phase(name):
+            pass
+    assert times.take() == {"time/train": 2.0, "time/sync": 1.0}
+    assert times.take() == {}
+
+
+def test_a_phase_that_raises_is_counted(times: PhaseTimes) -> None:
+    with pytest.raises(KeyError):
+        with times.phase("train"):
+            raise KeyError
+    assert times.take() == {"time/train": 1.0}
+
+
+def test_seconds_can_be_charged_to_another_phase(times: PhaseTimes) -> None:
+    with times.phase("generate"):
+        times.move("generate", "reward", 0.25)
+    assert times.take() == {"time/generate": 0.75, "time/reward": 0.25}

@@ -1,0 +1,155 @@
+"""The process: rank variables, threads and quiet logs, as launchers leave them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from colograd import process
+from colograd.process import RANK_VARIABLES, prepare_ranks, prepare_threads
+
+TORCHRUN = {
+    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An empty environment that the test fills, on a machine of 8 cores; `process` alone sees it."""
+    variables: dict[str, str] = {}
+    machine = SimpleNamespace(environ=variables, getpid=os.getpid, sched_getaffinity=lambda pid: set(range(8)))
+    monkeypatch.setattr(process, "os", machine)
+    return variables
+
+
+# -- Ranks
+
+
+def test_without_a_launcher_this_is_rank_0_of_1_on_a_free_port(environment: dict[str, str]) -> None:
+    prepare_ranks()
+    assert {name: environment[name] for name in RANK_VARIABLES[:5]} == {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", int(environment["MASTER_PORT"])))  # nobody listens there
+
+
+def test_preparing_twice_in_a_kernel_changes_nothing(environment: dict[str, str]) -> None:
+    prepare_ranks()
+    first = dict(environment)
+    prepare_ranks()
+    assert environment == first
+
+
+def test_torchrun_s_variables_are_left_alone(environment: dict[str, str]) -> None:
+    environment.update(TORCHRUN)
+    prepare_ranks()
+    assert environment == TORCHRUN
+
+
+def test_what_a_smaller_launcher_leaves_out_is_added(environment: dict[str, str]) -> None:
+    environment.update(RANK="1", WORLD_SIZE="2")
+    prepare_ranks()
+    assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == ("1", "2")
+    assert environment["MASTER_PORT"] == "29500"  # all ranks must say the same
+
+
+def test_accelerate_with_one_process_is_rank_0_of_1(environment: dict[str, str]) -> None:
+    environment.update(ACCELERATE)
+    prepare_ranks()
+    prepare_ranks()  # by the command, then by the trainer
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
+
+
+def test_accelerate_s_silent_single_process_is_an_error(environment: dict[str, str]) -> None:
+    """`accelerate launch --cpu --num_processes 2` sets an address and starts one process without ranks."""
+    environment.update(ACCELERATE, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    with pytest.raises(RuntimeError, match=r"no RANK: several ranks .* one was started .*torchrun --nproc-per-node"):
+        prepare_ranks()
+    assert "RANK" not in environment
+
+
+def test_accelerate_s_real_ranks_are_left_alone(environment: dict[str, str]) -> None:
+    environment.update(TORCHRUN, **ACCELERATE)
+    prepare_ranks()
+    assert environment == {**TORCHRUN, **ACCELERATE}
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", process.free_port()))
+
+
+# -- Threads
+
+
+@pytest.fixture
+def torch_threads(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> list[int]:
+    """A torch that says how many threads it was told to use; it starts with 2."""
+    told = [2]
+    torch = SimpleNamespace(get_num_threads=lambda: told[-1], set_num_threads=told.append)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [
+        ({}, 8),
+        ({"OMP_NUM_THREADS": "1"}, 1),  # the user's own word
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({**ACCELERATE}, 8),  # the launcher's 1 is nobody's wish
+        ({**TORCHRUN}, 4),  # 8 cores for 2 ranks on this machine
+        ({**TORCHRUN, "OMP_NUM_THREADS": "2"}, 2),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, 1),
+        ({"WORLD_SIZE": "4"}, 2),
+    ],
+)
+def test_a_rank_uses_its_share_of_the_cores(
+    environment: dict[str, str], torch_threads: list[int], given: dict[str, str], threads: int
+) -> None:
+    environment.update(given)
+    prepare_threads()
+    assert environment["OMP_NUM_THREADS"] == str(threads) and torch_threads[-1] == threads
+
+
+def test_torch_is_told_only_what_is_new(environment: dict[str, str], torch_threads: list[int]) -> None:
+    environment["OMP_NUM_THREADS"] = "2"
+    prepare_threads()
+    assert torch_threads == [2]
+
+
+def test_threads_wait_without_spinning_unless_the_user_wants_it(
+    environment: dict[str, str], torch_threads: list[int]
+) -> None:
+    prepare_threads()
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    environment["OMP_WAIT_POLICY"] = "ACTIVE"
+    prepare_threads()
+    assert environment["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_threads_are_prepared_before_torch_is_imported_too(
+    environment: dict[str, str], torch_threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    prepare_threads()
+    assert environment["OMP_NUM_THREADS"] == "8"
+
+
+# -- Logs
+
+
+def test_logs_are_quiet_unless_asked(environment: dict[str, str]) -> None:
+    process.quiet_logs(verbose=True)
+    assert environment == {}
+
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"
+    process.quiet_logs(verbose=False)
+    assert environment["VLLM_LOGGING_LEVEL"] == "INFO" and environment["TOKENIZERS_PARALLELISM"] == "false"
