@@ -19,7 +19,7 @@ from datasets import Dataset
 
 from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
-from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
+from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
 from colograd.data import load_datasets, tokenize_prompts
 from colograd.engine import check_vllm
 from colograd.policy import load_policy
@@ -33,9 +33,22 @@ def config(**changes: Any) -> GRPOConfig:
 
 
 def on_ranks(ranks: int, **changes: Any) -> Callable[[pytest.MonkeyPatch], object]:
+    """A configuration where a launcher has started ``ranks`` ranks that have found each other."""
+
     def make(monkeypatch: pytest.MonkeyPatch) -> object:
+        monkeypatch.setattr(check, "os", SimpleNamespace(environ={"WORLD_SIZE": str(ranks)}))
         monkeypatch.setattr(GRPOConfig, "world_size", ranks)
         return config(**changes)
+
+    return make
+
+
+def launched_with(**variables: str) -> Callable[[pytest.MonkeyPatch], object]:
+    """A configuration of one rank where a launcher has set ``variables``."""
+
+    def make(monkeypatch: pytest.MonkeyPatch) -> object:
+        monkeypatch.setattr(check, "os", SimpleNamespace(environ=variables))
+        return config()
 
     return make
 
@@ -223,6 +236,18 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "is 0",
         r"ranks \(1\)",
         "choose one of 1",
+    ),
+    "ranks that don't find each other": (
+        launched_with(WORLD_SIZE="2"),
+        "started 2 ranks",
+        "only 1 would train together",
+        "start with `torchrun`",
+    ),
+    "a launcher that shards the model": (
+        launched_with(ACCELERATE_USE_FSDP="true"),
+        "ACCELERATE_USE_FSDP is set",
+        "FSDP isn't available",
+        r"launch with .*ddp\.yaml",
     ),
     "a loss that doesn't exist": (
         lambda _: config(loss_type="gspo"),

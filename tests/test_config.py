@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
+from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
 from colograd.config.names import REFUSED
 
 
@@ -18,6 +19,8 @@ def config(**changes: Any) -> GRPOConfig:
 
 
 def on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """As if a launcher had started ``ranks`` ranks and they had found each other."""
+    monkeypatch.setattr(check, "os", SimpleNamespace(environ={"WORLD_SIZE": str(ranks)}))
     monkeypatch.setattr(GRPOConfig, "world_size", ranks)
 
 
