@@ -69,8 +69,8 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     kwargs["dtype"] = config.torch_dtype()
     kwargs["attn_implementation"] = attention.NAME
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
-    if not config.verbose:
-        hf_logging.disable_progress_bar()
+    if not config.verbose and os.path.isdir(path):
+        hf_logging.disable_progress_bar()  # a download keeps its bar
     try:
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
@@ -83,7 +83,8 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
             "quickstart's."
         ) from None
     finally:
-        hf_logging.enable_progress_bar()
+        if not config.verbose:
+            hf_logging.disable_progress_bar()  # nor one for each file that is saved
 
 
 def _has_config(path: str) -> bool:
