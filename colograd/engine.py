@@ -85,17 +85,25 @@ class Engine:
         dtype: the policy's dtype; the engine's unless ``vllm_engine_kwargs`` says otherwise.
         context: tokens that one sequence may need, prompt and completion together; None: the model's own.
         sequences: completions in the queue at once on this rank, for sizing the KV cache on a CPU.
+        end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
 
     Raises:
         RuntimeError: vLLM is missing or outside `SUPPORTED_VLLM`.
     """
 
     def __init__(
-        self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
+        self,
+        model_path: str,
+        config: GRPOConfig,
+        dtype: torch.dtype,
+        context: int | None,
+        sequences: int,
+        end_tokens: Sequence[int] = (),
     ) -> None:
         started = time.perf_counter()
         check_vllm()
         self.on_cpu = config.on_cpu
+        self.end_tokens = tuple(end_tokens)
         self.version: int | None = None  # unknown until the first publish
         self._set_num_threads = torch.set_num_threads
         kwargs = engine_kwargs(model_path, config, dtype, context, sequences)
@@ -211,7 +219,7 @@ class Engine:
             logprobs=0,  # of the sampled token only
             detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **sampling.options,
+            **{**sampling.options, "stop_token_ids": [*sampling.options.get("stop_token_ids", ()), *self.end_tokens]},
         )
         self._requests += 1
         request_id = f"{purpose_id(prompt)}-{self._requests}"
@@ -310,8 +318,6 @@ def engine_kwargs(
         "trust_remote_code": config.trust_remote_code,
         "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
         "use_tqdm_on_load": False,
-        "skip_tokenizer_init": "stop" not in (config.generation_kwargs or {})
-        and config.vllm_structured_outputs_regex is None,
     }
     if (config.model_init_kwargs or {}).get("revision"):  # type: ignore[union-attr]
         kwargs["revision"] = config.model_init_kwargs["revision"]  # type: ignore[index]

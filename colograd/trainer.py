@@ -157,7 +157,15 @@ class GRPOTrainer(Trainer):
         completion = max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
         context = args.vllm_max_model_length or max(part.longest for part in prompts) + completion
         sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
-        self.engine = Engine(self.policy.path, args, self.policy.model.dtype, context, sequences)
+        end = self.policy.tokenizer.eos_token_id
+        self.engine = Engine(
+            self.policy.path,
+            args,
+            self.policy.model.dtype,
+            context,
+            sequences,
+            end_tokens=() if end is None else (end,),
+        )
         self.weights = publisher(args.weights, self.model, self.engine)
         with together("the proof of the weights"):
             if self.policy.untouched and self.engine.vllm_config.model_config.dtype == self.policy.model.dtype:
