@@ -60,7 +60,7 @@ def build(argv: Sequence[str]) -> GRPOTrainer:
     trainer = make_trainer(script, config, model)
     trainer.facts |= {
         "recipe": recipe,
-        "command": shlex.join([Path(sys.argv[0]).name if sys.argv else "colograd", *argv]),
+        "command": shlex.join(["colograd", "train", *argv]),
         "dataset": script.dataset_name,
     }
     return trainer
