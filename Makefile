@@ -68,8 +68,7 @@ model: $(STAMP) ## Make the quickstart's model folder (models/SmolLM2-135M-Instr
 	@$(PY) -m colograd.quickstart --output $(MODEL)
 
 train: $(STAMP) model ## Train by a recipe: CONFIG=recipes/X.yaml ARGS="--any.flag value"
-	$(PY) -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	  colograd/train.py --config "$(CONFIG)" $(ARGS)
+	$(PY) colograd/train.py --config "$(CONFIG)" $(ARGS)
 
 test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
 	$(PY) -m pytest $(ARGS)

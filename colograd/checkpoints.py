@@ -13,10 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
+from transformers.trainer_utils import sort_checkpoints
 
 ASIDE = ".incomplete"
 DISCARDED = ".discarded"
+REPLACED = ".replaced"
 
 
 def aside_folder(run_dir: str | Path) -> Path:
@@ -29,10 +30,13 @@ def commit(aside: Path, final: Path) -> None:
     for path in aside.rglob("*"):
         if path.is_file():
             _flush(path)
+    old = final.with_name(f"{REPLACED}-{final.name}")
     if final.exists():  # the same step saved twice (a save on request after a scheduled one)
-        discard(final)
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(final, old)  # should the process die before the next line, `sweep` brings it back
     os.rename(aside, final)
     _flush(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
@@ -44,7 +48,13 @@ def discard(folder: Path) -> None:
 
 
 def sweep(run_dir: str | Path) -> None:
-    """Remove what an interrupted save or deletion left behind."""
+    """Remove what an interrupted save or deletion left behind; bring back what was about to be replaced."""
+    for replaced in Path(run_dir).glob(f"{REPLACED}-*"):
+        final = replaced.with_name(replaced.name.removeprefix(f"{REPLACED}-"))
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, final)
     for leftover in Path(run_dir).glob(".*"):
         if leftover.name == ASIDE or leftover.name.startswith(DISCARDED):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -61,6 +71,13 @@ def rotate(run_dir: str | Path, limit: int | None, best: str | None) -> None:
             discard(folder)
 
 
+def _last_complete(run_dir: str) -> str | None:
+    """The newest checkpoint that has its last file; transformers itself may leave half-deleted ones."""
+    ordered = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
+    complete = [folder for folder in ordered if os.path.isfile(os.path.join(folder, "trainer_state.json"))]
+    return complete[-1] if complete else None
+
+
 def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
     """The checkpoint that ``resume_from_checkpoint`` means.
 
@@ -74,7 +91,7 @@ def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
         return None
     text = str(wanted)
     if text.lower() in ("true", "auto"):
-        last = get_last_checkpoint(run_dir) if os.path.isdir(run_dir) else None
+        last = _last_complete(run_dir)
         if last is None and text.lower() == "true":
             raise ValueError(
                 f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint: use `auto` to start "
@@ -98,6 +115,7 @@ class StopSignal:
 
     def install(self) -> None:
         """Start listening. Only the main thread may; elsewhere (a notebook's worker) nothing is changed."""
+        self.received = False
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._notice)
 

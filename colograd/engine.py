@@ -8,8 +8,10 @@ the engine itself and hands out each group when its last completion ends.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gc
 import hashlib
+import inspect
 import os
 import random
 import time
@@ -219,23 +221,33 @@ class Engine:
             logprobs=0,  # of the sampled token only
             detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **{**sampling.options, "stop_token_ids": [*sampling.options.get("stop_token_ids", ()), *self.end_tokens]},
+            **(sampling.options | {"stop_token_ids": self._stop_token_ids(sampling)}),
         )
         self._requests += 1
         request_id = f"{purpose_id(prompt)}-{self._requests}"
         self.core.add_request(request_id, {"prompt_token_ids": list(prompt.prompt_ids)}, params)
         return request_id
 
+    def _stop_token_ids(self, sampling: Sampling) -> list[int]:
+        """The user's, and the trainer's tokenizer's end token unless the end is to be ignored."""
+        given = sampling.options.get("stop_token_ids") or ()
+        return [*given, *(() if sampling.options.get("ignore_eos") else self.end_tokens)]
+
     def close(self) -> None:
         """Free the engine; another may be built in the same process afterwards."""
         from vllm.distributed import parallel_state
 
-        with contextlib.suppress(Exception):  # names differ between versions; the references below free the memory
-            self.core.engine_core.shutdown()
+        # vLLM ends the process group on its way out, which is the trainer's too: it has to leave that alone.
+        theirs = parallel_state.destroy_distributed_environment
+        parallel_state.destroy_distributed_environment = lambda: None
+        try:
+            with contextlib.suppress(Exception):  # names differ between versions; what follows frees the memory
+                self.core.engine_core.shutdown()
+        finally:
+            parallel_state.destroy_distributed_environment = theirs
         self.llm = None
         with contextlib.suppress(Exception):
             parallel_state.destroy_model_parallel()
-            # Not destroy_distributed_environment(): it would end the trainer's process group too.
             if parallel_state._WORLD is not None:
                 parallel_state._WORLD.destroy()
                 parallel_state._WORLD = None
@@ -296,6 +308,42 @@ def check_vllm() -> None:
         )
 
 
+# Sampling parameters that the trainer sets for each request.
+RESERVED = ("n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "detokenize", "output_kind")
+
+
+def check_sampling(config: GRPOConfig) -> None:
+    """Check ``generation_kwargs`` against vLLM's sampling parameters.
+
+    Raises:
+        ValueError: a name that vLLM doesn't know, or that the trainer sets itself.
+    """
+    from vllm import SamplingParams
+
+    known = inspect.signature(SamplingParams).parameters
+    for name in config.generation_kwargs or {}:
+        if name in RESERVED:
+            raise ValueError(
+                f"generation_kwargs sets {name!r}, which the trainer sets itself: use num_generations, seed, "
+                "max_completion_length or temperature."
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, list(known), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else " Remove it."
+            raise ValueError(f"generation_kwargs sets {name!r}, which vLLM's SamplingParams doesn't have.{hint}")
+    try:
+        sampling = Sampling.for_training(config)
+        SamplingParams(
+            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, **sampling.options
+        )
+        evaluated = Sampling.for_evaluation(config)
+        SamplingParams(
+            n=evaluated.n, max_tokens=evaluated.max_tokens, temperature=evaluated.temperature, **evaluated.options
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
+
+
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
 ) -> dict[str, Any]:
@@ -337,7 +385,10 @@ def _cpu_kv_bytes(model_path: str, config: GRPOConfig, dtype: torch.dtype, conte
 
     from .process import local_world_size
 
-    model = AutoConfig.from_pretrained(model_path, trust_remote_code=config.trust_remote_code).get_text_config()
+    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+    model = AutoConfig.from_pretrained(
+        model_path, revision=revision, trust_remote_code=config.trust_remote_code
+    ).get_text_config()
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     per_token = 2 * model.num_hidden_layers * heads * head_dim * dtype.itemsize

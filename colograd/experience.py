@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from .advantages import group_std
-from .batch import FinishReason, Group, Prompt, ScoredGroup, StepBatch
+from .batch import FinishReason, Group, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .metrics import PhaseTimes
 from .packing import has_signal, loss_tokens, pack
 from .ranks import gather, together
@@ -152,19 +152,25 @@ def collect(
                 (ScoredGroup(g.group, g.rewards, stages.compute_advantages(g.group, g.rewards)), totals)
                 for g, totals in pairs
             ]
-    batches, groups = [], []
-    by_position = {group.group.position: (group, totals) for group, totals in scored}
-    for index, step in enumerate(steps):
-        of_step = [by_position[prompt.position] for prompt in step]
+        by_position = {group.group.position: (group, totals) for group, totals in scored}
+        of_steps = [[by_position[prompt.position] for prompt in step] for step in steps]
         with times.phase("pack"):
-            batches.append(_step_batch(of_step, rules, reward_names, first=index == 0))
-        groups += [group for group, _ in of_step]
-    return batches, groups
+            packed = [_pack_step(of_step, rules) for of_step in of_steps]
+    batches = []
+    for index, (micro_batches, local) in enumerate(packed):
+        whole = RolloutStatistics.join(gather(local))
+        metrics = whole.metrics(reward_names)
+        metrics["train/packed_tokens"] = float(whole.packed_tokens)
+        metrics["train/micro_batches"] = float(whole.micro_batches)
+        metrics["train/sampled_tokens"] = float(sum(whole.lengths))
+        metrics["train/rollout_tokens"] = float(whole.prompt_tokens + sum(whole.lengths))
+        batches.append(StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0))
+    return batches, [group for of_step in of_steps for group, _ in of_step]
 
 
-def _step_batch(
-    groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules, reward_names: Sequence[str], first: bool
-) -> StepBatch:
+def _pack_step(
+    groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules
+) -> tuple[tuple[MicroBatch, ...], RolloutStatistics]:
     """Pack one step's groups. Those without a reward difference carry no gradient: they count in the denominators and
     the metrics, and are not trained on."""
     trained = [group for group, _ in groups if has_signal(group) or not rules.skip_without_signal]
@@ -174,10 +180,4 @@ def _step_batch(
     )
     for group, totals in groups:
         local.add(group, totals, rules.mask_truncated)
-    whole = RolloutStatistics.join(gather(local))
-    metrics = whole.metrics(reward_names)
-    metrics["train/packed_tokens"] = float(whole.packed_tokens)
-    metrics["train/micro_batches"] = float(whole.micro_batches)
-    metrics["train/sampled_tokens"] = float(sum(whole.lengths))
-    metrics["train/rollout_tokens"] = float(whole.prompt_tokens + sum(whole.lengths))
-    return StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, first)
+    return micro_batches, local

@@ -45,6 +45,8 @@ def load_policy(
     else:
         if config.model_init_kwargs is not None:
             raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
+        if hasattr(model, "peft_config"):
+            raise ValueError("The model is a PeftModel, but adapters aren't available in this version: merge it first.")
         loaded, path = model, str(model.config._name_or_path or "")
         if not path:
             raise ValueError(
@@ -54,7 +56,8 @@ def load_policy(
     check_attention(loaded)
     loaded.set_attn_implementation(attention.NAME)
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.disable_dropout:

@@ -74,6 +74,22 @@ def _single_process_here() -> bool:
     return os.environ.get("COLOGRAD_SINGLE_PROCESS") == str(os.getpid())
 
 
+def follow_launcher() -> None:
+    """Ask Linux for a SIGTERM when the launcher dies.
+
+    `accelerate launch` of one process doesn't pass signals on: the run would go on as an orphan.
+    """
+    import ctypes
+    import signal
+
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
+        try:
+            ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGTERM)
+        except (OSError, AttributeError):
+            return
+
+
 def prepare_ranks() -> None:
     """Complete the rank variables that vLLM's external launcher wants.
 

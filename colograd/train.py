@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         process.prepare_ranks()
+        process.follow_launcher()
         trainer = build(argv)
     except (ValueError, RuntimeError, TypeError) as error:
         if "--verbose" in argv:
@@ -78,7 +79,7 @@ def make_trainer(script: ScriptArguments, config: GRPOConfig, model: ModelConfig
         reward_funcs=script.reward_funcs,
         args=config,
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset if config.do_eval or config.eval_strategy != "no" else None,
+        eval_dataset=eval_dataset if config.do_eval or config.eval_on_start else None,
     )
     if model.attn_implementation is not None:
         trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")

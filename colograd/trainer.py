@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import TrainOutput
 
-from . import checkpoints, evaluation, process
+from . import evaluation, process
 from .advantages import group_advantages
 from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .card import SETTINGS, RunFacts, reward_plot, write_card
@@ -30,7 +31,7 @@ from .completions import print_table
 from .config import GRPOConfig
 from .config.check import check_trainer
 from .data import PromptDataset, PromptLoader, StepOrder, tokenize_prompts
-from .engine import Engine, Sampling, check_vllm
+from .engine import Engine, Sampling, check_sampling, check_vllm
 from .experience import PackingRules, collect
 from .logprobs import policy_logprobs
 from .losses import LOSSES
@@ -38,13 +39,14 @@ from .metrics import Metrics, PhaseTimes
 from .optim import AdamWSplit, accumulate_in_float32
 from .policy import load_policy
 from .progress import Console
-from .ranks import gather, set_zero_gradient, sum_gradients, together, world_size
+from .ranks import set_zero_gradient, sum_gradients, together, world_size
+from .resumable import ResumableTrainer
 from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
 from .weights import publisher
 from .weights.plan import prove
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(ResumableTrainer):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
@@ -81,10 +83,12 @@ class GRPOTrainer(Trainer):
         with together("the start"):
             check_trainer(later, args)
             check_vllm()
+            check_sampling(args)
             self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
             self.policy = load_policy(model, processing_class, args)
             args.settle_precision(self.policy.model.dtype)
             self.train_prompts = self._tokenize(train_dataset, args, "train")
+            step_order(len(self.train_prompts), args)
             self.eval_prompts = self._tokenize_eval(eval_dataset, args)
         super().__init__(
             model=self.policy.model,
@@ -95,7 +99,7 @@ class GRPOTrainer(Trainer):
             processing_class=self.policy.tokenizer,
             callbacks=callbacks,
             optimizers=optimizers,
-            optimizer_cls_and_kwargs=_optimizer(args),
+            optimizer_cls_and_kwargs=_optimizer(args) if optimizers[0] is None else None,
         )
         self.model_accepts_loss_kwargs = True  # the step's denominator is applied here, not by transformers
         # Ranks hold full copies whose gradients are summed once per step (see ranks.py): no DDP around the model.
@@ -105,15 +109,13 @@ class GRPOTrainer(Trainer):
         self.loss = LOSSES[args.loss_type].from_config(args)
         self.times = PhaseTimes(synchronize=args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not args.disable_tqdm)
-        self.stop_signal = checkpoints.StopSignal()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         self.add_callback(self.console)
-        self.add_callback(_Conductor(self))
+        self.add_callback(_Timekeeper(self))
         self._round: list[StepBatch] = []  # what is left of the present round
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
         self._step_started = 0.0
-        self._save_is_due = False
         self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
         self._build_engine()
 
@@ -225,18 +227,7 @@ class GRPOTrainer(Trainer):
 
     def get_train_dataloader(self) -> PromptLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
-        args: GRPOConfig = self.args
-        order = StepOrder(
-            len(self.train_prompts),
-            args.prompts_per_step or 1,
-            rank=args.process_index,
-            world_size=args.world_size,
-            steps_per_generation=args.steps_per_generation or 1,
-            num_iterations=args.num_iterations,
-            shuffle=bool(args.shuffle_dataset),
-            seed=args.data_seed if args.data_seed is not None else args.seed,
-        )
-        return PromptLoader(self.train_prompts, order)
+        return PromptLoader(self.train_prompts, step_order(len(self.train_prompts), self.args))
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
@@ -257,10 +248,11 @@ class GRPOTrainer(Trainer):
         )
         names = [reward.name for reward in self.rewards]
         batches, groups = collect(self, steps, rules, names, self.times)
+        self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         self._show_completions(groups)
         if self.args.round_length == 1:
             return batches
-        with self.times.phase("old_logprobs"):
+        with together("the old log-probabilities"), self.times.phase("old_logprobs"):
             # The first step trains on what its own weights sampled; for the later ones the policy has moved on.
             behind = [self._with_old_logprobs(batch) for batch in batches]
         return [batches[0], *behind[1:], *behind * (self.args.num_iterations - 1)]
@@ -309,7 +301,6 @@ class GRPOTrainer(Trainer):
             reduced = metrics.reduce()
         loss = reduced.pop("loss_sum")
         self._logs.append({**inputs.metrics, **reduced})
-        self.state.num_input_tokens_seen += int(inputs.metrics["train/rollout_tokens"])
         return torch.tensor(loss, device=self.args.device)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
@@ -327,26 +318,26 @@ class GRPOTrainer(Trainer):
             )
         return norm
 
+    def compute_loss_context_manager(self) -> Any:
+        """bfloat16 autocast where it is asked for. (accelerate would put it into the model, which stays unwrapped.)"""
+        return self.accelerator.autocast()
+
     def floating_point_ops(self, inputs: Any) -> int:
         """Not estimated: transformers' formula assumes padded batches."""
         return 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Counted in `training_step`, as prompts and completions of all ranks."""
+        """Counted in `_collect`, as prompts and completions of all ranks."""
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends."""
-        with together("the search for a checkpoint"):
-            found = checkpoints.find_resume(resume_from_checkpoint, str(self.args.output_dir))
-            if self.args.should_save:
-                checkpoints.sweep(self.args.output_dir)
-        self._round, self._logs, self._save_is_due = [], [], False
+    def at_boundary(self) -> bool:
+        """Rollouts of a round aren't saved: a checkpoint in its middle couldn't go on."""
+        return not self._round
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
+        self._round, self._logs = [], []
         self.engine.version = None  # steps are counted anew, or weights loaded: what the engine holds is of no step
-        self.stop_signal.install()
-        try:
-            return super().train(resume_from_checkpoint=found, *args, **kwargs)  # noqa: B026
-        finally:
-            self.stop_signal.remove()
+        return super().train(*args, **kwargs)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -383,7 +374,7 @@ class GRPOTrainer(Trainer):
 
     def _show_completions(self, groups: Sequence[ScoredGroup]) -> None:
         args: GRPOConfig = self.args
-        every = args.log_completions_steps or max(int(args.logging_steps), 1)
+        every = args.log_completions_steps or max(int(self.state.logging_steps), 1)
         if args.log_completions and self.is_world_process_zero() and self.state.global_step % every == 0:
             print_table(
                 groups,
@@ -395,29 +386,6 @@ class GRPOTrainer(Trainer):
             )
 
     # -- saving
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """transformers' checkpoint, written aside and renamed when every rank is done: it is whole or not there."""
-        run_dir = Path(self.args.output_dir)
-        aside, name = checkpoints.aside_folder(run_dir), f"checkpoint-{self.state.global_step}"
-        push, self.args.push_to_hub = self.args.push_to_hub, False  # only of what is complete
-        self._get_output_dir = lambda trial=None: str(aside)
-        try:
-            with together("saving"):
-                super()._save_checkpoint(model, trial)
-        finally:
-            del self._get_output_dir
-            self.args.push_to_hub = push
-        with together("saving"):
-            if self.args.should_save:
-                if self.state.best_global_step:
-                    self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{self.state.best_global_step}")
-                self.state.save_to_json(str(aside / name / "trainer_state.json"))
-                checkpoints.commit(aside / name, run_dir / name)
-                aside.rmdir()
-                checkpoints.rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
-        if push:
-            self._push_from_checkpoint(str(run_dir / name))
 
     def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
         """README.md with the recipe, the command, the dataset, the reward curve and the versions."""
@@ -443,6 +411,7 @@ class GRPOTrainer(Trainer):
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""
         self.stop_signal.remove()
+        del self.weights  # views of the engine's tensors, which would stay in memory
         self.engine.close()
 
     def _finish_step(self) -> None:
@@ -455,8 +424,8 @@ class GRPOTrainer(Trainer):
         self.console.step(self.state.global_step, self.state.max_steps, entry)
 
 
-class _Conductor(TrainerCallback):
-    """Marks the optimizer phase, keeps checkpoints on round boundaries, and turns SIGTERM into a save and a stop."""
+class _Timekeeper(TrainerCallback):
+    """Marks the optimizer's phase and the end of a step."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer = trainer
@@ -470,17 +439,21 @@ class _Conductor(TrainerCallback):
         self._phase.__exit__(None, None, None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        trainer._finish_step()
-        stop = any(gather(trainer.stop_signal.received))
-        trainer._save_is_due |= control.should_save or stop
-        control.should_save = False
-        if trainer._round:  # rollouts of a round aren't saved: a checkpoint in its middle couldn't go on
-            return
-        control.should_save, trainer._save_is_due = trainer._save_is_due, False
-        if stop:
-            trainer.console.say(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
-            control.should_training_stop = True
+        self.trainer._finish_step()
+
+
+def step_order(num_prompts: int, args: GRPOConfig) -> StepOrder:
+    """Which prompts this rank takes in each step. Raises ValueError for fewer prompts than one round takes."""
+    return StepOrder(
+        num_prompts,
+        args.prompts_per_step or 1,
+        rank=args.process_index,
+        world_size=args.world_size,
+        steps_per_generation=args.steps_per_generation or 1,
+        num_iterations=args.num_iterations,
+        shuffle=bool(args.shuffle_dataset),
+        seed=args.data_seed if args.data_seed is not None else args.seed,
+    )
 
 
 def _optimizer(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:

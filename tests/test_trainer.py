@@ -254,13 +254,13 @@ def test_a_trainer_can_train_twice_with_the_same_engine(tiny_model, tmp_path, cl
     assert seen == [[], []]
 
 
-def test_an_ordinary_optimizer_trains_a_bfloat16_policy_too(tiny_model, tmp_path, closing, capsys) -> None:
+def test_an_ordinary_optimizer_trains_a_bfloat16_policy_too(tiny_model, tmp_path, closing, capfd) -> None:
     trainer = closing(
         make_trainer(tiny_model, tmp_path, model_init_kwargs={"dtype": "bfloat16"}, optim="adamw_torch", max_steps=2)
     )
     trainer.train()
     assert trainer.state.global_step == 2
-    assert "`adamw_split` doesn't" in capsys.readouterr().out
+    assert "`adamw_split` doesn't" in capfd.readouterr().out
 
 
 def test_a_nan_loss_names_step_and_micro_batch_and_nothing_is_saved_after_it(tiny_model, tmp_path, closing) -> None:
@@ -357,3 +357,78 @@ def test_the_model_card_and_a_push_carry_what_was_saved(tiny_model, tmp_path, cl
     assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= set(uploaded["files"])
     card = (tmp_path / "my-model" / "README.md").read_text()
     assert "vowels" in card and "vllm" in card.lower() and str(tmp_path) not in card
+
+
+def test_a_finished_run_is_not_trained_further_by_resuming_it(tiny_model, tmp_path, closing, capfd) -> None:
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    first = closing(make_trainer(tiny_model, tmp_path, **changes))
+    first.train()
+    again = closing(make_trainer(tiny_model, tmp_path, **changes))
+    again.train(resume_from_checkpoint="auto")
+    assert again.state.global_step == 2 and "nothing is left to train" in capfd.readouterr().out
+    for ours, theirs in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(tiny_model, tmp_path, closing) -> None:
+    seen = []
+
+    class Watching(GRPOTrainer):
+        def compute_loss(self, model, micro_batch, **kwargs):
+            layer = model.model.layers[0].mlp.down_proj
+            handle = layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+            output = super().compute_loss(model, micro_batch)
+            handle.remove()
+            return output
+
+    trainer = closing(make_trainer(tiny_model, tmp_path, cls=Watching, bf16=True, max_steps=1))
+    trainer.train()
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tiny_model, tmp_path, closing) -> None:
+    """The best evaluation falls on a step that is saved; only it and the last checkpoint stay."""
+    scores = {1: 1.0, 2: 3.0, 3: 2.0, 4: 0.5}
+
+    class Scored(GRPOTrainer):
+        def evaluate(self, *args, **kwargs):
+            metrics = {"eval_reward": scores[self.state.global_step]}
+            self.log(metrics)
+            return metrics
+
+    trainer = closing(
+        make_trainer(
+            tiny_model,
+            tmp_path,
+            cls=Scored,
+            save_strategy="steps",
+            save_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_total_limit=1,
+            load_best_model_at_end=True,
+        )
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    best = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    assert best["state"] and (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert torch.equal(trainer.model.state_dict()["model.norm.weight"], saved["model.norm.weight"])
+
+
+def test_the_users_own_optimizer_is_taken(tiny_model, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = tiny.config(tmp_path, max_steps=1, model_init_kwargs=None)
+    trainer = GRPOTrainer(model, tiny.vowels, args, tiny.prompts(), optimizers=(optimizer, None))
+    trainer.train()
+    assert trainer.optimizer.optimizer is optimizer
+    trainer.close()
+    assert torch.distributed.is_initialized(), "the process group is the trainer's, not the engine's"

@@ -18,6 +18,12 @@ LATER = (
     "rollout_func",
     "environment_factory",
 )
+# vLLM's sampling parameters that reshape the distribution, and the values at which they don't.
+SHAPING = (
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
+)  # fmt: skip
+NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 # What `accelerate launch` sets for a configuration whose ranks share one model. transformers takes it without a word.
 SHARDING = {
@@ -71,6 +77,15 @@ def check_values(config: GRPOConfig) -> None:
             f"temperature is {config.temperature}, but completions of a group must differ: set it above 0 (1.0 is "
             "usual). For greedy evaluation use temperature_eval: 0."
         )
+    if config.temperature_eval == 0 and (config.num_generations_eval or 1) > 1:
+        raise ValueError(
+            f"num_generations_eval is {config.num_generations_eval}, but with temperature_eval 0 all completions of a "
+            "prompt are equal: set it to 1, or raise temperature_eval."
+        )
+    if str(config.metric_for_best_model or "").removeprefix("eval_") == "loss":
+        raise ValueError(
+            f"metric_for_best_model is {config.metric_for_best_model!r}, but `evaluate` has no loss: use `reward`."
+        )
     if not 0 < config.top_p <= 1:
         raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
     _one_of("loss_type", config.loss_type, LOSSES, " in this version")
@@ -102,19 +117,21 @@ def check_objective(config: GRPOConfig) -> None:
             f"vllm_importance_sampling_mode {config.vllm_importance_sampling_mode!r} needs a bound: set "
             "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min."
         )
-    shaped = {
-        "top_p": config.top_p != 1.0,
-        "top_k": config.top_k not in (0, -1),
-        "min_p": bool(config.min_p),
-        "repetition_penalty": config.repetition_penalty != 1.0,
-    }
-    for name, is_set in shaped.items():
-        if is_set:
-            raise ValueError(
-                f"{name} is {getattr(config, name)}: the sampler's probabilities are then of another distribution "
-                "than the trainer's, and the importance ratio between them is biased. Leave it at its default, or "
-                "set vllm_importance_sampling_correction: false."
-            )
+    for name, value in _shaped(config).items():
+        raise ValueError(
+            f"{name} is {value!r}: the sampler's probabilities are then of another distribution than the trainer's, "
+            "and the importance ratio between them is biased. Leave it at its default, or set "
+            "vllm_importance_sampling_correction: false."
+        )
+
+
+def _shaped(config: GRPOConfig) -> dict[str, object]:
+    """Settings that make the sampler draw from another distribution than the model's at the sampling temperature."""
+    given = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    given["vllm_structured_outputs_regex"] = config.vllm_structured_outputs_regex
+    extra = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
+    given |= {name: extra[name] for name in SHAPING if name in extra}
+    return {name: value for name, value in given.items() if value not in NEUTRAL.get(name, (None, 0, [], {}))}
 
 
 def check_process(config: GRPOConfig) -> None:

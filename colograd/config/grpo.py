@@ -117,7 +117,9 @@ class GRPOConfig(TrainingArguments):
     # -- evaluation
     num_generations_eval: int | None = field(
         default=None,
-        metadata={"help": "Completions per prompt in `evaluate`; default `num_generations`. 1 is allowed."},
+        metadata={
+            "help": "Completions per prompt in `evaluate`; default `num_generations`, or 1 where evaluation is greedy."
+        },
     )
     temperature_eval: float | None = field(
         default=None, metadata={"help": "Temperature in `evaluate`; default `temperature`, 0 is greedy."}
@@ -213,6 +215,8 @@ class GRPOConfig(TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True  # ranks on a CPU wouldn't find each other
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
+        if self.load_best_model_at_end and getattr(self, "metric_for_best_model", None) is None:
+            self.metric_for_best_model = "reward"  # there is no evaluation loss
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
@@ -229,6 +233,11 @@ class GRPOConfig(TrainingArguments):
 
     def settle_precision(self, dtype: torch.dtype) -> None:
         """Resolve ``optim: auto`` and ``bf16``, once the policy is loaded and its dtype known."""
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"The policy's dtype is {str(dtype).removeprefix('torch.')}, but policies train in bfloat16 or "
+                "float32: set dtype, or convert the model."
+            )
         if self.optim == "auto":
             self.optim = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
         self.bf16 = bool(self.bf16) and dtype == torch.float32
@@ -261,4 +270,5 @@ class GRPOConfig(TrainingArguments):
 
     def eval_generations(self) -> int:
         """Completions per prompt in `evaluate`."""
-        return int(self.num_generations_eval or self.num_generations or 1)
+        greedy = self.temperature_eval == 0
+        return int(self.num_generations_eval or (1 if greedy else self.num_generations) or 1)

@@ -1,0 +1,106 @@
+"""`transformers.Trainer` with checkpoints that are whole or not there, exact resuming, and a clean end on SIGTERM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from . import checkpoints
+from .progress import Console
+from .ranks import gather, together
+
+
+class ResumableTrainer(Trainer):
+    """What of a trainer concerns stopping and going on. A subclass says when a checkpoint could be resumed from."""
+
+    console: Console
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stop_signal = checkpoints.StopSignal()
+        self._save_is_due = False
+        self.add_callback(_StopAndSave(self))
+
+    def at_boundary(self) -> bool:
+        """Whether a checkpoint written now could be resumed from."""
+        return True
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends.
+
+        A run that had reached its last step is loaded and not trained further.
+        """
+        with together("the search for a checkpoint"):
+            found = checkpoints.find_resume(resume_from_checkpoint, str(self.args.output_dir))
+            if self.args.should_save:
+                checkpoints.sweep(self.args.output_dir)
+        found = gather(found)[0]  # a shared file system may show ranks different folders
+        self._save_is_due = False
+        if found is not None and (finished := self._finished(found)) is not None:
+            return finished
+        self.stop_signal.install()
+        try:
+            return super().train(found, *args, **kwargs)
+        finally:
+            self.stop_signal.remove()
+
+    def _finished(self, checkpoint: str) -> TrainOutput | None:
+        """Load a checkpoint at which nothing is left to do (transformers would take a step more); None if there is."""
+        state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+        if state.global_step < max_steps:
+            return None
+        self._load_from_checkpoint(checkpoint)
+        self.state = state
+        self.console.say(f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train")
+        return TrainOutput(state.global_step, 0.0, {})
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """transformers' checkpoint, written aside and renamed when every rank is done."""
+        if not self.at_boundary():
+            self._save_is_due = True
+            return
+        run_dir, state = Path(self.args.output_dir), self.state
+        aside, name = checkpoints.aside_folder(run_dir), f"checkpoint-{state.global_step}"
+        push, self.args.push_to_hub = self.args.push_to_hub, False  # only of what is complete
+        # transformers would look for the best checkpoint beside this one, and wait for all ranks in between.
+        best, state.best_global_step = state.best_global_step, None
+        self._get_output_dir = lambda trial=None: str(aside)
+        try:
+            with together("saving"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            del self._get_output_dir
+            self.args.push_to_hub, state.best_global_step = push, best
+        if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
+            state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+        with together("saving"):
+            if self.args.should_save:
+                state.save_to_json(str(aside / name / "trainer_state.json"))
+                checkpoints.commit(aside / name, run_dir / name)
+                aside.rmdir()
+                checkpoints.rotate(run_dir, self.args.save_total_limit, state.best_model_checkpoint)
+        if push:
+            self._push_from_checkpoint(str(run_dir / name))
+
+
+class _StopAndSave(TrainerCallback):
+    """Puts saves off to the next boundary, and turns SIGTERM on any rank into a save and a stop on all."""
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        stop = any(gather(trainer.stop_signal.received))
+        due = trainer._save_is_due or control.should_save or stop
+        control.should_save = due and trainer.at_boundary()
+        trainer._save_is_due = due and not control.should_save
+        if stop and control.should_save:
+            trainer.console.say(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
+            control.should_training_stop = True
