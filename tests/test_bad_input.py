@@ -21,9 +21,10 @@ from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
 from colograd.data import load_datasets, tokenize_prompts
-from colograd.engine import check_vllm
+from colograd.engine import check_sampling, check_vllm
 from colograd.policy import load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
+from colograd.trainer import step_order
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
 
@@ -261,6 +262,48 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         r"top_p is 0\.9",
         "ratio between them is biased",
         "vllm_importance_sampling_correction",
+    ),
+    "a biased sampler correction by generation_kwargs": (
+        lambda _: config(generation_kwargs={"min_tokens": 4}),
+        "min_tokens is 4",
+        "ratio between them is biased",
+        "vllm_importance_sampling_correction",
+    ),
+    "several greedy completions in evaluation": (
+        lambda _: config(temperature_eval=0.0, num_generations_eval=4),
+        "num_generations_eval is 4",
+        "all completions of a prompt are equal",
+        "set it to 1",
+    ),
+    "the best model by a loss that evaluation doesn't have": (
+        lambda _: config(metric_for_best_model="eval_loss"),
+        "metric_for_best_model is 'eval_loss'",
+        "has no loss",
+        "use `reward`",
+    ),
+    "a sampling parameter that the trainer sets": (
+        lambda _: check_sampling(config(generation_kwargs={"n": 4})),
+        "generation_kwargs sets 'n'",
+        "the trainer sets itself",
+        "use num_generations",
+    ),
+    "a sampling parameter that vLLM doesn't have": (
+        lambda _: check_sampling(config(generation_kwargs={"stop_tokn_ids": [4]})),
+        "generation_kwargs sets 'stop_tokn_ids'",
+        "SamplingParams doesn't have",
+        "Did you mean 'stop_token_ids'",
+    ),
+    "a policy in float16": (
+        lambda _: config().settle_precision(torch.float16),
+        "dtype is float16",
+        "train in bfloat16 or float32",
+        "set dtype",
+    ),
+    "fewer prompts than a step takes": (
+        lambda _: step_order(3, config(prompts_per_step=4)),
+        "has 3 prompts",
+        "one generation takes 4",
+        "Lower one",
     ),
     "truncation without a bound": (
         lambda _: config(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None),

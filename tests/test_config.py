@@ -186,9 +186,9 @@ def test_an_entry_of_a_mapping_can_be_set_alone(tmp_path: Path) -> None:
         tmp_path, "vllm_engine_kwargs: {max_num_seqs: 4, dtype: float32}\ngeneration_kwargs: '{\"stop\": 1}'\n"
     )
     flags = ["--vllm_engine_kwargs.max_num_seqs", "8", "--vllm_engine_kwargs.enforce_eager=true"]
-    _, made, _, _ = parse_arguments(["--config", recipe, *flags, "--generation_kwargs.min_tokens=2"])
+    _, made, _, _ = parse_arguments(["--config", recipe, *flags, "--generation_kwargs.ignore_eos=true"])
     assert made.vllm_engine_kwargs == {"max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}
-    assert made.generation_kwargs == {"stop": 1, "min_tokens": 2}
+    assert made.generation_kwargs == {"stop": 1, "ignore_eos": True}
     _, made, _, _ = parse_arguments(["--vllm_engine_kwargs", '{"max_num_seqs": 3}'])
     assert made.vllm_engine_kwargs == {"max_num_seqs": 3}
 
