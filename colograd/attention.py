@@ -7,7 +7,9 @@ Registered with transformers under `NAME`, so a decoder that goes through its at
     model(input_ids, position_ids=..., layout=micro_batch.layout)
 
 On CUDA in 16 bits it is one variable-length flash call of torch; elsewhere one `scaled_dot_product_attention` per
-segment.
+segment. That loop is also the fastest exact way on a CPU: a group's completions padded into one batched call took
+1.4-2.3 times as long in float32 and 1.2-1.5 times in bfloat16, one call under a dense mask 1.1-1.6 and 0.9 times
+(forward and backward, 9 heads and 3 key heads of 64, 8 completions of 10-48 tokens on prompts of 43, 200 and 800).
 """
 
 from __future__ import annotations
@@ -51,13 +53,22 @@ def packed_attention(
         (1, T, H, D), and None for the attention weights.
 
     Raises:
-        ValueError: more than one row, or a feature that would be computed wrongly.
+        ValueError: more than one row, or anything that would be computed wrongly: soft-capping, sinks, masks or
+            biases that the model brings, attention that isn't causal.
     """
     if query.shape[0] != 1:
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
     if softcap is not None or unused.get("s_aux") is not None:
         raise ValueError(
             "This model's attention uses soft-capping or sinks, which packed attention doesn't compute yet."
+        )
+    causal = unused.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError(f"{type(module).__name__} isn't causal: packed attention would hide tokens it should see.")
+    if attention_mask is not None or unused.get("position_bias") is not None:
+        raise ValueError(
+            f"{type(module).__name__} brings a mask or bias of its own, which packed attention would drop: the layout "
+            "alone says what is visible."
         )
     if layout is None:
         layout = SegmentLayout((query.shape[2],), ((),))

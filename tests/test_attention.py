@@ -15,14 +15,22 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from colograd import attention
@@ -51,6 +59,26 @@ FAMILIES = {
         Qwen2ForCausalLM,
         Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     ),
+    # One layer of each type with its own rotary base; scores by query_pre_attn_scalar, not head_dim; capped logits.
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **SHAPE,
+            head_dim=16,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=WINDOW,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+            query_pre_attn_scalar=40,
+            final_logit_softcapping=4.0,
+        ),
+    ),
+    "phi": (PhiForCausalLM, PhiConfig(**SHAPE, partial_rotary_factor=0.5)),  # biases, also in the head; parallel MLP
+    "phi3": (Phi3ForCausalLM, Phi3Config(**SHAPE)),
+    "phi3, window": (Phi3ForCausalLM, Phi3Config(**SHAPE, sliding_window=WINDOW)),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**SHAPE, no_rope_layers=[1, 0])),  # the second layer: no positions
 }
 
 
@@ -149,6 +177,37 @@ def test_packed_equals_padded(family: str, budget: int, checkpointing: bool) -> 
     assert (compare(family, budget, checkpointing) == 1) == (budget == 1000)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_packed_is_as_near_to_float32_as_bfloat16_padded(family: str) -> None:
+    """Two roundings of the same gradient: neither may be systematically farther off. A quarter allows for luck."""
+    groups = make_groups()
+    exact = make_model(family)
+    gradient(exact, padded_loss(exact, groups))
+    errors = {}
+    for name in ("padded", "packed"):
+        model = packed_copy(make_model(family)) if name == "packed" else make_model(family)
+        model.to(torch.bfloat16)
+        gradient(model, packed_loss(model, groups) if name == "packed" else padded_loss(model, groups))
+        found, wanted = (torch.cat([p.grad.float().flatten() for p in m.parameters()]) for m in (model, exact))
+        errors[name] = relative_error(found, wanted)
+    assert errors["packed"] < 1.25 * errors["padded"] < 1.0, errors
+
+
+def padded_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
+    advantages = torch.cat([group.advantages for group in groups])
+    return -sum((a * row).sum() for a, row in zip(advantages, padded_logprobs(model, groups), strict=True))
+
+
+def packed_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
+    (row,) = pack(groups, 1000, False, torch.device("cpu"))
+    return -(row.advantages * policy_logprobs(model, row, 1.0)[0]).sum()
+
+
+def gradient(model: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_a_prompt_goes_through_the_model_once() -> None:
     """Three prompts for nine completions: 12 + 1 + 6 prompt tokens, not three times as many."""
     groups = make_groups()
@@ -220,6 +279,18 @@ def test_more_than_one_row_is_refused() -> None:
 def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="soft-capping or sinks"):
         attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, **feature)
+
+
+def test_a_mask_a_bias_or_a_bidirectional_layer_is_refused() -> None:
+    for wrong, said in (({"is_causal": False}, "isn't causal"), ({"position_bias": torch.zeros(4)}, "of its own")):
+        with pytest.raises(ValueError, match=said):
+            attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, **wrong)
+    with pytest.raises(ValueError, match="of its own"):
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), torch.zeros(1, 1, 4, 4))
+    bidirectional = torch.nn.Module()
+    bidirectional.is_causal = False  # as in Gemma 3's embedding models
+    with pytest.raises(ValueError, match="isn't causal"):
+        attention.packed_attention(bidirectional, *random_qkv(4), None)
 
 
 def test_only_earlier_segments_can_be_seen() -> None:
