@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,6 +73,8 @@ def packed_attention(
             f"{type(module).__name__} brings a mask or bias of its own, which packed attention would drop: the layout "
             "alone says what is visible."
         )
+    if _watching is not None and sliding_window is not None:
+        _watching.applied.add(sliding_window)
     if layout is None:
         layout = SegmentLayout((query.shape[2],), ((),))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _flash() is not None and dropout == 0.0:
@@ -182,9 +187,32 @@ def _gather_plan(layout: SegmentLayout, device: torch.device) -> _GatherPlan:
     return _GatherPlan(layout, device)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def _no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
     """The layout says what is visible; a dense mask is never built."""
-    return None
+    if _watching is not None and local_size is not None:
+        _watching.asked.add(local_size)
+
+
+@dataclass(slots=True)
+class Windows:
+    """Sliding windows that a model's masks would have had, and those that its attention layers named."""
+
+    asked: set[int] = field(default_factory=set)
+    applied: set[int] = field(default_factory=set)
+
+
+_watching: Windows | None = None
+
+
+@contextmanager
+def watch_windows() -> Iterator[Windows]:
+    """Note the windows of the forwards in the body. A window asked for and never applied would be lost silently."""
+    global _watching
+    _watching = windows = Windows()
+    try:
+        yield windows
+    finally:
+        _watching = None
 
 
 AttentionInterface.register(NAME, packed_attention)

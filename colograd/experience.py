@@ -40,6 +40,7 @@ class PackingRules:
     max_tokens: int
     mask_truncated: bool
     skip_without_signal: bool
+    share_prompts: bool
     device: torch.device
 
 
@@ -174,7 +175,7 @@ def _pack_step(
     """Pack one step's groups. Those without a reward difference carry no gradient: they count in the denominators and
     the metrics, and are not trained on."""
     trained = [group for group, _ in groups if has_signal(group) or not rules.skip_without_signal]
-    micro_batches = pack(trained, rules.max_tokens, rules.mask_truncated, rules.device)
+    micro_batches = pack(trained, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
     local = RolloutStatistics(
         packed_tokens=sum(m.input_ids.numel() for m in micro_batches), micro_batches=len(micro_batches)
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from . import attention, padded
 from .batch import MicroBatch
 
 # Logits alive at once: 2**25 float32 values are 128 MiB (and their gradient as much again, in the backward).
@@ -33,7 +34,10 @@ def policy_logprobs(
 
 
 def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """The decoder's last hidden states of a packed row, (1, T, hidden)."""
+    """The decoder's last hidden states of a packed row, (1, T, hidden). A model with any other attention than the
+    packed one runs its sequences padded."""
+    if model.config._attn_implementation != attention.NAME:
+        return padded.hidden_states(model.get_decoder(), micro_batch)
     output = model.get_decoder()(
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,
@@ -89,9 +93,9 @@ def _chunk(
 
 
 def _logit_transform(model: Any) -> dict[str, float]:
-    """What some architectures do to logits after the head: Gemma's soft cap, Granite's and Cohere's scale."""
+    """What some architectures do to logits after the head: Gemma's soft cap; Granite's, Cohere's, Falcon-H1's scale."""
     config = model.config.get_text_config()
-    scale = (
-        1.0 / float(getattr(config, "logits_scaling", None) or 1.0) * float(getattr(config, "logit_scale", None) or 1.0)
-    )
+    scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= float(getattr(config, name, None) or 1.0)
     return {"scale": scale, "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0)}

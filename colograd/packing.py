@@ -39,13 +39,20 @@ def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
 
 
 def pack(
-    groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device
+    groups: Sequence[ScoredGroup],
+    budget: int,
+    mask_truncated: bool,
+    device: torch.device,
+    share_prompts: bool = True,
 ) -> tuple[MicroBatch, ...]:
     """Pack groups into micro-batches of at most ``budget`` tokens.
 
     First-fit decreasing. A group over the budget is split by completions, its prompt repeated once per part; a single
-    sequence over the budget gets a micro-batch of its own.
+    sequence over the budget gets a micro-batch of its own. Without ``share_prompts`` each completion has its own
+    prompt, and the budget counts the tokens of rows padded to the longest, as `padded` runs them.
     """
+    if not share_prompts:
+        return tuple(_micro_batch(row, mask_truncated, device) for row in _padded_rows(groups, budget))
     parts = sorted((part for group in groups for part in _parts(group, budget)), key=lambda p: -p.num_tokens)
     rows: list[list[Part]] = []
     room: list[int] = []
@@ -61,13 +68,33 @@ def pack(
     return tuple(_micro_batch(row, mask_truncated, device) for row in rows)
 
 
-def _parts(group: ScoredGroup, budget: int) -> list[Part]:
-    """A group as one part, or as several where it is over the budget."""
+def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Part]]:
+    """Sequences of similar length together: as many as the budget has room for at the length of the longest."""
+    parts = [
+        Part((rollout,), (advantage,))
+        for group in groups
+        for rollout, advantage in zip(group.group.rollouts, _advantages(group), strict=True)
+    ]
+    rows: list[list[Part]] = []
+    for part in sorted(parts, key=lambda p: -p.num_tokens):
+        if rows and (len(rows[-1]) + 1) * rows[-1][0].num_tokens <= budget:
+            rows[-1].append(part)
+        else:
+            rows.append([part])
+    return rows
+
+
+def _advantages(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
+    """[G] of each completion's advantage: () or, one per token, [C]."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
-        advantages = tuple(group.advantages)
-    else:  # one per token
-        advantages = group.advantages.split([len(r.completion_ids) for r in rollouts])
+        return tuple(group.advantages)
+    return group.advantages.split([len(r.completion_ids) for r in rollouts])
+
+
+def _parts(group: ScoredGroup, budget: int) -> list[Part]:
+    """A group as one part, or as several where it is over the budget."""
+    rollouts, advantages = group.group.rollouts, _advantages(group)
     parts: list[Part] = []
     start, tokens = 0, len(rollouts[0].prompt_ids)
     for index, rollout in enumerate(rollouts):

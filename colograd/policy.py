@@ -1,4 +1,4 @@
-"""The policy and its tokenizer: loaded once, checked, set to packed attention."""
+"""The policy and its tokenizer: loaded once, checked, set to packed rows where it can take them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from . import attention
 from .config import GRPOConfig
+from .parity import choose_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     path: str  # folder or Hub id that vLLM can load
     untouched: bool  # loaded by us: bit-equal to the checkpoint at ``path``
+    why_padded: str  # why its sequences can't be packed into one row; empty: they are
 
     @property
     def context(self) -> int:
@@ -36,7 +37,7 @@ def load_policy(
     """Load the model if it is a name, its tokenizer if none is given.
 
     Raises:
-        ValueError: no such model, or a model that packed attention can't run.
+        ValueError: no such model, or one whose log-probabilities can't be computed.
     """
     untouched = isinstance(model, str | os.PathLike)
     if isinstance(model, str | os.PathLike):
@@ -53,8 +54,7 @@ def load_policy(
                 "The model was given as an object that no checkpoint belongs to (config._name_or_path is empty), so "
                 "vLLM has nothing to load: save it with save_pretrained and give the folder."
             )
-    check_attention(loaded)
-    loaded.set_attn_implementation(attention.NAME)
+    why_padded = choose_rows(loaded)
     if tokenizer is None:
         revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
@@ -64,13 +64,13 @@ def load_policy(
         for module in loaded.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-    return Policy(loaded, tokenizer, path, untouched)
+    return Policy(loaded, tokenizer, path, untouched, why_padded)
 
 
 def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     kwargs["dtype"] = config.torch_dtype()
-    kwargs["attn_implementation"] = attention.NAME
+    kwargs.pop("attn_implementation", None)  # `choose_rows` settles it
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
     if not config.verbose and os.path.isdir(path):
         hf_logging.disable_progress_bar()  # a download keeps its bar
@@ -92,17 +92,3 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
 
 def _has_config(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "config.json"))
-
-
-def check_attention(model: PreTrainedModel) -> None:
-    """Refuse architectures whose token mixing doesn't go through transformers' attention interface.
-
-    Raises:
-        ValueError: naming the model class.
-    """
-    config = model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", True) or getattr(config, "layers_block_type", None):
-        raise ValueError(
-            f"{type(model).__name__} doesn't use transformers' attention interface, so its sequences can't be packed "
-            "into one row: choose a decoder such as Llama, Qwen, Gemma or SmolLM."
-        )

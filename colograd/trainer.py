@@ -175,6 +175,8 @@ class GRPOTrainer(ResumableTrainer):
         say = self.console.say
         say(self.engine.describe())
         say(self.weights.describe())
+        if self.policy.why_padded:
+            say(f"rows: padded, each completion with its prompt ({self.policy.why_padded})")
         parameters = sum(p.numel() for p in self.model.parameters())
         say(
             f"policy: {parameters / 1e6:,.0f} M parameters, {str(self.policy.model.dtype).removeprefix('torch.')}, "
@@ -244,6 +246,7 @@ class GRPOTrainer(ResumableTrainer):
             max_tokens=self.args.max_tokens_per_microbatch,
             mask_truncated=self.args.mask_truncated_completions,
             skip_without_signal=True,  # nothing but the advantage gives a gradient in this version
+            share_prompts=not self.policy.why_padded,
             device=self.args.device,
         )
         names = [reward.name for reward in self.rewards]

@@ -167,6 +167,7 @@ def test_more_than_one_row_is_refused(model: Any) -> None:
         ({}, {"scale": 1.0, "softcap": 0.0}),
         ({"logits_scaling": 8.0}, {"scale": 1 / 8, "softcap": 0.0}),  # Granite divides
         ({"logit_scale": 0.0625}, {"scale": 0.0625, "softcap": 0.0}),  # Cohere multiplies
+        ({"lm_head_multiplier": 0.25}, {"scale": 0.25, "softcap": 0.0}),  # Falcon-H1 multiplies
         ({"final_logit_softcapping": 30.0}, {"scale": 1.0, "softcap": 30.0}),  # Gemma 2
     ],
 )

@@ -153,4 +153,15 @@ def test_a_group_has_signal_where_any_advantage_is_not_zero() -> None:
 
 
 def test_nothing_packs_to_nothing() -> None:
-    assert pack([], 100, False, CPU) == ()
+    assert pack([], 100, False, CPU) == () == pack([], 100, False, CPU, share_prompts=False)
+
+
+@pytest.mark.parametrize("budget", [1, 12, 20, 1000])
+def test_without_shared_prompts_a_row_padded_to_its_longest_fits_the_budget(budget: int) -> None:
+    groups = [group_of(2 + i % 3, 3, 1 + i, 7 - i, start=1000 * i, position=i) for i in range(4)]
+    rows = pack(groups, budget, False, CPU, share_prompts=False)
+    assert sorted(labels(rows)) == sorted(labels(pack(groups, 1000, False, CPU)))
+    for row in rows:
+        sequences = [row.layout.lengths[i] + row.layout.lengths[i + 1] for i in range(0, len(row.layout.lengths), 2)]
+        assert row.layout.sees == tuple(() if i % 2 == 0 else (i - 1,) for i in range(2 * len(sequences)))
+        assert len(sequences) * max(sequences) <= budget or len(sequences) == 1

@@ -136,6 +136,24 @@ def test_tokens_through_the_model_are_prompts_once_and_completions(tiny_model, t
     assert counted == expected and all(counted)
 
 
+def test_a_model_that_cannot_be_packed_trains_padded_to_the_same_result(
+    tiny_model, tmp_path, monkeypatch, capfd
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    losses = {}
+    for rows in ("packed", "padded"):
+        if rows == "padded":
+            monkeypatch.setattr(LlamaForCausalLM, "_supports_attention_backend", False)
+        trainer = make_trainer(tiny_model, tmp_path / rows, max_steps=2)
+        trainer.train()
+        said = capfd.readouterr().out
+        assert ("rows: padded, each completion with its prompt (LlamaForCausalLM" in said) == (rows == "padded")
+        losses[rows] = [e[key] for e in trainer.state.log_history if "reward" in e for key in ("loss", "grad_norm")]
+        trainer.close()
+    assert losses["padded"] == pytest.approx(losses["packed"], rel=1e-3, abs=1e-5)
+
+
 def test_groups_without_a_reward_difference_cost_no_forward_and_the_step_is_taken(
     tiny_model, tmp_path, closing
 ) -> None:

@@ -1,0 +1,227 @@
+"""Models that can't take packed rows run padded ones: which they are, and that these equal the models' own computation.
+
+The reference is each model run on one sequence at a time, nothing packed and nothing padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from colograd import attention, parity
+from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, SegmentLayout
+from colograd.logprobs import policy_logprobs
+from colograd.packing import pack
+from colograd.padded import rows_of
+from colograd.parity import choose_rows
+
+VOCABULARY = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+PADDED: dict[str, tuple[Callable[[], Any], str]] = {
+    "state space": (
+        lambda: hf.MambaForCausalLM(
+            hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8)
+        ),
+        "doesn't use transformers' attention interface",
+    ),
+    "attention and state space side by side": (
+        lambda: hf.FalconH1ForCausalLM(
+            hf.FalconH1Config(**SHAPE, **MAMBA, mamba_d_ssm=64, mamba_d_head=16, lm_head_multiplier=0.5)
+        ),
+        "doesn't use transformers' attention interface",
+    ),
+    "convolutions between attention": (
+        lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
+        "has layers of type conv",
+    ),
+    "biases by distance": (
+        lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4)),
+        "doesn't use transformers' attention interface",
+    ),
+    "soft-capped scores": (
+        lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=2.0)),
+        "soft-capping or sinks",
+    ),
+    "a window that the attention isn't told": (
+        lambda: hf.Qwen2MoeForCausalLM(
+            hf.Qwen2MoeConfig(
+                **SHAPE, num_experts=4, use_sliding_window=True, sliding_window=20, max_window_layers=1
+            )
+        ),
+        "doesn't tell its attention of the window of 20 tokens",
+    ),
+}  # fmt: skip
+PACKED: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, head_dim=16)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,
+            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        )
+    ),
+    "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SHAPE, logits_scaling=4.0)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
+}  # fmt: skip
+
+
+def make(build: Callable[[], Any]) -> Any:
+    """Random weights that make each token's distribution depend on its context."""
+    torch.manual_seed(0)
+    model = build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "A_log" not in name:
+                parameter.mul_(4.0)
+    return model.train()
+
+
+def make_groups() -> list[ScoredGroup]:
+    """Ragged: prompts of 1 to 12 tokens, completions of 1 to 11."""
+    generator = torch.Generator().manual_seed(3)
+    groups = []
+    for position, (prompt, *completions) in enumerate(([12, 11, 1, 7], [1, 4, 9, 2], [6, 1, 8, 8])):
+        draw = [tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in (prompt, *completions)]
+        rollouts = tuple(
+            Rollout(draw[0], ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
+            for ids in draw[1:]
+        )
+        advantages = torch.randn(len(rollouts), generator=generator)
+        groups.append(ScoredGroup(Group({}, rollouts, position), torch.zeros(len(rollouts), 1), advantages))
+    return groups
+
+
+def own_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
+    total = torch.zeros(())
+    for group in groups:
+        for rollout, advantage in zip(group.group.rollouts, group.advantages, strict=True):
+            ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+            logprobs = model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
+            total = total - advantage * logprobs.gather(1, ids[0, len(rollout.prompt_ids) :, None]).sum()
+    return total
+
+
+def our_loss(model: Any, groups: list[ScoredGroup], budget: int, share_prompts: bool) -> torch.Tensor:
+    rows = pack(groups, budget, False, torch.device("cpu"), share_prompts)
+    return sum((-(row.advantages * policy_logprobs(model, row, 1.0)[0]).sum() for row in rows), torch.zeros(()))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-8))
+
+
+def compare(model: Any, budget: int, share_prompts: bool, own: str) -> None:
+    """Loss and every gradient, ours and the model's own."""
+    groups, chosen = make_groups(), model.config._attn_implementation
+    loss = our_loss(model, groups, budget, share_prompts)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.set_attn_implementation(own)
+    expected = own_loss(model, groups)
+    expected.backward()
+    model.set_attn_implementation(chosen)
+    assert relative_error(loss.detach(), expected.detach()) < 1e-4
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert found[name] is None, name
+        else:
+            assert relative_error(found[name], parameter.grad) < 1e-4, name
+
+
+@pytest.mark.parametrize("budget", [1000, 25], ids=["one batch", "several"])
+@pytest.mark.parametrize("kind", PADDED)
+def test_what_cannot_be_packed_is_padded_and_equals_the_models_own_computation(kind: str, budget: int) -> None:
+    build, reason = PADDED[kind]
+    model = make(build)
+    assert reason in choose_rows(model) and model.training
+    own = model.config._attn_implementation
+    assert own != attention.NAME
+    compare(model, budget, share_prompts=False, own=own)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_what_can_be_packed_is(kind: str) -> None:
+    model = make(PACKED[kind])
+    assert choose_rows(model) == "" and model.training
+    assert model.config._attn_implementation == attention.NAME
+    compare(model, 1000, share_prompts=True, own="eager")
+
+
+@pytest.mark.parametrize("share_prompts", [True, False], ids=["shared prompts", ""])
+def test_a_llama_forced_into_padded_rows_gives_the_packed_result(share_prompts: bool, monkeypatch: Any) -> None:
+    """Also from a row whose prompts are shared: a prompt's states are then those of its first completion's row."""
+    monkeypatch.setattr(hf.LlamaForCausalLM, "_supports_attention_backend", False)
+    model = make(PACKED["llama"])
+    assert "doesn't use" in choose_rows(model)
+    compare(model, 40, share_prompts, own="sdpa")
+    packed = make(PACKED["llama"])
+    packed.set_attn_implementation(attention.NAME)
+    groups = make_groups()
+    ours, theirs = our_loss(model, groups, 40, share_prompts), our_loss(packed, groups, 1000, True)
+    model.zero_grad()
+    ours.backward()
+    theirs.backward()
+    assert relative_error(ours.detach(), theirs.detach()) < 1e-5
+    for (name, padded), other in zip(model.named_parameters(), packed.parameters(), strict=True):
+        assert relative_error(padded.grad, other.grad) < 1e-4, name
+
+
+def test_logits_that_no_known_transform_gives_are_refused() -> None:
+    """A scale after the head that `logprobs` doesn't know shows at once, packed or padded."""
+    model = make(PACKED["llama"])
+    model.lm_head.register_forward_hook(lambda module, args, out: out * 1.5)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM can't be trained \(.*nats from its own logits\)"):
+        choose_rows(model)
+
+
+def test_a_leak_between_the_segments_of_a_row_shows() -> None:
+    """An architecture that claims the interface and mixes tokens past it as well."""
+    model = make(PACKED["llama"])
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out + 0.5 * out.cumsum(1))
+    assert "packed log-probabilities differ" in choose_rows(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_bfloat16_rounding_is_no_obstacle() -> None:
+    model = make(PACKED["llama"]).to(torch.bfloat16)
+    assert choose_rows(model) == ""
+
+
+def test_a_model_chosen_once_can_be_chosen_again() -> None:
+    model = make(PACKED["llama"])
+    assert choose_rows(model) == choose_rows(model) == ""
+
+
+def test_the_rows_of_a_layout() -> None:
+    """p p p | a a | b b b b: two sequences; the prompt's place is in the first."""
+    rows = rows_of(SegmentLayout((3, 2, 4), ((), (0,), (0,))))
+    assert rows.tokens.tolist() == [[0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 5, 6, 7, 8]]
+    assert rows.lengths.tolist() == [5, 7]
+    assert rows.places.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13]
+
+
+def test_the_rows_of_a_conversation_whose_turns_see_each_other() -> None:
+    rows = rows_of(SegmentLayout((2, 1, 2), ((), (0,), (0, 1))))
+    assert rows.tokens.tolist() == [[0, 1, 2, 3, 4]] and rows.places.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_sample_of_the_proof_has_distinct_completions() -> None:
+    """`_in_order` tells completions apart by their tokens."""
+    rollouts = [r for g in parity._samples(make(PACKED["llama"])) for r in g.group.rollouts]
+    assert len({r.completion_ids for r in rollouts}) == len(rollouts) == 4
