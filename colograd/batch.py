@@ -54,7 +54,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G completions of one prompt. A group never leaves its rank."""
+    """The G completions of one prompt. All are sampled and scored on one rank; another may train them."""
 
     example: dict[str, Any]
     rollouts: tuple[Rollout, ...]  # [G]
@@ -129,11 +129,12 @@ class MicroBatch:
 class StepBatch:
     """One optimizer step's work on this rank, with the step's global denominators."""
 
-    micro_batches: tuple[MicroBatch, ...]  # [M], M equal on all ranks
+    micro_batches: tuple[MicroBatch, ...]  # [M], M equal on all ranks where these must step together
     num_loss_tokens: int  # tokens in the loss, over all ranks and groups, packed or not
     num_sequences: int  # completions, likewise
     metrics: dict[str, float]  # reduced over ranks: what was known before training
     first_of_round: bool  # whether its rollouts were sampled by the weights it trains
+    groups: tuple[ScoredGroup, ...]  # what the micro-batches hold: they can be packed again under another budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 
 from .advantages import group_std
-from .batch import FinishReason, Group, MicroBatch, Prompt, ScoredGroup, StepBatch
+from .balance import balance
+from .batch import FinishReason, Group, Prompt, ScoredGroup, StepBatch
 from .metrics import PhaseTimes
-from .packing import has_signal, loss_tokens, pack
+from .packing import PackingRules, has_signal, loss_tokens, pack_step
 from .ranks import gather, together
 
 
@@ -33,17 +34,6 @@ class Stages(Protocol):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class PackingRules:
-    """What `pack` needs to know of the run."""
-
-    max_tokens: int
-    mask_truncated: bool
-    skip_without_signal: bool
-    share_prompts: bool
-    device: torch.device
-
-
 @dataclass(slots=True)
 class RolloutStatistics:
     """What one rank's groups say, in plain lists: small, and exact when joined over ranks."""
@@ -57,6 +47,7 @@ class RolloutStatistics:
     loss_tokens: int = 0
     packed_tokens: int = 0  # through the model in one forward
     micro_batches: int = 0
+    moved_groups: int = 0  # trained here and sampled on another rank
 
     def add(self, group: ScoredGroup, totals: torch.Tensor, mask_truncated: bool) -> None:
         for rollout in group.group.rollouts:
@@ -67,6 +58,14 @@ class RolloutStatistics:
         self.rewards += group.rewards.tolist()
         self.totals += totals.tolist()
         self.flat_groups.append(bool(group_std(totals) < 1e-8))
+
+    @classmethod
+    def of(cls, groups: Iterable[tuple[ScoredGroup, torch.Tensor]], mask_truncated: bool) -> RolloutStatistics:
+        """The statistics of one step's groups, with their weighted reward sums."""
+        found = cls()
+        for group, totals in groups:
+            found.add(group, totals, mask_truncated)
+        return found
 
     @classmethod
     def join(cls, parts: Iterable[RolloutStatistics]) -> RolloutStatistics:
@@ -82,6 +81,7 @@ class RolloutStatistics:
             whole.loss_tokens += part.loss_tokens
             whole.packed_tokens += part.packed_tokens
             whole.micro_batches += part.micro_batches
+            whole.moved_groups += part.moved_groups
         return whole
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
@@ -156,29 +156,31 @@ def collect(
         by_position = {group.group.position: (group, totals) for group, totals in scored}
         of_steps = [[by_position[prompt.position] for prompt in step] for step in steps]
         with times.phase("pack"):
-            packed = [_pack_step(of_step, rules) for of_step in of_steps]
+            trained = [_trained(of_step, rules) for of_step in of_steps]
+            locals_ = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in of_steps]
     batches = []
-    for index, (micro_batches, local) in enumerate(packed):
+    for index, (own, local) in enumerate(zip(trained, locals_, strict=True)):
+        with times.phase("pack"):
+            groups = own
+            if rules.balance_ranks:
+                groups, local.moved_groups = balance(own, rules.pair_cost, rules.share_prompts)
+            micro_batches = pack_step(groups, rules)
+        local.packed_tokens = sum(row.input_ids.numel() for row in micro_batches)
+        local.micro_batches = len(micro_batches)
         whole = RolloutStatistics.join(gather(local))
         metrics = whole.metrics(reward_names)
         metrics["train/packed_tokens"] = float(whole.packed_tokens)
         metrics["train/micro_batches"] = float(whole.micro_batches)
+        metrics["train/moved_groups"] = float(whole.moved_groups)
         metrics["train/sampled_tokens"] = float(sum(whole.lengths))
         metrics["train/rollout_tokens"] = float(whole.prompt_tokens + sum(whole.lengths))
-        batches.append(StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0))
+        batches.append(
+            StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0, tuple(groups))
+        )
     return batches, [group for of_step in of_steps for group, _ in of_step]
 
 
-def _pack_step(
-    groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules
-) -> tuple[tuple[MicroBatch, ...], RolloutStatistics]:
-    """Pack one step's groups. Those without a reward difference carry no gradient: they count in the denominators and
-    the metrics, and are not trained on."""
-    trained = [group for group, _ in groups if has_signal(group) or not rules.skip_without_signal]
-    micro_batches = pack(trained, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    local = RolloutStatistics(
-        packed_tokens=sum(m.input_ids.numel() for m in micro_batches), micro_batches=len(micro_batches)
-    )
-    for group, totals in groups:
-        local.add(group, totals, rules.mask_truncated)
-    return micro_batches, local
+def _trained(groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules) -> list[ScoredGroup]:
+    """The groups that are packed. Those without a reward difference carry no gradient: they count in the denominators
+    and the metrics, and are not trained on."""
+    return [group for group, _ in groups if has_signal(group) or not rules.skip_without_signal]

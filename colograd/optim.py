@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from .config import GRPOConfig
+
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 -> (bfloat16 rounded to nearest, ties away from zero; int16 remainder). Exact: see `join_master`.
@@ -118,3 +120,14 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
                 return False
             parameter.grad_dtype = torch.float32
     return True
+
+
+def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
+    """AdamWSplit where it is asked for; None: transformers makes the optimizer that ``optim`` names."""
+    if args.optim != "adamw_split":
+        return None
+    return AdamWSplit, {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }

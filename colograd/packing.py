@@ -11,7 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
-from .batch import FinishReason, MicroBatch, Rollout, ScoredGroup, SegmentLayout
+from .batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, SegmentLayout
+from .ranks import gather, together
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRules:
+    """How a run's groups become micro-batches."""
+
+    max_tokens: int  # the budget of a micro-batch
+    mask_truncated: bool
+    skip_without_signal: bool  # groups that would get no gradient aren't packed
+    share_prompts: bool  # one prompt per group in a row; False: rows that are padded later, see `padded`
+    balance_ranks: bool  # move groups between ranks of unequal cost, see `balance`
+    equal_counts: bool  # ranks must step together: the same number of micro-batches on each
+    pair_cost: float  # of one query-key pair, in tokens, see `balance.pair_cost`
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,30 @@ def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
     if mask_truncated and rollout.finish_reason is FinishReason.LENGTH:
         return torch.zeros_like(rollout.sampled)
     return rollout.sampled
+
+
+def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[MicroBatch, ...]:
+    """One step's micro-batches on this rank. A collective; with ``equal_counts`` short ranks add dummies."""
+    with together("packing"):
+        rows = pack(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+    if rules.equal_counts:
+        rows += (dummy(rules.device),) * (max(gather(len(rows))) - len(rows))
+    return rows
+
+
+def dummy(device: torch.device, prompt: int = 1, completions: Sequence[int] = (1,)) -> MicroBatch:
+    """A row of token 0 that goes through forward and backward with loss 0, and gives every parameter that the model
+    uses a gradient of zeros. No token is in the loss, so it counts in no metric.
+
+    Args:
+        prompt, completions: lengths in tokens.
+    """
+    rollouts = tuple(
+        Rollout((0,) * prompt, (0,) * n, torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
+        for n in completions
+    )
+    group = ScoredGroup(Group({}, rollouts, -1), torch.zeros(len(rollouts), 1), torch.zeros(len(rollouts)))
+    return _micro_batch(_parts(group, 2**62), False, device)
 
 
 def pack(

@@ -25,6 +25,7 @@ from transformers.trainer_utils import TrainOutput
 
 from . import evaluation, process
 from .advantages import group_advantages
+from .balance import pair_cost
 from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .card import SETTINGS, RunFacts, reward_plot, write_card
 from .completions import print_table
@@ -32,11 +33,12 @@ from .config import GRPOConfig
 from .config.check import check_trainer
 from .data import PromptDataset, PromptLoader, StepOrder, tokenize_prompts
 from .engine import Engine, Sampling, check_sampling, check_vllm
-from .experience import PackingRules, collect
+from .experience import collect
 from .logprobs import policy_logprobs
 from .losses import LOSSES
 from .metrics import Metrics, PhaseTimes
-from .optim import AdamWSplit, accumulate_in_float32
+from .optim import accumulate_in_float32, optimizer_class
+from .packing import PackingRules
 from .policy import load_policy
 from .progress import Console
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
@@ -99,7 +101,7 @@ class GRPOTrainer(ResumableTrainer):
             processing_class=self.policy.tokenizer,
             callbacks=callbacks,
             optimizers=optimizers,
-            optimizer_cls_and_kwargs=_optimizer(args) if optimizers[0] is None else None,
+            optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
         )
         self.model_accepts_loss_kwargs = True  # the step's denominator is applied here, not by transformers
         # Ranks hold full copies whose gradients are summed once per step (see ranks.py): no DDP around the model.
@@ -116,6 +118,7 @@ class GRPOTrainer(ResumableTrainer):
         self._round: list[StepBatch] = []  # what is left of the present round
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
         self._step_started = 0.0
+        self.rules = self._packing_rules()
         self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
         self._build_engine()
 
@@ -190,6 +193,19 @@ class GRPOTrainer(ResumableTrainer):
             if part.num_dropped:
                 say(f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped")
 
+    def _packing_rules(self) -> PackingRules:
+        args: GRPOConfig = self.args
+        return PackingRules(
+            max_tokens=int(args.max_tokens_per_microbatch or 0),
+            mask_truncated=args.mask_truncated_completions,
+            skip_without_signal=True,  # nothing but the advantage gives a gradient in this version
+            share_prompts=not self.policy.why_padded,
+            balance_ranks=args.balance_ranks and world_size() > 1,
+            equal_counts=False,  # ranks hold full copies: they meet at the exchange of gradients only
+            pair_cost=pair_cost(self.model.config, self.model.num_parameters()),
+            device=args.device,
+        )
+
     # -- stages: a subclass replaces any of these
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
@@ -242,15 +258,8 @@ class GRPOTrainer(ResumableTrainer):
 
     def _collect(self, steps: list[list[Prompt]]) -> list[StepBatch]:
         self.publish()
-        rules = PackingRules(
-            max_tokens=self.args.max_tokens_per_microbatch,
-            mask_truncated=self.args.mask_truncated_completions,
-            skip_without_signal=True,  # nothing but the advantage gives a gradient in this version
-            share_prompts=not self.policy.why_padded,
-            device=self.args.device,
-        )
         names = [reward.name for reward in self.rewards]
-        batches, groups = collect(self, steps, rules, names, self.times)
+        batches, groups = collect(self, steps, self.rules, names, self.times)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         self._show_completions(groups)
         if self.args.round_length == 1:
@@ -457,14 +466,3 @@ def step_order(num_prompts: int, args: GRPOConfig) -> StepOrder:
         shuffle=bool(args.shuffle_dataset),
         seed=args.data_seed if args.data_seed is not None else args.seed,
     )
-
-
-def _optimizer(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
-    """AdamWSplit where it is asked for; None: transformers makes the optimizer that ``optim`` names."""
-    if args.optim != "adamw_split":
-        return None
-    return AdamWSplit, {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-    }

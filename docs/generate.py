@@ -57,8 +57,8 @@ that names the nearest known one.
 
 One optimizer step takes `prompts_per_step` prompts over all ranks, with `num_generations` completions each. TRL's way
 of saying it is taken too: `per_device_train_batch_size * gradient_accumulation_steps * ranks` completions. Either way a
-group stays on one rank. Micro-batches don't follow from these numbers: they are cut by `max_tokens_per_microbatch`, and
-the update doesn't depend on where they are cut.
+group is sampled on one rank. Micro-batches don't follow from these numbers: they are cut by
+`max_tokens_per_microbatch`, and the update doesn't depend on where they are cut.
 
 ## Precision
 

@@ -247,6 +247,7 @@ NEW = {
     "max_completion_length_eval",
     "vllm_engine_kwargs",
     "max_tokens_per_microbatch",
+    "balance_ranks",
     "weights",
     "log_completions_steps",
     "verbose",

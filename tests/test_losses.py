@@ -52,7 +52,7 @@ class Step:
 
     @property
     def batch(self) -> StepBatch:
-        return StepBatch((), self.num_loss_tokens, len(self.rollouts), {}, True)
+        return StepBatch((), self.num_loss_tokens, len(self.rollouts), {}, True, ())
 
     def rows(self, budget: int, on_policy: bool) -> list[MicroBatch]:
         rows = pack(self.groups, budget, True, torch.device("cpu"))
@@ -337,5 +337,5 @@ def test_a_loss_takes_its_knobs_from_the_configuration() -> None:
 
 
 def test_an_empty_step_has_a_denominator() -> None:
-    empty = StepBatch((), 0, 0, {}, True)
+    empty = StepBatch((), 0, 0, {}, True, ())
     assert all(make_loss(name, "none", "symmetric").denominator(empty) > 0 for name in LOSSES)

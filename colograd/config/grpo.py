@@ -196,6 +196,13 @@ class GRPOConfig(TrainingArguments):
         default=None,
         metadata={"help": "Tokens in one forward and backward; default 16384 on a GPU and 4096 on a CPU."},
     )
+    balance_ranks: bool = field(
+        default=True,
+        metadata={
+            "help": "After scoring, move groups (their token ids) from the rank whose training would take longest to "
+            "others, where that shortens the step by more than a tenth. The update is the same up to rounding."
+        },
+    )
     weights: str = field(
         default="auto", metadata={"help": "How the engine gets new weights: `auto` or `copied` in this version."}
     )

@@ -1,0 +1,101 @@
+"""Collect and differentiate one step whose lengths differ wildly between ranks. Started by tests/test_balance.py.
+
+    torchrun --nproc-per-node 2 uneven_ranks.py OUT_DIR
+
+Every rank's `collect` is the real one; the engine and the rewards are stand-ins that know each prompt's outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from colograd import attention
+from colograd.batch import FinishReason, Group, Prompt, Rollout
+from colograd.experience import collect
+from colograd.logprobs import policy_logprobs
+from colograd.metrics import PhaseTimes
+from colograd.packing import PackingRules
+from colograd.ranks import rank, sum_gradients, world_size
+
+# (prompt tokens, completion tokens) of six groups: the first half is long.
+LENGTHS = [(60, (50, 40, 60)), (40, (60, 60, 50)), (50, (40, 30, 60)), (5, (3, 2, 1)), (4, (1, 6, 2)), (6, (2, 2, 2))]
+
+
+class Outcomes:
+    """Stages whose results depend on the prompt's position alone."""
+
+    def generate(self, prompts: Any) -> Any:
+        for prompt in reversed(prompts):
+            draw = torch.Generator().manual_seed(prompt.position)
+            rollouts = []
+            for length in LENGTHS[prompt.position][1]:
+                ids = tuple(torch.randint(128, (length,), generator=draw).tolist())
+                logprobs = -torch.rand(length, generator=draw)
+                kept = torch.rand(length, generator=draw) < 0.9
+                rollouts.append(Rollout(prompt.prompt_ids, ids, logprobs, kept, FinishReason.STOP, 3))
+            yield Group(prompt.example, tuple(rollouts), prompt.position)
+
+    def score(self, group: Group) -> torch.Tensor:
+        return torch.tensor([[float(sum(r.completion_ids) % 7)] for r in group.rollouts])
+
+    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
+        return rewards[:, 0]
+
+    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
+        return rewards[:, 0] - rewards.mean()
+
+
+def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -> dict[str, Any]:
+    """This rank's share of one step, with the gradient of all."""
+    share = len(LENGTHS) // world_size()
+    prompts = [
+        Prompt({"unpicklable": lambda: 0}, tuple(range(1, LENGTHS[i][0] + 1)), i)
+        for i in range(rank() * share, (rank() + 1) * share)
+    ]
+    rules = PackingRules(max_tokens, False, True, True, balance_ranks, equal_counts, 1e-3, torch.device("cpu"))
+    (batch,), groups = collect(Outcomes(), [prompts], rules, ["outcome"], PhaseTimes())
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for row in batch.micro_batches:
+        logprobs, _ = policy_logprobs(model, row, 1.0)
+        weight = (logprobs.detach() - row.sampler_logprobs).exp()
+        loss = -(weight * row.advantages * row.loss_mask * logprobs).sum().double() / batch.num_loss_tokens
+        loss.backward()
+        total += loss.detach()
+    sum_gradients(list(model.parameters()))
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return {
+        "loss": total.item(),
+        "gradient": torch.cat([p.grad.flatten() for p in model.parameters()]).tolist(),
+        "tokens": sum(row.input_ids.numel() for row in batch.micro_batches),
+        "micro_batches": len(batch.micro_batches),
+        "moved": batch.metrics["train/moved_groups"],
+        "own_groups": [group.group.position for group in groups],
+        "metrics": {k: v for k, v in batch.metrics.items() if k not in ("train/moved_groups", "train/micro_batches")},
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, attn_implementation=attention.NAME,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+    results = [step(model, *case) for case in ((1000, False, False), (1000, True, False), (120, True, True))]
+    Path(sys.argv[1], f"rank{rank()}-of-{world_size()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
