@@ -6,13 +6,14 @@ recomputed in the backward pass, so memory doesn't grow with the vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from . import attention, padded
-from .batch import MicroBatch
+from .batch import MicroBatch, StepBatch
 
 # Logits alive at once: 2**25 float32 values are 128 MiB (and their gradient as much again, in the backward).
 CHUNK_ELEMENTS = 2**25
@@ -31,6 +32,15 @@ def policy_logprobs(
     return label_logprobs(
         hidden, head.weight, getattr(head, "bias", None), micro_batch.labels, temperature, _logit_transform(model)
     )
+
+
+@torch.no_grad()
+def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
+    """The step with the log-probabilities of the present weights, for when these have moved on."""
+    rows = tuple(
+        dataclasses.replace(row, old_logprobs=policy_logprobs(model, row, temperature)[0]) for row in step.micro_batches
+    )
+    return dataclasses.replace(step, micro_batches=rows, first_of_round=False)
 
 
 def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:

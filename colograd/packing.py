@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, SegmentLayout
+from .batch import FinishReason, MicroBatch, Rollout, ScoredGroup, SegmentLayout
 from .ranks import gather, together
 
 
@@ -62,19 +62,34 @@ def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[Micro
     return rows
 
 
-def dummy(device: torch.device, prompt: int = 1, completions: Sequence[int] = (1,)) -> MicroBatch:
+def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> MicroBatch:
     """A row of token 0 that goes through forward and backward with loss 0, and gives every parameter that the model
     uses a gradient of zeros. No token is in the loss, so it counts in no metric.
 
     Args:
-        prompt, completions: lengths in tokens.
+        groups: tokens of each prompt and of its completions.
     """
-    rollouts = tuple(
-        Rollout((0,) * prompt, (0,) * n, torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
-        for n in completions
-    )
-    group = ScoredGroup(Group({}, rollouts, -1), torch.zeros(len(rollouts), 1), torch.zeros(len(rollouts)))
-    return _micro_batch(_parts(group, 2**62), False, device)
+    nothing = torch.zeros(())
+    parts = []
+    for prompt, completions in groups:
+        rollouts = tuple(
+            Rollout((0,) * prompt, (0,) * n, torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
+            for n in completions
+        )
+        parts.append(Part(rollouts, (nothing,) * len(rollouts)))
+    return _micro_batch(parts, False, device)
+
+
+def sequences(row: MicroBatch) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], slice]]:
+    """The completions of a row, as ((prompt ids, completion ids), where they lie in the [N] tensors)."""
+    segments = row.input_ids[0].split(row.layout.lengths)
+    ids = [tuple(segment.tolist()) for segment in segments]
+    found, at = [], 0
+    for index, seen in enumerate(row.layout.sees):
+        if seen:
+            found.append(((ids[seen[0]], ids[index]), slice(at, at + len(ids[index]))))
+            at += len(ids[index])
+    return found
 
 
 def pack(

@@ -15,7 +15,7 @@ import torch
 from . import attention
 from .batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
 from .logprobs import policy_logprobs
-from .packing import pack
+from .packing import pack, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
 # Mean difference of log-probabilities in nats: far above rounding, far below another context's probabilities.
@@ -140,9 +140,7 @@ def _difference(model: Any, expected: torch.Tensor, share_prompts: bool) -> floa
 
 def _in_order(rows: Sequence[MicroBatch], found: Sequence[torch.Tensor], groups: Sequence[ScoredGroup]) -> torch.Tensor:
     """Log-probabilities in the order of the groups' completions, whose tokens tell them apart."""
-    by_completion = {}
+    by_completion: dict[tuple[int, ...], torch.Tensor] = {}
     for row, values in zip(rows, found, strict=True):
-        for index in range(row.num_sequences):
-            mine = row.sequence == index
-            by_completion[tuple(row.labels[mine].tolist())] = values[mine]
+        by_completion |= {completion: values[place] for (_, completion), place in sequences(row)}
     return torch.cat([by_completion[r.completion_ids] for group in groups for r in group.group.rollouts])

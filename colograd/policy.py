@@ -12,6 +12,7 @@ from transformers.utils import logging as hf_logging
 
 from .config import GRPOConfig
 from .parity import choose_rows
+from .ranks import world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,23 @@ class Policy:
         """Longest sequence the model takes, in tokens."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
+
+    def describe(self, config: GRPOConfig, max_tokens: int) -> list[str]:
+        """What the user should know at start, in lines."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
+        lines = [
+            f"policy: {self.model.num_parameters() / 1e6:,.0f} M parameters, {dtype}, {config.optim}; "
+            f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
+            f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}"
+        ]
+        if self.why_padded:
+            lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
+        if self.model.dtype == torch.bfloat16 and config.optim != "adamw_split":
+            lines.append(
+                f"optimizer: {config.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't"
+            )
+        return lines
 
 
 def load_policy(

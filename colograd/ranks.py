@@ -34,7 +34,8 @@ class RankError(RuntimeError):
 def together(what: str) -> Iterator[None]:
     """Run the body on all ranks; if it raises on any, every rank raises before its next collective.
 
-    The failing rank keeps its own exception; the others raise `RankError` with its text. The body may contain no
+    The failing rank keeps its own exception; the others raise `RankError` with its text. Where ranks failed for want of
+    memory alone, every rank raises `torch.OutOfMemoryError`, so that all can try again alike. The body may contain no
     collective that a failing rank would skip.
     """
     failure: BaseException | None = None
@@ -43,12 +44,14 @@ def together(what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     if world_size() > 1:
-        text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        texts = gather(text)
-        if failure is None:
-            for other, message in enumerate(texts):
-                if message is not None:
-                    raise RankError(f"Rank {other} failed in {what}: {message}")
+        memory = isinstance(failure, torch.OutOfMemoryError)
+        reports = gather(None if failure is None else (memory, f"{type(failure).__name__}: {failure}"))
+        reported = [(other, *report) for other, report in enumerate(reports) if report is not None]
+        faults = [f"Rank {other} failed in {what}: {text}" for other, of_memory, text in reported if not of_memory]
+        if faults and (failure is None or memory):
+            raise RankError(faults[0])
+        if reported and not faults and failure is None:
+            raise torch.OutOfMemoryError(f"Rank {reported[0][0]} failed in {what}: {reported[0][2]}")
     if failure is not None:
         raise failure
 

@@ -23,9 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from . import evaluation, process
+from . import budget, evaluation, process
 from .advantages import group_advantages
-from .balance import pair_cost
 from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .card import SETTINGS, RunFacts, reward_plot, write_card
 from .completions import print_table
@@ -34,11 +33,10 @@ from .config.check import check_trainer
 from .data import PromptDataset, PromptLoader, StepOrder, tokenize_prompts
 from .engine import Engine, Sampling, check_sampling, check_vllm
 from .experience import collect
-from .logprobs import policy_logprobs
+from .logprobs import policy_logprobs, with_old_logprobs
 from .losses import LOSSES
 from .metrics import Metrics, PhaseTimes
 from .optim import accumulate_in_float32, optimizer_class
-from .packing import PackingRules
 from .policy import load_policy
 from .progress import Console
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
@@ -118,7 +116,7 @@ class GRPOTrainer(ResumableTrainer):
         self._round: list[StepBatch] = []  # what is left of the present round
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
         self._step_started = 0.0
-        self.rules = self._packing_rules()
+        self.rules = budget.rules_for(args, self.policy)  # the token budget in it may change
         self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
         self._build_engine()
 
@@ -178,33 +176,12 @@ class GRPOTrainer(ResumableTrainer):
         say = self.console.say
         say(self.engine.describe())
         say(self.weights.describe())
-        if self.policy.why_padded:
-            say(f"rows: padded, each completion with its prompt ({self.policy.why_padded})")
-        parameters = sum(p.numel() for p in self.model.parameters())
-        say(
-            f"policy: {parameters / 1e6:,.0f} M parameters, {str(self.policy.model.dtype).removeprefix('torch.')}, "
-            f"{args.optim}; {args.prompts_per_step} prompts x {args.num_generations} completions per step on "
-            f"{world_size()} rank(s) of {torch.get_num_threads()} thread(s), micro-batches of "
-            f"{args.max_tokens_per_microbatch:,} tokens; ready in {time.perf_counter() - started:.0f} s"
-        )
-        if self.policy.model.dtype == torch.bfloat16 and self.args.optim != "adamw_split":
-            say(f"optimizer: {args.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't")
+        for line in self.policy.describe(args, self.rules.max_tokens):
+            say(line)
         for part in prompts:
             if part.num_dropped:
                 say(f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped")
-
-    def _packing_rules(self) -> PackingRules:
-        args: GRPOConfig = self.args
-        return PackingRules(
-            max_tokens=int(args.max_tokens_per_microbatch or 0),
-            mask_truncated=args.mask_truncated_completions,
-            skip_without_signal=True,  # nothing but the advantage gives a gradient in this version
-            share_prompts=not self.policy.why_padded,
-            balance_ranks=args.balance_ranks and world_size() > 1,
-            equal_counts=False,  # ranks hold full copies: they meet at the exchange of gradients only
-            pair_cost=pair_cost(self.model.config, self.model.num_parameters()),
-            device=args.device,
-        )
+        say(f"ready in {time.perf_counter() - started:.0f} s")
 
     # -- stages: a subclass replaces any of these
 
@@ -258,26 +235,37 @@ class GRPOTrainer(ResumableTrainer):
 
     def _collect(self, steps: list[list[Prompt]]) -> list[StepBatch]:
         self.publish()
+        if not self.rules.max_tokens:
+            self._measure_budget()
         names = [reward.name for reward in self.rewards]
         batches, groups = collect(self, steps, self.rules, names, self.times)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         self._show_completions(groups)
         if self.args.round_length == 1:
             return batches
-        with together("the old log-probabilities"), self.times.phase("old_logprobs"):
+        with (
+            together("the old log-probabilities"),
+            self.times.phase("old_logprobs"),
+            self.compute_loss_context_manager(),
+        ):
             # The first step trains on what its own weights sampled; for the later ones the policy has moved on.
-            behind = [self._with_old_logprobs(batch) for batch in batches]
+            behind = [with_old_logprobs(self.model, batch, self.args.temperature) for batch in batches]
         return [batches[0], *behind[1:], *behind * (self.args.num_iterations - 1)]
 
-    @torch.no_grad()
-    def _with_old_logprobs(self, batch: StepBatch) -> StepBatch:
-        """Fix the log-probabilities of the weights that sampled the step's rollouts."""
-        micro_batches = []
-        for micro_batch in batch.micro_batches:
+    def _measure_budget(self) -> None:
+        """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
+        args: GRPOConfig = self.args
+
+        def loss(micro_batch: MicroBatch) -> torch.Tensor:
             with self.compute_loss_context_manager():
-                old, _ = policy_logprobs(self.model, micro_batch, self.args.temperature)
-            micro_batches.append(dataclasses.replace(micro_batch, old_logprobs=old.detach()))
-        return dataclasses.replace(batch, micro_batches=tuple(micro_batches), first_of_round=False)
+                return self.compute_loss(self.model, micro_batch).loss
+
+        shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
+        with self.times.phase("measure"):
+            pending = budget.optimizer_bytes(self.model, self.optimizer, args.optim)
+            tokens = budget.measure(self.model.train(), loss, shape, self.rules, pending)
+        self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
+        self.console.say(f"memory: room for micro-batches of {tokens:,} tokens")
 
     def publish(self) -> None:
         """Give the engine the policy's present weights, unless it has them."""
@@ -288,32 +276,53 @@ class GRPOTrainer(ResumableTrainer):
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one optimizer step; leaves the summed, normalised gradient in ``.grad``."""
         model.train()
-        metrics, denominator = Metrics(), self.loss.denominator(inputs)
-        total = torch.zeros((), device=self.args.device)
-        with together("training"), self.times.phase("train"):
-            for index, micro_batch in enumerate(inputs.micro_batches):
-                with self.compute_loss_context_manager():
-                    output = self.compute_loss(model, micro_batch)
-                if not math.isfinite(loss := output.loss.item()):
-                    raise FloatingPointError(
-                        f"The loss of step {self.state.global_step + 1}, micro-batch {index} is {loss}: training "
-                        "stops before the weights are touched. Lower learning_rate or max_grad_norm, and look at "
-                        "the step's completions."
-                    )
-                (output.loss / denominator).backward()
-                total += output.loss.detach() / denominator
-                metrics.update(output.sums, output.minima, output.maxima)
-            if not inputs.micro_batches:
-                for parameter in self.model.parameters():
-                    if parameter.requires_grad:
-                        set_zero_gradient(parameter)
+        while True:
+            try:
+                with together("training"), self.times.phase("train"):
+                    metrics = self._forward_backward(model, inputs)
+                break
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            inputs = self._back_off(inputs, reason)  # the exception, whose traceback holds activations, is gone
         with self.times.phase("sync"):
             sum_gradients(list(self.model.parameters()))
-            metrics.add("loss_sum", total, 1.0 / world_size())
             reduced = metrics.reduce()
         loss = reduced.pop("loss_sum")
         self._logs.append({**inputs.metrics, **reduced})
         return torch.tensor(loss, device=self.args.device)
+
+    def _forward_backward(self, model: torch.nn.Module, step: StepBatch) -> Metrics:
+        """Add up the gradient of this rank's micro-batches."""
+        metrics, denominator = Metrics(), self.loss.denominator(step)
+        total = torch.zeros((), device=self.args.device)
+        for index, micro_batch in enumerate(step.micro_batches):
+            with self.compute_loss_context_manager():
+                output = self.compute_loss(model, micro_batch)
+            if not math.isfinite(loss := output.loss.item()):
+                raise FloatingPointError(
+                    f"The loss of step {self.state.global_step + 1}, micro-batch {index} is {loss}: training "
+                    "stops before the weights are touched. Lower learning_rate or max_grad_norm, and look at "
+                    "the step's completions."
+                )
+            (output.loss / denominator).backward()
+            total += output.loss.detach() / denominator
+            metrics.update(output.sums, output.minima, output.maxima)
+        if not step.micro_batches:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    set_zero_gradient(parameter)
+        metrics.add("loss_sum", total, 1.0 / world_size())
+        return metrics
+
+    def _back_off(self, failed: StepBatch, reason: str) -> StepBatch:
+        """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
+        budget.free_memory(self.model)
+        self.rules, (step, *self._round) = budget.back_off(self.rules, [failed, *self._round], reason)
+        self.console.say(
+            f"memory: step {self.state.global_step + 1} ran out of it and is repeated; micro-batches have at most "
+            f"{self.rules.max_tokens:,} tokens from here on"
+        )
+        return step
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         with self.times.phase("optimizer"):

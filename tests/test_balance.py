@@ -160,7 +160,7 @@ def test_neither_budget_nor_order_nor_ranks_change_loss_or_gradient(model: Any, 
 def test_a_dummy_gives_every_parameter_a_gradient_of_zeros_and_counts_nowhere(model: Any, loss_type: str) -> None:
     args = GRPOConfig(output_dir="unused", report_to="none", loss_type=loss_type, use_cpu=True)
     model.zero_grad()
-    row = dummy(CPU, prompt=3, completions=(2, 4))
+    row = dummy(CPU, [(3, (2, 4)), (1, (1,))])
     output = LOSSES[loss_type].from_config(args)(*policy_logprobs(model, row, 1.0), row)
     output.loss.backward()
     assert output.loss.item() == 0

@@ -92,6 +92,17 @@ def test_a_failure_on_one_rank_ends_all_ranks_with_its_message(tiny_model, tmp_p
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+def test_a_rank_that_runs_out_of_memory_makes_all_repeat_the_step_with_the_same_result(
+    two, tiny_model, tmp_path
+) -> None:
+    done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "memory")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "memory: step 1 ran out of it and is repeated" in done.stdout
+    first, second = results(tmp_path, 2)
+    assert [s["weights"] for s in first["seen"]] == [s["weights"] for s in second["seen"]]
+    assert first["losses"] == pytest.approx(two[0]["losses"], abs=1e-5)
+
+
 def test_a_launcher_that_starts_fewer_ranks_than_asked_is_found_out(tiny_model, tmp_path) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run(

@@ -57,6 +57,24 @@ def check_launcher() -> None:
             )
 
 
+def token_budget(given: int | str | None, on_cpu: bool) -> int | str:
+    """``max_tokens_per_microbatch``: a number of tokens, or `auto` where a GPU is to be measured.
+
+    Raises:
+        ValueError: neither a positive number nor `auto`.
+    """
+    if given in (None, "auto"):
+        return 4096 if on_cpu else "auto"
+    try:
+        tokens = int(given or 0)
+    except ValueError:
+        raise ValueError(
+            f"max_tokens_per_microbatch is {given!r}, but must be a number of tokens or `auto`: remove it for `auto`."
+        ) from None
+    _at_least("max_tokens_per_microbatch", tokens, 1)
+    return tokens
+
+
 def check_values(config: GRPOConfig) -> None:
     """Check every field that doesn't depend on the batch arithmetic.
 
@@ -68,7 +86,7 @@ def check_values(config: GRPOConfig) -> None:
             f"num_generations is {config.num_generations}, but a group needs at least 2 completions: an advantage "
             "compares completions of the same prompt. Set num_generations to 2 or more (8 is common)."
         )
-    for name in ("max_completion_length", "num_iterations", "max_tokens_per_microbatch", "num_generations_eval"):
+    for name in ("max_completion_length", "num_iterations", "num_generations_eval"):
         _at_least(name, getattr(config, name), 1)
     for name in ("epsilon", "epsilon_high", "beta", "temperature_eval"):
         _at_least(name, getattr(config, name), 0)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from .check import check_launcher, check_values, fold_batch
+from .check import check_launcher, check_values, fold_batch, token_budget
 from .names import names_checked
 
 
@@ -192,9 +192,12 @@ class GRPOConfig(TrainingArguments):
     )
 
     # -- the training path
-    max_tokens_per_microbatch: int | None = field(
-        default=None,
-        metadata={"help": "Tokens in one forward and backward; default 16384 on a GPU and 4096 on a CPU."},
+    max_tokens_per_microbatch: int | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Tokens in one forward and backward. `auto`: on a GPU measured before the first step, on a CPU "
+            "4096. It is halved for the rest of the run where memory runs out; the update doesn't depend on it."
+        },
     )
     balance_ranks: bool = field(
         default=True,
@@ -230,8 +233,7 @@ class GRPOConfig(TrainingArguments):
             self.scale_rewards, self.scale_rewards
         )
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.max_tokens_per_microbatch is None:
-            self.max_tokens_per_microbatch = 16384 if self.device.type == "cuda" else 4096
+        self.max_tokens_per_microbatch = token_budget(self.max_tokens_per_microbatch, self.on_cpu)
         self.logging_nan_inf_filter = False  # a NaN loss must be seen
         given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}

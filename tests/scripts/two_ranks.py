@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT]
 
-FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only).
+FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only), `memory` (rank 1 runs out of
+memory above 100 tokens).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
+import torch
 
 from colograd import GRPOTrainer
 
@@ -54,6 +56,8 @@ class Watching(GRPOTrainer):
         output = super().compute_loss(model, micro_batch)
         if FAULT == "loss" and RANK == 1 and self.state.global_step == 1:
             output.loss.data.fill_(float("nan"))
+        if FAULT == "memory" and RANK == 1 and micro_batch.input_ids.numel() > 100:
+            raise torch.OutOfMemoryError("rank 1 has no room")
         return output
 
 
