@@ -82,6 +82,32 @@ def test_a_budget_has_bounds() -> None:
     assert budget.fill(memory(10**9, 0)[0], 10**8) == budget.STEP, "not even the smallest row fits"
 
 
+def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the GPU's counters: 100 bytes a token in the forward, 1 MB free, half of it wanted later."""
+    weight = torch.nn.Linear(4, 4)
+    sizes: list[int] = []
+
+    def loss(row: Any) -> torch.Tensor:
+        assert weight.weight.grad is None and row.loss_mask.sum() == 0
+        sizes.append(row.input_ids.numel())
+        if sizes[-1] > 3000:
+            raise torch.OutOfMemoryError("the counters know better than the line")
+        return weight(torch.ones(4)).sum() * 0.0
+
+    counters = {
+        "reset_peak_memory_stats": lambda device: None,
+        "memory_allocated": lambda device: 1000,
+        "max_memory_allocated": lambda device: 1000 + 100 * sizes[-1],
+        "memory_reserved": lambda device: 1000,
+        "mem_get_info": lambda device: (1_000_000, 8_000_000),
+    }
+    for name, stand_in in counters.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    assert budget.measure(weight, loss, (30, 20, 4), RULES, 500_000) == 4000 // 256 * 256, "0.8 * 500,000 / 100"
+    assert sizes == [1024, 2048] and weight.weight.grad is None
+    assert budget.measure(weight, loss, (30, 20, 4), RULES, 0) == 4096 - 256, "4096 ran out of memory"
+
+
 @pytest.mark.parametrize("shape", [(5, 7, 3), (1, 1, 2), (300, 40, 8)])
 @pytest.mark.parametrize("tokens", [2, 3, 50, 1024])
 def test_a_dummy_row_has_the_tokens_it_should(tokens: int, shape: tuple[int, int, int]) -> None:
