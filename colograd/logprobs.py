@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from .batch import MicroBatch
 
-# Logits alive at once. Two float32 tensors of a tile's size live in the forward: 2**24 of them are 64 MiB each.
-TILE_ELEMENTS = 2**24
+# Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
+# tiles would leave it waiting for launches; 32 MiB on a CPU, whose allocator doesn't reuse all that is freed.
+TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
 # More rows than these make a tile too narrow for fast matrix products.
 TILE_ROWS = 8192
 
@@ -100,10 +101,10 @@ class _Head:
         return tile if factor == 1.0 else tile.mul_(factor)
 
 
-def tile_shape(labels: int, vocabulary: int) -> tuple[int, int]:
+def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
     """Rows and columns of the logits that exist at once."""
     rows = max(1, min(labels, TILE_ROWS))
-    return rows, max(1, min(vocabulary, TILE_ELEMENTS // rows))
+    return rows, max(1, min(vocabulary, TILE_ELEMENTS.get(device.type, 2**24) // rows))
 
 
 def _parts(total: int, size: int) -> Iterator[slice]:
@@ -124,7 +125,7 @@ class _LabelLogprobs(torch.autograd.Function):
         head: _Head,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         states = hidden.to(head.dtype)
-        rows, columns = tile_shape(len(labels), len(weight))
+        rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         label_logit, moment, total = states.new_zeros((3, len(labels)), dtype=head.exact).unbind()
         # Not -inf: the first difference to a real maximum has to be finite.
         maximum = torch.full_like(total, torch.finfo(head.exact).min / 2)
@@ -161,7 +162,7 @@ class _LabelLogprobs(torch.autograd.Function):
         head: _Head = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         states = hidden.to(head.dtype)
-        rows, columns = tile_shape(len(labels), len(weight))
+        rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         d_hidden = torch.zeros_like(hidden, dtype=head.exact) if needs_hidden else None
         d_weight = torch.empty_like(weight, dtype=_gradient_dtype(weight)) if needs_weight else None
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None

@@ -74,7 +74,7 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, 
         seen.append(tuple(logits(*args).shape))
         return logits(*args)
 
-    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary: tile)
+    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: tile)
     monkeypatch.setattr(logprobs._Head, "logits", counted)
     found, entropy = label_logprobs(**head, temperature=0.9, transform={"scale": 0.5, "softcap": 4.0})
     tiles = -(-50 // tile[0]) * -(-VOCABULARY // tile[1])
@@ -89,10 +89,11 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, 
 
 @pytest.mark.parametrize("labels", [1, 1200, 8192, 100_000])
 @pytest.mark.parametrize("vocabulary", [258, 49_152, 151_936])
-def test_a_tile_is_never_larger_than_it_may_be(labels: int, vocabulary: int) -> None:
-    rows, columns = logprobs.tile_shape(labels, vocabulary)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tile_is_never_larger_than_it_may_be(labels: int, vocabulary: int, device: str) -> None:
+    rows, columns = logprobs.tile_shape(labels, vocabulary, torch.device(device))
     assert 1 <= rows <= labels and 1 <= columns <= vocabulary
-    assert rows * columns <= logprobs.TILE_ELEMENTS
+    assert rows * columns <= logprobs.TILE_ELEMENTS[device]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -104,7 +105,7 @@ def test_the_gradient_is_the_derivative(
     monkeypatch: pytest.MonkeyPatch, bias: bool, temperature: float, scale: float, softcap: float
 ) -> None:
     """In float64 against finite differences, for every transform, over several tiles."""
-    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary: (2, 3))
+    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: (2, 3))
     generator = torch.Generator().manual_seed(1)
     shapes = [(5, 4), (7, 4)] + ([(7,)] if bias else [])
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
