@@ -43,6 +43,7 @@ class Job:
     dtype: str
     kv_bytes: int
     ignore_eos: bool
+    plain_malloc: bool
     seed: int
     rollouts: str  # where the recorded rollouts are, or come to be
     folder: str  # for what a trainer writes
@@ -395,6 +396,8 @@ def main() -> int:
     process.quiet_logs(verbose=False)
     if not _on_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if job.plain_malloc:
+            process.keep_freed_memory = lambda: None  # type: ignore[method-assign]
         process.keep_freed_memory()
     figures = run_colograd(job) if job.trainer == "colograd" else run_trl(job)
     Path(job.out).write_text(json.dumps(figures))

@@ -51,6 +51,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows-per-microbatch", type=int, help="TRL's per_device_train_batch_size; default: all")
     parser.add_argument("--signal", type=float, default=1.0, help="share of groups with a reward difference (1)")
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has all its tokens")
+    parser.add_argument(
+        "--plain-malloc",
+        action="store_true",
+        help="on a CPU, leave glibc's allocator as it is: both give memory back, and spend more time on page faults",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     options = parser.parse_args(argv)
