@@ -90,7 +90,7 @@ def test_peak_memory_is_that_since_the_reset() -> None:
 def test_log_probabilities_stay_under_the_memory_limit(tmp_path: Path) -> None:
     """The benchmark itself, on a smaller vocabulary: tiles are no smaller than with a large one."""
     command = [sys.executable, str(BENCHMARKS / "logprobs_memory.py"), "--vocabulary", "32000", "--hidden", "64"]
-    command += ["--labels", "2048", "--full-labels", "64", "--out", str(tmp_path / "f.json")]
+    command += ["--labels", "2048", "--full-labels", "2048", "--out", str(tmp_path / "f.json")]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=tiny.clean_environment())
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("\n| ") == 4  # header, rule, two variants
