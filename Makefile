@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= recipes/grpo_smollm2_cpu.yaml
 ARGS ?=
+BENCH ?= --prompt-tokens 45 --completion-tokens 32 --num-generations 4 --prompts-per-step 2 --steps 2
 # cpu or cuda: which of requirements/*.txt is installed. Empty: cuda where `nvidia-smi -L` lists a GPU, else cpu.
 KIND ?=
 
@@ -25,7 +26,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  Variables: CONFIG (a recipe), ARGS (passed on), PYTHON, VENV, KIND (cpu or cuda)'
+	@echo '  Variables: CONFIG (a recipe), ARGS and BENCH (passed on), PYTHON, VENV, KIND (cpu or cuda)'
 
 setup: $(STAMP) ## Make .venv with everything pinned; does nothing when it is up to date
 
@@ -85,8 +86,9 @@ format: $(STAMP) ## Rewrite the sources in the project's format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(STAMP) model ## Print the phase times of a training step
+bench: $(STAMP) model ## Time a training step by phase, then side by side with TRL: BENCH="--prompt-tokens 200"
 	$(PY) tests/benchmarks/phases.py $(ARGS)
+	$(PY) tests/benchmarks/side_by_side.py --model $(MODEL) $(BENCH)
 
 docs: $(STAMP) ## Write the generated pages of docs/
 	$(PY) docs/generate.py

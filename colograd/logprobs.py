@@ -1,22 +1,29 @@
-"""Packed forward -> float32 log-probability and entropy of each label, never the logits of a whole row.
+"""Packed forward -> log-probability and entropy of each label, never the logits of a whole row.
 
-Only the positions that predict a completion token reach the language-model head. The head is applied in chunks that are
-recomputed in the backward pass, so memory doesn't grow with the vocabulary.
+Only the positions that predict a completion token reach the language-model head. Its logits exist one tile (some rows x
+some of the vocabulary) at a time: the forward keeps a running maximum and sum per row (an online softmax, as in arXiv
+1805.02867), the backward computes each tile again and turns it into its gradient in place. So memory grows with neither
+the vocabulary nor the number of labels, but for one number per label.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from . import attention, padded
 from .batch import MicroBatch, StepBatch
 
-# Logits alive at once: 2**25 float32 values are 128 MiB (and their gradient as much again, in the backward).
-CHUNK_ELEMENTS = 2**25
+# Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
+# tiles would leave it waiting for launches; 32 MiB on a CPU, whose allocator doesn't reuse all that is freed.
+TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
+# More rows than these make a tile too narrow for fast matrix products.
+TILE_ROWS = 8192
 
 
 def policy_logprobs(
@@ -65,41 +72,196 @@ def label_logprobs(
     temperature: float,
     transform: dict[str, float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden)."""
-    if not len(labels):
-        return hidden.sum().float() * torch.zeros(0, device=hidden.device), torch.zeros(0, device=hidden.device)
-    size = max(16, CHUNK_ELEMENTS // weight.shape[0])
-    logprobs, entropies = [], []
-    for start in range(0, len(labels), size):
-        part = slice(start, start + size)
-        logprob, entropy = checkpoint(
-            _chunk, hidden[part], weight, bias, labels[part], temperature, transform, use_reentrant=False
-        )
-        logprobs.append(logprob)
-        entropies.append(entropy)
-    return torch.cat(logprobs), torch.cat(entropies)
+    """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden).
+
+    The matrix products are in the head's dtype, or in autocast's where it is on; all else is in float32 (float64 for
+    float64 weights). The weight's gradient has its ``grad_dtype`` where it has one (see `optim.accumulate_in_float32`).
+
+    Raises:
+        RuntimeError: at a second derivative, which isn't implemented.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with torch.autocast(device, enabled=False):
+        return _LabelLogprobs.apply(hidden, weight, bias, labels, _Head(temperature, dtype=dtype, **transform))
 
 
-def _chunk(
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What happens to the logits after the matrix product: capped(scale * logits) / temperature."""
+
+    temperature: float
+    scale: float
+    softcap: float  # 0: none
+    dtype: torch.dtype  # of the matrix products
+
+    @property
+    def exact(self) -> torch.dtype:
+        """Of everything else."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """One tile (rows, columns), before the cap and the temperature; a tensor of its own, for in-place work."""
+        tile = torch.nn.functional.linear(hidden, weight, bias).to(self.exact)
+        return tile if self.scale == 1.0 else tile.mul_(self.scale)
+
+    def cap_(self, tile: torch.Tensor) -> torch.Tensor:
+        """tanh(tile / softcap), in place; the slope of the cap is 1 minus its square."""
+        return tile.div_(self.softcap).tanh_()
+
+    def finish_(self, tile: torch.Tensor) -> torch.Tensor:
+        """From what `cap_` (or, without a cap, `logits`) left to the logits that are sampled from, in place."""
+        factor = (self.softcap or 1.0) / self.temperature
+        return tile if factor == 1.0 else tile.mul_(factor)
+
+
+def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
+    """Rows and columns of the logits that exist at once."""
+    rows = max(1, min(labels, TILE_ROWS))
+    return rows, max(1, min(vocabulary, TILE_ELEMENTS.get(device.type, 2**24) // rows))
+
+
+def _parts(total: int, size: int) -> Iterator[slice]:
+    """0 ... total in slices; one empty slice for nothing."""
+    return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
+
+
+class _LabelLogprobs(torch.autograd.Function):
+    """log softmax(logits)[label] and the entropy, from hidden states and head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        head: _Head,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = hidden.to(head.dtype)
+        rows, columns = tile_shape(len(labels), len(weight), hidden.device)
+        label_logit, moment, total = states.new_zeros((3, len(labels)), dtype=head.exact).unbind()
+        # Not -inf: the first difference to a real maximum has to be finite.
+        maximum = torch.full_like(total, torch.finfo(head.exact).min / 2)
+        for vocabulary in _parts(len(weight), columns):
+            part, part_bias = _cast(weight, bias, vocabulary, head.dtype)
+            for row in _parts(len(labels), rows):
+                tile = head.logits(states[row], part, part_bias)
+                tile = head.finish_(head.cap_(tile) if head.softcap else tile)
+                index, inside = _place(labels[row], vocabulary)
+                label_logit[row] += tile.gather(1, index).squeeze(1).where(inside, 0.0)
+                # Running sums of e^(x - max) and of e^(x - max) (x - max), moved whenever the maximum rises.
+                largest = torch.maximum(maximum[row], tile.amax(dim=1))
+                fall = maximum[row] - largest
+                decay = fall.exp()
+                moment[row] = decay * (moment[row] + fall * total[row])
+                total[row] *= decay
+                maximum[row] = largest
+                tile.sub_(largest[:, None])
+                power = tile.exp()
+                total[row] += power.sum(dim=1)
+                moment[row] += torch.linalg.vecdot(power, tile)
+        normaliser = maximum + total.log()
+        ctx.head = head
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser)
+        entropy = total.log() - moment / total  # H = log Z - E[x], both less the maximum
+        ctx.mark_non_differentiable(entropy)
+        return label_logit - normaliser, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """d logprob / d logit = onehot - softmax, through the temperature, the cap and the scale, tile by tile."""
+        hidden, weight, bias, labels, normaliser = ctx.saved_tensors
+        head: _Head = ctx.head
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        states = hidden.to(head.dtype)
+        rows, columns = tile_shape(len(labels), len(weight), hidden.device)
+        d_hidden = torch.zeros_like(hidden, dtype=head.exact) if needs_hidden else None
+        d_weight = torch.empty_like(weight, dtype=_gradient_dtype(weight)) if needs_weight else None
+        d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for vocabulary in _parts(len(weight), columns):
+                part, part_bias = _cast(weight, bias, vocabulary, head.dtype)
+                # Sums over rows are finished before the next columns: no second gradient of the head's size.
+                of_weight, of_bias = _Sum(head.exact), _Sum(head.exact)
+                for row in _parts(len(labels), rows):
+                    tile = _tile_gradient(
+                        head,
+                        states[row],
+                        part,
+                        part_bias,
+                        _place(labels[row], vocabulary),
+                        normaliser[row],
+                        gradient[row],
+                    )
+                    if d_bias is not None:
+                        of_bias.add(tile.sum(dim=0))
+                    tile = tile.to(head.dtype)
+                    if d_hidden is not None:
+                        d_hidden[row] += tile @ part
+                    if d_weight is not None:
+                        of_weight.add(tile.t() @ states[row])
+                if d_weight is not None:
+                    d_weight[vocabulary] = of_weight.value
+                if d_bias is not None:
+                    d_bias[vocabulary] = of_bias.value
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
+
+
+def _tile_gradient(
+    head: _Head,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    temperature: float,
-    transform: dict[str, float],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    if transform["scale"] != 1.0:
-        logits = logits * transform["scale"]
-    if cap := transform["softcap"]:
-        logits = torch.tanh(logits / cap) * cap
-    if temperature != 1.0:
-        logits = logits / temperature
-    normaliser = logits.logsumexp(dim=-1)
-    logprobs = logits.gather(1, labels[:, None]).squeeze(1) - normaliser
-    with torch.no_grad():  # H = log Z - E[logit]
-        entropy = normaliser - torch.linalg.vecdot((logits - normaliser[:, None]).exp_(), logits)
-    return logprobs, entropy
+    place: tuple[torch.Tensor, torch.Tensor],
+    normaliser: torch.Tensor,
+    gradient: torch.Tensor,
+) -> torch.Tensor:
+    """A tile's logits again, turned into the gradient of the head's product: gradient * (onehot - softmax) * chain."""
+    gradient = gradient * (head.scale / head.temperature)
+    tile, capped = head.logits(hidden, weight, bias), None
+    if head.softcap:
+        capped = head.cap_(tile)
+        tile = tile.clone()
+    head.finish_(tile).sub_(normaliser[:, None]).exp_().mul_(-gradient[:, None])
+    index, inside = place
+    tile.scatter_add_(1, index, gradient.where(inside, 0.0)[:, None])
+    if capped is not None:
+        tile.addcmul_(tile, capped.square_(), value=-1.0)
+    return tile
+
+
+class _Sum:
+    """A sum of tensors that takes no memory of its own where there is one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.value: torch.Tensor | None = None
+        self._dtype = dtype
+
+    def add(self, term: torch.Tensor) -> None:
+        if self.value is None:
+            self.value = term
+        else:
+            self.value = self.value.to(self._dtype).add_(term)
+
+
+def _place(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each label: its column in the tile (n, 1), and whether it lies there (n,); else the column is any."""
+    inside = (labels >= vocabulary.start) & (labels < vocabulary.stop)
+    return (labels - vocabulary.start).where(inside, 0)[:, None], inside
+
+
+def _cast(
+    weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: slice, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight[vocabulary].to(dtype), None if bias is None else bias[vocabulary].to(dtype)
+
+
+def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What the gradient accumulates in. (Asking a tensor that isn't a leaf is an error in torch.)"""
+    own = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
+    return own or parameter.dtype
 
 
 def _logit_transform(model: Any) -> dict[str, float]:

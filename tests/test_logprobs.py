@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd import attention, logprobs
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.logprobs import label_logprobs, policy_logprobs
+from colograd.optim import accumulate_in_float32
 from colograd.packing import pack
 
 VOCABULARY = 128
@@ -61,26 +63,134 @@ def test_values_and_gradients_equal_the_full_softmax(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = make_head(tokens=50)  # 50 = 3 * 16 + 2: the last chunk is short
-    whole, whole_entropy = label_logprobs(**head, temperature=0.9, transform=PLAIN)
-    expected = gradients(whole, head)
-    sizes: list[int] = []
-    chunk = logprobs._chunk
+@pytest.mark.parametrize("tile", [(1, 1), (3, 3), (16, 5), (50, VOCABULARY)], ids=str)
+def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int]) -> None:
+    head = make_head(bias=True)  # 50 rows of 128 logits: the last tiles are short
+    expected, expected_entropy = full_softmax(head, 0.9, 0.5, 4.0)
+    seen: list[tuple[int, ...]] = []
+    logits = logprobs._Head.logits
 
-    def counted(hidden: torch.Tensor, *rest: Any) -> Any:
-        sizes.append(len(hidden))
-        return chunk(hidden, *rest)
+    def counted(*args: Any) -> torch.Tensor:
+        seen.append(tuple(logits(*args).shape))
+        return logits(*args)
 
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr(logprobs, "_chunk", counted)
-    parts, parts_entropy = label_logprobs(**head, temperature=0.9, transform=PLAIN)
-    assert sizes == [16, 16, 16, 2]
-    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(parts_entropy, whole_entropy, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(gradients(parts, head), expected, strict=True):
+    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: tile)
+    monkeypatch.setattr(logprobs._Head, "logits", counted)
+    found, entropy = label_logprobs(**head, temperature=0.9, transform={"scale": 0.5, "softcap": 4.0})
+    tiles = -(-50 // tile[0]) * -(-VOCABULARY // tile[1])
+    assert len(seen) == tiles and sum(rows * columns for rows, columns in seen) == 50 * VOCABULARY
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients(found, head), gradients(expected, head), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert len(sizes) == 8  # each is recomputed once in the backward, so its logits weren't kept
+    assert len(seen) == 2 * tiles  # each is computed again in the backward, so its logits weren't kept
+    assert max(seen) <= tile
+
+
+@pytest.mark.parametrize("labels", [1, 1200, 8192, 100_000])
+@pytest.mark.parametrize("vocabulary", [258, 49_152, 151_936])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tile_is_never_larger_than_it_may_be(labels: int, vocabulary: int, device: str) -> None:
+    rows, columns = logprobs.tile_shape(labels, vocabulary, torch.device(device))
+    assert 1 <= rows <= labels and 1 <= columns <= vocabulary
+    assert rows * columns <= logprobs.TILE_ELEMENTS[device]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("temperature", "scale", "softcap"),
+    [(1.0, 1.0, 0.0), (0.7, 1.0, 0.0), (1.0, 0.3, 0.0), (1.0, 1.0, 2.0), (1.4, 0.5, 2.0)],
+)
+def test_the_gradient_is_the_derivative(
+    monkeypatch: pytest.MonkeyPatch, bias: bool, temperature: float, scale: float, softcap: float
+) -> None:
+    """In float64 against finite differences, for every transform, over several tiles."""
+    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: (2, 3))
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(5, 4), (7, 4)] + ([(7,)] if bias else [])
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    labels = torch.tensor([0, 6, 3, 3, 1])
+
+    def only_logprobs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        transform = {"scale": scale, "softcap": softcap}
+        return label_logprobs(hidden, weight, bias, labels, temperature, transform)[0]
+
+    assert torch.autograd.gradcheck(only_logprobs, given, eps=1e-6, atol=1e-7, rtol=1e-5)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    head = make_head(tokens=3)
+    logprob, _ = label_logprobs(**head, temperature=1.0, transform=PLAIN)
+    (first,) = torch.autograd.grad(logprob.square().sum(), head["hidden"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> None:
+    head = make_head(bias=True)
+    expected = dict(zip(("hidden", "weight", "bias"), gradients(full_softmax(head, 1.0)[0], head), strict=True))
+    head[frozen].requires_grad_(False)
+    logprob, _ = label_logprobs(**head, temperature=1.0, transform=PLAIN)
+    (torch.linspace(-1, 1, len(logprob)) * logprob).sum().backward()
+    assert head[frozen].grad is None
+    for name in expected.keys() - {frozen}:
+        torch.testing.assert_close(head[name].grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_accumulates_in_float32_is_not_rounded_to_bfloat16() -> None:
+    head = make_head(dtype=torch.bfloat16)
+    weight = head["weight"] = torch.nn.Parameter(head["weight"].detach())
+    if not accumulate_in_float32([weight]):
+        pytest.skip("this torch has no grad_dtype")
+    calls = 40  # of one label each: their sum in bfloat16 would be off by much more than one rounding
+    for index in range(calls):
+        part = {**head, "hidden": head["hidden"][index : index + 1], "labels": head["labels"][index : index + 1]}
+        label_logprobs(**part, temperature=1.0, transform=PLAIN)[0].sum().backward()
+    exact = {k: None if v is None else v[:calls] if k in ("hidden", "labels") else v for k, v in head.items()}
+    exact = {k: v.detach().double().requires_grad_() if k in ("hidden", "weight") else v for k, v in exact.items()}
+    logits = torch.nn.functional.linear(exact["hidden"], exact["weight"])
+    logits.log_softmax(-1).gather(1, exact["labels"][:, None]).sum().backward()
+    assert weight.grad.dtype == torch.float32
+    error = (weight.grad - exact["weight"].grad).norm() / exact["weight"].grad.norm()
+    assert error < 4e-3, error  # the logits' and the terms' own rounding, 2**-9 each
+
+
+def checkpointed(head: dict[str, Any], rows: int = 16) -> torch.Tensor:
+    """What this replaced: chunks of rows through plain autograd, each recomputed in the backward."""
+
+    def chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.linear(hidden, weight).float()
+        return logits.gather(1, labels[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
+
+    parts = zip(head["hidden"].split(rows), head["labels"].split(rows), strict=True)
+    return torch.cat(
+        [checkpoint(chunk, hidden, head["weight"], labels, use_reentrant=False) for hidden, labels in parts]
+    )
+
+
+def test_bfloat16_is_as_close_to_the_truth_as_plain_autograd_is() -> None:
+    head = make_head(tokens=200, dtype=torch.bfloat16)
+    wide = {k: v.detach().float().requires_grad_() if k in ("hidden", "weight") else v for k, v in head.items()}
+    truth = gradients(full_softmax(wide, 1.0)[0], wide)
+    ours = gradients(label_logprobs(**head, temperature=1.0, transform=PLAIN)[0], head)
+    theirs = gradients(checkpointed(head), head)
+    for exact, found, plain in zip(truth, ours, theirs, strict=True):
+        error, allowed = (found.float() - exact).norm(), (plain.float() - exact).norm()
+        assert error <= 1.05 * allowed, (error, allowed)
+
+
+def test_under_autocast_a_float32_head_multiplies_in_bfloat16_and_keeps_float32_gradients() -> None:
+    head = make_head(bias=True)
+    cast = {k: v.detach().bfloat16() if k != "labels" else v for k, v in head.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = label_logprobs(**head, temperature=1.0, transform=PLAIN)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, label_logprobs(**cast, temperature=1.0, transform=PLAIN)[0])
+    expected = gradients(full_softmax(head, 1.0)[0], head)
+    for ours, theirs in zip(gradients(found, head), expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 def test_a_bfloat16_head_gives_float32_log_probabilities() -> None:
@@ -106,6 +216,13 @@ def test_no_labels_give_empty_tensors_that_can_be_trained_on() -> None:
     logprob, entropy = label_logprobs(hidden, torch.zeros(8, 4), None, torch.zeros(0, dtype=torch.int64), 1.0, PLAIN)
     logprob.sum().backward()
     assert logprob.shape == entropy.shape == (0,) and hidden.grad is not None
+
+
+def test_no_labels_give_the_head_a_zero_gradient() -> None:
+    weight = torch.ones(8, 4, requires_grad=True)
+    labels = torch.zeros(0, dtype=torch.int64)
+    label_logprobs(torch.zeros(0, 4), weight, None, labels, 1.0, PLAIN)[0].sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
 
 
 # -- The whole model
@@ -154,6 +271,28 @@ def test_only_predicting_positions_reach_the_head(model: Any, monkeypatch: pytes
     monkeypatch.setattr(logprobs, "label_logprobs", look)
     policy_logprobs(model, row, 1.0)
     assert seen == [(4, 64)]  # 3 + 1 completion tokens, of the row's 7
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "gradient_checkpointing"])
+def test_every_parameter_gets_the_gradient_of_plain_autograd(tied: bool, recompute: bool) -> None:
+    torch.manual_seed(0)
+    small = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied, attn_implementation=attention.NAME,
+        )
+    ).train()  # fmt: skip
+    row = make_row()
+    full = small(row.input_ids, position_ids=row.position_ids, layout=row.layout).logits[0, row.predictors]
+    full.log_softmax(-1).gather(1, row.labels[:, None]).sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in small.named_parameters()}
+    small.zero_grad()
+    if recompute:
+        small.gradient_checkpointing_enable({"use_reentrant": False})
+    policy_logprobs(small, row, 1.0)[0].sum().backward()
+    for name, parameter in small.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_more_than_one_row_is_refused(model: Any) -> None:

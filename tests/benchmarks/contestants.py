@@ -1,0 +1,410 @@
+"""One trainer of `side_by_side.py`, alone in its process: train, count, time, and train again on recorded rollouts.
+
+    python tests/benchmarks/contestants.py JOB.json
+
+The job (see `Job`) is made by side_by_side.py; the figures are written to the job's ``out``. Both trainers get the same
+model folder, prompts, sampling, engine settings and threads; `run_trl` says what TRL needs on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from colograd import process
+
+Step = dict[str, float]
+LEARNING_RATE = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one process does."""
+
+    trainer: str  # colograd or trl
+    model: str  # a folder in the compared dtype
+    rows: list[dict[str, Any]]  # prompts in the order of the steps, with the column `signal`
+    prompt_tokens: int
+    completion_tokens: int
+    num_generations: int
+    prompts_per_step: int
+    steps: int  # that count; one more warms up
+    repeats: int  # of the training phase on the recorded rollouts
+    rows_per_microbatch: int  # TRL's per_device_train_batch_size
+    dtype: str
+    kv_bytes: int
+    ignore_eos: bool
+    plain_malloc: bool
+    seed: int
+    rollouts: str  # where the recorded rollouts are, or come to be
+    folder: str  # for what a trainer writes
+    out: str
+
+    @property
+    def completions(self) -> int:
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def engine(self) -> dict[str, Any]:
+        """vLLM's settings beyond what TRL sets, for both."""
+        on_gpu = _on_gpu()
+        return {"kv_cache_memory_bytes": self.kv_bytes, "dtype": self.dtype, "enforce_eager": not on_gpu}
+
+    def sampling(self) -> dict[str, Any] | None:
+        return {"ignore_eos": True} if self.ignore_eos else None
+
+
+def hash_reward(completions: Sequence[Any], signal: Sequence[bool], **columns: Any) -> list[float]:
+    """A number in [0, 1) that differs between different texts; 0.5 for all of a group without a signal."""
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    digests = [hashlib.blake2b(text.encode(), digest_size=4).digest() for text in texts]
+    return [int.from_bytes(d, "big") / 2**32 if s else 0.5 for d, s in zip(digests, signal, strict=True)]
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+class Meter:
+    """Seconds by name, and tokens and forwards through a model's input embedding."""
+
+    def __init__(self) -> None:
+        from figures import PeakMemory
+
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.tokens = self.forwards = 0
+        self.memory = PeakMemory()
+
+    def watch(self, model: Any) -> None:
+        def count(module: Any, given: tuple[Any, ...]) -> None:
+            self.tokens += given[0].numel()
+            self.forwards += 1
+
+        model.get_input_embeddings().register_forward_pre_hook(count)
+
+    def now(self) -> float:
+        if self.memory.cuda:
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, its seconds added up under ``name``."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = self.now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += self.now() - started
+
+        return run
+
+    def take(self) -> Step:
+        """What was counted since the last call."""
+        taken = {**self.seconds, "tokens_through_model": self.tokens, "forwards": self.forwards}
+        self.seconds.clear()
+        self.tokens = self.forwards = 0
+        return taken
+
+
+def step_clock(meter: Meter, phases: Callable[[dict[str, Any], Step], Step]) -> Any:
+    """A callback that keeps one `Step` per optimizer step, from log entry to log entry; and the peak after the first.
+
+    ``phases(logs, counted)`` gives the step's seconds.
+    """
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.steps: list[Step] = []
+            self.last = 0.0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            meter.take()
+            self.last = meter.now()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if not logs or "step_time" not in logs:
+                return
+            counted, now = meter.take(), meter.now()
+            peak = meter.memory.peak()
+            if not self.steps:
+                meter.memory.reset()
+            self.steps.append(
+                {
+                    "step_s": now - self.last,
+                    **phases(logs, counted),
+                    "tokens_through_model": counted["tokens_through_model"],
+                    "forwards": counted["forwards"],
+                    "peak_memory_bytes": peak,
+                    "completion_tokens": logs["completions/mean_length"],
+                }
+            )
+            self.last = now
+
+    return Clock()
+
+
+# -- colograd
+
+
+def run_colograd(job: Job) -> dict[str, Any]:
+    from datasets import Dataset
+
+    from colograd import GRPOConfig, GRPOTrainer
+    from colograd.batch import Group
+
+    class Recording(GRPOTrainer):
+        """Keeps the last step's groups, or hands out recorded ones."""
+
+        recorded: Sequence[Group] | None = None
+        last: list[Group]
+
+        def generate(self, prompts: Any) -> Iterator[Group]:
+            self.last = []
+            for group in super().generate(prompts) if self.recorded is None else self.recorded:
+                self.last.append(group)
+                yield group
+
+    config = GRPOConfig(
+        **_shared_settings(job),
+        prompts_per_step=job.prompts_per_step,
+        vllm_engine_kwargs={**job.engine(), "max_num_seqs": job.completions, "max_num_batched_tokens": 4096},
+    )
+    meter = Meter()
+    clock = step_clock(meter, lambda logs, counted: _our_phases(logs))
+    trainer = Recording(job.model, hash_reward, config, Dataset.from_list(job.rows), callbacks=[clock])
+    meter.watch(trainer.model)
+    trainer.train()
+    if not Path(job.rollouts).exists():
+        Path(job.rollouts).write_text(json.dumps([_as_json(group) for group in trainer.last]))
+    recorded = []
+    trainer.recorded = [_group(saved) for saved in json.loads(Path(job.rollouts).read_text())]
+    for _ in range(job.repeats + 1):
+        recorded.append(_train_recorded(trainer, meter))
+    trainer.close()
+    return {"steps": clock.steps[1:], "recorded": recorded[1:]}
+
+
+def _our_phases(logs: dict[str, Any]) -> Step:
+    """Packing is charged to training; TRL's padding isn't."""
+    seconds = {name: logs.get(f"time/{name}", 0.0) for name in ("pack", "old_logprobs", "train")}
+    return {
+        "train_s": sum(seconds.values()),
+        "generate_s": logs.get("time/generate", 0.0),
+        "publish_s": logs.get("time/publish", 0.0),
+        "optimizer_s": logs.get("time/optimizer", 0.0),
+    }
+
+
+def _train_recorded(trainer: Any, meter: Meter) -> Step:
+    """One training phase on the recorded groups."""
+    from colograd.batch import Prompt
+
+    meter.take()
+    cpu = time.process_time()
+    prompts = [Prompt(g.example, g.rollouts[0].prompt_ids, g.position) for g in trainer.recorded]
+    (batch,), _ = trainer.get_batch_samples(iter([prompts]), 1, trainer.args.device)
+    trainer.training_step(trainer.model, batch)
+    seconds = _our_phases(trainer.times.take())["train_s"]
+    trainer.model.zero_grad(set_to_none=True)
+    return _recorded_step(seconds, cpu, meter.take())
+
+
+def _recorded_step(seconds: float, cpu_before: float, counted: Step) -> Step:
+    """``cpu_s``: processor seconds of all threads, collating included; other processes hardly change them."""
+    tokens = counted["tokens_through_model"]
+    return {"train_s": seconds, "cpu_s": time.process_time() - cpu_before, "tokens_through_model": tokens}
+
+
+def _as_json(group: Any) -> dict[str, Any]:
+    rollouts = [
+        {
+            "completion_ids": rollout.completion_ids,
+            "sampler_logprobs": rollout.sampler_logprobs.tolist(),
+            "finish_reason": rollout.finish_reason.value,
+        }
+        for rollout in group.rollouts
+    ]
+    return {
+        "example": dict(group.example),
+        "prompt_ids": group.rollouts[0].prompt_ids,
+        "position": group.position,
+        "rollouts": rollouts,
+    }
+
+
+def _group(saved: dict[str, Any]) -> Any:
+    import torch
+
+    from colograd.batch import FinishReason, Group, Rollout
+
+    rollouts = [
+        Rollout(
+            prompt_ids=tuple(saved["prompt_ids"]),
+            completion_ids=tuple(rollout["completion_ids"]),
+            sampler_logprobs=torch.tensor(rollout["sampler_logprobs"], dtype=torch.float32),
+            sampled=torch.ones(len(rollout["completion_ids"]), dtype=torch.bool),
+            finish_reason=FinishReason(rollout["finish_reason"]),
+            policy_version=0,
+        )
+        for rollout in saved["rollouts"]
+    ]
+    return Group(saved["example"], tuple(rollouts), saved["position"])
+
+
+# -- TRL
+
+
+def run_trl(job: Job) -> dict[str, Any]:
+    """TRL's colocated trainer.
+
+    On a CPU vLLM packs its weights away, and TRL's weight update fails: `live_weights` keeps them in place, as it does
+    for colograd. TRL passes neither a dtype nor a cache size to vLLM, and would compile: `Job.engine` is added. No rank
+    variables are set: TRL sets them after its accelerator is made, which else would wrap the model in DDP.
+    """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
+
+    from colograd.engine import check_vllm, live_weights
+
+    check_vllm()
+    plain = vllm_generation.LLM
+    vllm_generation.LLM = lambda **kwargs: plain(**kwargs, **job.engine())
+    config = GRPOConfig(
+        **_shared_settings(job),
+        use_vllm=True,
+        vllm_mode="colocate",
+        per_device_train_batch_size=job.rows_per_microbatch,
+        gradient_accumulation_steps=job.completions // job.rows_per_microbatch,
+        use_cpu=not _on_gpu(),
+        bf16=False,
+    )
+    meter = Meter()
+    clock = step_clock(meter, lambda logs, counted: _their_phases(counted))
+    with contextlib.ExitStack() as while_built:
+        if not _on_gpu():
+            while_built.enter_context(live_weights())
+        trainer = GRPOTrainer(job.model, hash_reward, config, Dataset.from_list(job.rows), callbacks=[clock])
+    meter.watch(trainer.model)
+    _time_trl(trainer, meter)
+    trainer.train()
+    saved = json.loads(Path(job.rollouts).read_text())
+    _replay(trainer, saved)
+    rows = [group["example"] for group in saved for _ in range(job.num_generations)]
+    recorded = []
+    for _ in range(job.repeats + 1):
+        meter.take()
+        cpu = time.process_time()
+        for _ in range(config.gradient_accumulation_steps):
+            trainer.training_step(trainer.model_wrapped, rows, None)
+        trainer.model.zero_grad(set_to_none=True)
+        counted = meter.take()
+        recorded.append(_recorded_step(_their_phases(counted)["train_s"], cpu, counted))
+    return {"steps": clock.steps[1:], "recorded": recorded[1:]}
+
+
+def _time_trl(trainer: Any, meter: Meter) -> None:
+    """Time TRL's stages. The log-probabilities it computes while preparing inputs (a second forward) are training."""
+    preparing = False
+    prepare, logprobs = trainer._prepare_inputs, trainer._get_per_token_logps_and_entropies
+
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        nonlocal preparing
+        preparing = True
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            preparing = False
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        return (meter.timed("old_logprobs", logprobs) if preparing else logprobs)(*args, **kwargs)
+
+    trainer._prepare_inputs = meter.timed("prepare", prepare_inputs)
+    trainer._get_per_token_logps_and_entropies = both
+    trainer.training_step = meter.timed("training_step", trainer.training_step)
+    trainer.vllm_generation.generate = meter.timed("generate", trainer.vllm_generation.generate)
+    trainer.vllm_generation.sync_weights = meter.timed("publish", trainer.vllm_generation.sync_weights)
+
+
+def _their_phases(counted: Step) -> Step:
+    return {
+        "train_s": counted["training_step"] - counted["prepare"] + counted.get("old_logprobs", 0.0),
+        "generate_s": counted.get("generate", 0.0),
+        "publish_s": counted.get("publish", 0.0),
+    }
+
+
+def _replay(trainer: Any, saved: Sequence[dict[str, Any]]) -> None:
+    """From now on TRL's engine answers with the recorded completions, and isn't updated."""
+    rollouts = [rollout for group in saved for rollout in group["rollouts"]]
+
+    def generate(prompts: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
+        ids = [list(rollout["completion_ids"]) for rollout in rollouts]
+        assert len(prompts) == len(ids), (len(prompts), len(ids))
+        return None, ids, [[[value] for value in rollout["sampler_logprobs"]] for rollout in rollouts], None
+
+    trainer.vllm_generation.generate = generate
+    trainer.vllm_generation.sync_weights = lambda: None
+
+
+# -- both
+
+
+def _shared_settings(job: Job) -> dict[str, Any]:
+    return {
+        "output_dir": job.folder,
+        "num_generations": job.num_generations,
+        "max_completion_length": job.completion_tokens,
+        "temperature": 1.0,
+        "generation_kwargs": job.sampling(),
+        "vllm_max_model_length": job.context,
+        "model_init_kwargs": {"dtype": job.dtype},
+        "gradient_checkpointing": False,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_steps": job.steps + 1,
+        "logging_steps": 1,
+        "shuffle_dataset": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": job.seed,
+    }
+
+
+def main() -> int:
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    process.prepare_threads()
+    process.quiet_logs(verbose=False)
+    if not _on_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if job.plain_malloc:
+            process.keep_freed_memory = lambda: None  # type: ignore[method-assign]
+        process.keep_freed_memory()
+    figures = run_colograd(job) if job.trainer == "colograd" else run_trl(job)
+    Path(job.out).write_text(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # an engine that another package holds may not end by itself

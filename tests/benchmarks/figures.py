@@ -1,0 +1,81 @@
+"""What the benchmarks share: peak memory, the machine, Markdown tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GB = 1e9  # bytes; figures are in decimal gigabytes
+
+
+class PeakMemory:
+    """Peak bytes of this process since `reset`: on a GPU what torch allocated, else the resident set.
+
+    The resident set's peak can be reset on Linux only; elsewhere, and where the kernel refuses, it is that of the whole
+    process (``exact`` is then False).
+    """
+
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.is_available()
+        self.exact = True
+
+    def reset(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.exact = False
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated() if self.cuda else _status("VmRSS")
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.cuda else _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    """Bytes of an entry of /proc/self/status; the peak resident set where there is no such file."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def machine() -> str:
+    """The device in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} cores of {names[0] if names else 'a CPU'}"
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its first column to the left."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def write(path: Path | None, figures: dict[str, Any]) -> None:
+    """The figures as JSON; nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=2) + "\n")
