@@ -111,11 +111,19 @@ def _segment_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-@functools.lru_cache(maxsize=256)  # the same shapes come back in every layer
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """`_make_mask`, kept where it is small: shapes come back in every layer, but 256 large masks are gigabytes."""
+    make = _small_mask if queries * keys <= 2**20 else _make_mask
+    return make(queries, keys, window, device)
+
+
+def _make_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """(queries, keys) bool, causal with the last query at the last key."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+_small_mask = functools.lru_cache(maxsize=256)(_make_mask)
 
 
 @functools.cache

@@ -224,7 +224,7 @@ class Engine:
             **(sampling.options | {"stop_token_ids": self._stop_token_ids(sampling)}),
         )
         self._requests += 1
-        request_id = f"{purpose_id(prompt)}-{self._requests}"
+        request_id = f"prompt{prompt.position}-{self._requests}"
         self.core.add_request(request_id, {"prompt_token_ids": list(prompt.prompt_ids)}, params)
         return request_id
 
@@ -256,11 +256,6 @@ class Engine:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def purpose_id(prompt: Prompt) -> str:
-    """A readable part of a request's id."""
-    return f"prompt{prompt.position}"
 
 
 def _group(prompt: Prompt, output: Any, version: int) -> Group:

@@ -7,7 +7,6 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -162,8 +161,6 @@ class DrGRPOLoss(ClippedLoss):
     def denominator(self, step: StepBatch) -> float:
         return float(max(step.num_sequences, 1) * self.max_completion_length)
 
-
-Loss = ClippedLoss | Callable[[torch.Tensor, torch.Tensor, MicroBatch], LossOutput]
 
 LOSSES: dict[str, type[ClippedLoss]] = {
     "dapo": DAPOLoss,

@@ -29,9 +29,7 @@ class Rows:
 
     tokens: torch.Tensor  # (B, L) int64: where in the packed row each token lies; 0 for padding
     lengths: torch.Tensor  # (B,) int64
-    places: (
-        torch.Tensor
-    )  # (T,) int64: where in the flattened (B * L) each token of the packed row lies; the first place
+    places: torch.Tensor  # (T,) int64: where each token of the packed row lies first in the flattened (B * L)
 
 
 def rows_of(layout: SegmentLayout) -> Rows:

@@ -204,8 +204,7 @@ class GRPOTrainer(ResumableTrainer):
         return weighted_sum(rewards, [reward.weight for reward in self.rewards])
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for other "
-        "baselines."""
+        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others."""
         return group_advantages(self.combine(rewards), self.args.scale_rewards)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:

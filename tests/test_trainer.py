@@ -346,7 +346,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_the_run(tiny_model, tmp_path, clos
     trainer = closing(make_trainer(tiny_model, tmp_path, look=look, max_steps=50))
     before = signal.getsignal(signal.SIGTERM)
     trainer.train()
-    assert trainer.state.global_step == 3 or trainer.state.global_step == 2
+    assert trainer.state.global_step == 2
     step = trainer.state.global_step
     assert json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())["global_step"] == step
     assert signal.getsignal(signal.SIGTERM) == before
