@@ -43,14 +43,14 @@ from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .resumable import ResumableTrainer
 from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
 from .weights import publisher
-from .weights.plan import prove
+from .weights.plan import check_choice, prove
 
 
 class GRPOTrainer(ResumableTrainer):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
-        model: a Hub id, a folder, or a causal language model of transformers.
+        model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around one.
         reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`).
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
@@ -58,6 +58,7 @@ class GRPOTrainer(ResumableTrainer):
         eval_dataset: likewise, or a dict of them; for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         callbacks, optimizers: as in `transformers.Trainer`.
+        peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -73,6 +74,7 @@ class GRPOTrainer(ResumableTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
         **later: Any,
     ) -> None:
         process.prepare_ranks()
@@ -85,7 +87,8 @@ class GRPOTrainer(ResumableTrainer):
             check_vllm()
             check_sampling(args)
             self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
-            self.policy = load_policy(model, processing_class, args)
+            self.policy = load_policy(model, processing_class, args, peft_config)
+            check_choice(args.weights, self.policy.adapter)
             args.settle_precision(self.policy.model.dtype)
             self.train_prompts = self._tokenize(train_dataset, args, "train")
             step_order(len(self.train_prompts), args)
@@ -168,8 +171,9 @@ class GRPOTrainer(ResumableTrainer):
             context,
             sequences,
             end_tokens=() if end is None else (end,),
+            adapter=check_choice(args.weights, self.policy.adapter),
         )
-        self.weights = publisher(args.weights, self.model, self.engine)
+        self.weights = publisher(args.weights, self.model, self.engine, self.policy.adapter)
         with together("the proof of the weights"):
             if self.policy.untouched and self.engine.vllm_config.model_config.dtype == self.policy.model.dtype:
                 prove(self.weights)

@@ -207,7 +207,11 @@ class GRPOConfig(TrainingArguments):
         },
     )
     weights: str = field(
-        default="auto", metadata={"help": "How the engine gets new weights: `auto` or `copied` in this version."}
+        default="auto",
+        metadata={
+            "help": "How the engine gets new weights: `copied` (all of them, or an adapter merged on its way), "
+            "`adapter` (LoRA: the adapter's tensors only) or `auto`: `adapter` where vLLM can serve it, else `copied`."
+        },
     )
 
     # -- people

@@ -11,9 +11,16 @@ import torch
 from ..engine import Engine
 from .mapping import Slice, map_parameters
 
+MOVED = (
+    "A weight of the policy or of the engine lies elsewhere than when publishing was planned (a reload or `.to()` "
+    "rebinds tensors): build a new trainer."
+)
+
 
 class CopiedWeights:
     """Copies the policy into the engine, cast to the engine's dtype."""
+
+    way = "copied"
 
     def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:
         self.engine = engine
@@ -42,10 +49,7 @@ class CopiedWeights:
             RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
         """
         if self._data_pointers() != self._pointers:
-            raise RuntimeError(
-                "A weight of the policy or of the engine lies elsewhere than when publishing was planned (a reload "
-                "or `.to()` rebinds tensors): build a new trainer."
-            )
+            raise RuntimeError(MOVED)
         torch._foreach_copy_(self._destinations, self._sources)
         self.engine.stamp(version)
         return self.nbytes
