@@ -113,7 +113,9 @@ class Engine:
         self.version: int | None = None  # unknown until the first publish
         self._set_num_threads = torch.set_num_threads
         self._adapter: Any = None  # the LoRARequest that every request carries
-        kwargs = engine_kwargs(model_path, config, dtype, context, sequences) | _lora_kwargs(adapter)
+        kwargs = engine_kwargs(model_path, config, dtype, context, sequences) | _lora_kwargs(
+            model_path, config, adapter
+        )
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(_random_state_kept())
             if self.on_cpu:
@@ -375,9 +377,20 @@ RESERVED_FOR_ENGINE = (
 )  # fmt: skip
 
 
-def _lora_kwargs(adapter: Adapter | None) -> dict[str, Any]:
+def _serves_lora(model_path: str, config: GRPOConfig) -> bool:
+    """Whether vLLM's class of this model takes adapters at all (it would refuse to be built with slots for one)."""
+    from transformers import AutoConfig
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+    model = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=config.trust_remote_code)
+    known = [ModelRegistry.models[name] for name in model.architectures or () if name in ModelRegistry.models]
+    return not known or bool(supports_lora(known[0].load_model_cls()))
+
+
+def _lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:
     """The arguments of `vllm.LLM` for one slot that the adapter fits in, on the layers that it adapts."""
-    if adapter is None:
+    if adapter is None or not _serves_lora(model_path, config):
         return {}
     from vllm import EngineArgs
     from vllm.config.lora import MaxLoRARanks
