@@ -428,6 +428,7 @@ class GRPOTrainer(ResumableTrainer):
             settings={name: getattr(args, name) for name in SETTINGS},
             history=self.state.log_history,
             hub_model_id=args.hub_model_id,
+            adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
         )
         reward_plot(self.state.log_history, folder / "reward.png")
         write_card(folder, run=facts)

@@ -182,7 +182,10 @@ def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, ca
     try:
         assert isinstance(trainer.weights, MergedWeights) and not trainer.engine.lora_modules
         said = capfd.readouterr().out
-        assert "vLLM doesn't serve DoRA, modules_to_save (input_layernorm, norm, post_att" in said and "weights: copied" in said
+        assert (
+            "vLLM doesn't serve DoRA, modules_to_save (input_layernorm, norm, post_att" in said
+            and "weights: copied" in said
+        )
         before, _ = base_bytes(trainer)
         trainer.train()
         trainer.publish()
