@@ -232,8 +232,9 @@ def _check_head(model: Any, layers: list[Layer]) -> None:
             "of lora_target_modules (or train it whole: lora_modules_to_save)."
         )
     tied = bool(getattr(inner.config.get_text_config(), "tie_word_embeddings", False))
+    ends = tuple(f"{name}." for name, module in inner.named_modules() if module is head or module is embedding)
     changed = [layer.name for layer in layers if layer.module is embedding]
-    changed += [name for name, _ in trained_copies(model) if name.startswith(("lm_head.", "model.embed_tokens."))]
+    changed += [name for name, _ in trained_copies(model) if name.startswith(ends)]
     if tied and changed:
         raise ValueError(
             f"The adapter changes {changed[0]}, but embedding and head are one tensor in this model (and in vLLM): "

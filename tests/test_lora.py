@@ -86,6 +86,17 @@ def test_a_layer_amounts_to_what_peft_merges(tiny_qwen, changes) -> None:
         torch.testing.assert_close(weight, merged[f"{name}.weight"].detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_that_is_trained_whole_is_the_one_that_logits_come_from(tiny_qwen) -> None:
+    model = adapted(tiny_qwen, modules_to_save=["lm_head"])
+    ((name, copied),) = lora.trained_copies(model)
+    assert name == "lm_head.weight"
+    with torch.no_grad():
+        copied.mul_(0.5)
+    assert parity.choose_rows(model) == "", "proved against the model's own logits"
+    gradients(model, share_prompts=True)
+    assert copied.grad is not None and copied.grad.any()
+
+
 def test_names_lose_what_peft_and_vllm_add() -> None:
     names = {
         "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight": "model.layers.0.mlp.up_proj.weight",
@@ -162,6 +173,12 @@ REFUSED = {
         "model.embed_tokens",
         "one tensor",
         "take it out",
+    ),
+    "a tied head that is trained whole": (
+        lambda f: adapted(f, modules_to_save=["lm_head"]),
+        "lm_head.weight",
+        "one tensor",
+        "lora_modules_to_save",
     ),
     "a start that edits the base": (
         lambda f: adapted(f, init_lora_weights="olora"),
