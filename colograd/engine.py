@@ -135,6 +135,17 @@ class Engine:
         return self.core.vllm_config
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and activations."""
+        dtype: torch.dtype = self.vllm_config.model_config.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the loaded checkpoint knows."""
+        return int(self.vllm_config.model_config.hf_text_config.vocab_size)
+
+    @property
     def context(self) -> int:
         """Longest sequence in tokens, prompt and completion together."""
         return int(self.vllm_config.model_config.max_model_len)
@@ -227,6 +238,25 @@ class Engine:
         request_id = f"prompt{prompt.position}-{self._requests}"
         self.core.add_request(request_id, {"prompt_token_ids": list(prompt.prompt_ids)}, params)
         return request_id
+
+    def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [len(ids) - 1] float32, in nats, of each token after the first: one forward.
+
+        With whatever weights the engine holds: for proofs and parities, before a run samples anything.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._requests += 1
+        self.core.add_request(f"probe-{self._requests}", {"prompt_token_ids": list(ids)}, params)
+        outputs: list[Any] = []
+        while self.core.has_unfinished_requests():
+            outputs += self.core.step()
+        entries = outputs[-1].prompt_logprobs[1:]
+        return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
 
     def _stop_token_ids(self, sampling: Sampling) -> list[int]:
         """The user's, and the trainer's tokenizer's end token unless the end is to be ignored."""
@@ -367,6 +397,8 @@ def engine_kwargs(
     if context is not None:
         kwargs["max_model_len"] = context
     if config.on_cpu:
+        # A group's prompt is computed once as far as it fills whole blocks; vLLM's 128 tokens would leave most prompts.
+        kwargs["block_size"] = 32
         kwargs["kv_cache_memory_bytes"] = _cpu_kv_bytes(model_path, config, dtype, context, sequences)
     else:
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization

@@ -207,7 +207,11 @@ class GRPOConfig(TrainingArguments):
         },
     )
     weights: str = field(
-        default="auto", metadata={"help": "How the engine gets new weights: `auto` or `copied` in this version."}
+        default="auto",
+        metadata={
+            "help": "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), "
+            "`copied` (one pass over the bytes) or `auto` (shared where that can be had)."
+        },
     )
 
     # -- people

@@ -1,13 +1,17 @@
-"""Picks the way of publishing for a run."""
+"""Picks the way of publishing for a run, proves it, and says which and why."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ..engine import Engine
+from . import proof, shared
 from .copied import CopiedWeights
+from .mapping import Slice, map_parameters
+from .shared import SharedWeights
 
 
 class Publisher(Protocol):
@@ -20,26 +24,70 @@ class Publisher(Protocol):
     def differing(self) -> list[str]: ...
 
 
-def publisher(wanted: str, policy: torch.nn.Module, engine: Engine) -> Publisher:
-    """The publisher for ``weights: auto|copied``.
+def publisher(
+    wanted: str, policy: torch.nn.Module, engine: Engine, *, untouched: bool, device: torch.device
+) -> Publisher:
+    """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
 
-    Where policy and engine were loaded from the same checkpoint, the mapping is proved: a parameter that isn't
-    bit-equal to its slice before anything was trained is mapped to the wrong place.
-    """
-    assert wanted in ("auto", "copied"), wanted
-    return CopiedWeights(policy, engine)
+    The policy comes on the CPU or wherever the user put it; the accelerator never holds two copies of what is shared.
 
-
-def prove(chosen: Publisher) -> None:
-    """Check that every slice holds its parameter's value, after both loaded the same checkpoint.
+    Args:
+        wanted: ``auto``, ``shared`` or ``copied``.
+        untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
 
     Raises:
-        RuntimeError: naming the parameters that differ.
+        ValueError: ``shared`` is forced and can't be had; or the policy isn't the checkpoint's shape.
+        RuntimeError: the engine doesn't read a parameter where it should be: publishing couldn't reach it.
     """
-    differing = chosen.differing()
-    if differing:
+    _check_vocabulary(policy, engine)
+    slices = map_parameters(policy, engine.model)
+    if untouched and engine.dtype == next(policy.parameters()).dtype:
+        proof.check_equal(slices)
+    reasons = [(part, shared.obstacle(part)) for part in slices]
+    able = [part for part, reason in reasons if not reason]
+    rest = [(part, reason) for part, reason in reasons if reason]
+    if wanted == "shared" and rest:
+        part, reason = rest[0]
+        raise ValueError(
+            f"weights: shared can't be had for {len(rest)} of {len(slices)} parameters ({part.name}: {reason}): set "
+            "weights: auto, or give policy and engine the same dtype."
+        )
+    if wanted == "copied" or not able:
+        policy.to(device)  # type: ignore[arg-type]
+        why = "as asked" if wanted == "copied" else rest[0][1]
+        _unproved(slices, policy, engine)
+        return CopiedWeights(policy, engine, slices, why)
+    shared.bind(able)
+    policy.to(device)  # type: ignore[arg-type]  # what isn't bound: buffers, and the parameters that are copied
+    for part in _unproved(able, policy, engine):
+        shared.unbind(part)
+        able.remove(part)
+        rest.append((part, "no output depends on it, so that sharing it can't be proved"))
+    return SharedWeights(policy, engine, able, rest)
+
+
+def _unproved(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine) -> list[Slice]:
+    """Those that neither the engine's nor the policy's output depends on.
+
+    Raises:
+        RuntimeError: the policy's output depends on a parameter, and the engine's doesn't.
+    """
+    unread = proof.unread(slices, engine)
+    elsewhere = [part for part in unread if not proof.inert(part, policy, engine)]
+    if elsewhere:
         raise RuntimeError(
-            f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
-            f"checkpoint ({', '.join(differing[:3])}): this architecture's weights are laid out in a way that isn't "
-            "known yet."
+            f"The engine's output doesn't depend on {len(elsewhere)} of {len(slices)} parameters at the place where "
+            f"vLLM keeps them ({', '.join(part.name for part in elsewhere[:3])}): it samples from copies of its own, "
+            "which publishing can't reach. Leave quantization and custom kernels out of vllm_engine_kwargs; if they "
+            "are, this architecture isn't known yet."
+        )
+    return unread
+
+
+def _check_vocabulary(policy: torch.nn.Module, engine: Engine) -> None:
+    rows = policy.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+    if rows != engine.vocab_size:
+        raise ValueError(
+            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save the "
+            "resized model with save_pretrained and give its folder."
         )
