@@ -1,4 +1,4 @@
-"""Where every weight lies, in the policy and in the engine: looked at when publishing is planned, and again each time."""
+"""Where every weight lies, in the policy and in the engine; and whether any has moved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..engine import Engine
 class Addresses:
     """Remembers the data pointers of all parameters on both sides.
 
-    Both models are walked anew at each check: a weight that was replaced by another tensor (a reload, `.to()`, `.data =`)
-    would otherwise be published into memory that nobody reads.
+    Both models are walked anew at each check: a weight that was replaced by another tensor (a reload, `.to()`,
+    `.data =`) would otherwise be published into memory that nobody reads.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:

@@ -53,17 +53,24 @@ def publisher(
             "weights: auto, or give policy and engine the same dtype."
         )
     if wanted == "copied" or not able:
-        policy.to(device)  # type: ignore[arg-type]
+        _place(policy, device)
         why = "as asked" if wanted == "copied" else rest[0][1]
         _unproved(slices, policy, engine)
         return CopiedWeights(policy, engine, slices, why)
     shared.bind(able)
-    policy.to(device)  # type: ignore[arg-type]  # what isn't bound: buffers, and the parameters that are copied
+    _place(policy, device)  # what isn't bound: buffers, and the parameters that are copied
     for part in _unproved(able, policy, engine):
         shared.unbind(part)
         able.remove(part)
         rest.append((part, "no output depends on it, so that sharing it can't be proved"))
     return SharedWeights(policy, engine, able, rest)
+
+
+def _place(policy: torch.nn.Module, device: torch.device) -> None:
+    """Move what isn't there yet."""
+    tensors = [*policy.parameters(), *policy.buffers()]
+    if any(tensor.device.type != device.type for tensor in tensors):
+        policy.to(device)  # only then: `.to("cpu:0")` copies tensors that are on "cpu", and would undo the sharing
 
 
 def _unproved(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine) -> list[Slice]:
@@ -85,9 +92,9 @@ def _unproved(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine) 
 
 
 def _check_vocabulary(policy: torch.nn.Module, engine: Engine) -> None:
-    rows = policy.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+    rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:
         raise ValueError(
-            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save the "
-            "resized model with save_pretrained and give its folder."
+            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
+            "the resized model with save_pretrained and give its folder."
         )

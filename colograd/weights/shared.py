@@ -1,7 +1,7 @@
 """`shared`: the policy's parameters are slices of the engine's own tensors; a publish has nothing to move.
 
-The optimizer writes into what the engine samples from. Where a single tensor can't be shared (another dtype, say), it is
-copied, and the others still are shared.
+The optimizer writes into what the engine samples from. Where a single tensor can't be shared (another dtype, say), it
+is copied, and the others still are shared.
 """
 
 from __future__ import annotations
@@ -52,12 +52,20 @@ class SharedWeights:
         policy, engine: the policy is already bound to the engine's tensors (`bind`).
         shared: the slices that are one memory.
         copied: those that aren't, each with the reason.
+
+    Raises:
+        RuntimeError: a parameter among ``shared`` isn't bound.
     """
 
     def __init__(
         self, policy: torch.nn.Module, engine: Engine, shared: Sequence[Slice], copied: Sequence[tuple[Slice, str]] = ()
     ) -> None:
         self.engine, self.shared, self.copied = engine, list(shared), list(copied)
+        apart = [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]
+        if apart:
+            raise RuntimeError(
+                f"{len(apart)} parameters were bound to the engine's memory and have left it: {apart[:3]}."
+            )
         self.copies = Copies([part for part, _ in copied])
         self.addresses = Addresses(policy, engine)
 
