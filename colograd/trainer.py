@@ -172,6 +172,8 @@ class GRPOTrainer(ResumableTrainer):
             self.weights = publisher(
                 args.weights, self.model, self.engine, untouched=self.policy.untouched, device=args.device
             )
+        if args.on_cpu:
+            process.give_back_freed_memory()  # the policy's former place
         say = self.console.say
         say(self.engine.describe())
         say(self.weights.describe())
