@@ -17,12 +17,13 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from packaging.version import Version
 
+from . import slots
 from .batch import FinishReason, Group, Prompt, Rollout
 from .config import GRPOConfig
 from .cpu_kernels import live_weights, one_adapter, one_draw_per_token
@@ -113,9 +114,8 @@ class Engine:
         self.version: int | None = None  # unknown until the first publish
         self._set_num_threads = torch.set_num_threads
         self._adapter: Any = None  # the LoRARequest that every request carries
-        kwargs = engine_kwargs(model_path, config, dtype, context, sequences) | _lora_kwargs(
-            model_path, config, adapter
-        )
+        kwargs = engine_kwargs(model_path, config, dtype, context, sequences)
+        kwargs |= slots.engine_kwargs(model_path, config, adapter)
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(_random_state_kept())
             if self.on_cpu:
@@ -142,6 +142,17 @@ class Engine:
     @property
     def vllm_config(self) -> Any:
         return self.core.vllm_config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and activations."""
+        dtype: torch.dtype = self.vllm_config.model_config.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the loaded checkpoint knows."""
+        return int(self.vllm_config.model_config.hf_text_config.vocab_size)
 
     @property
     def context(self) -> int:
@@ -258,6 +269,26 @@ class Engine:
         prompt_ids = {"prompt_token_ids": list(prompt.prompt_ids)}
         self.core.add_request(request_id, prompt_ids, params, lora_request=self._adapter)
         return request_id
+
+    def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [len(ids) - 1] float32, in nats, of each token after the first: one forward.
+
+        With whatever weights the engine holds: for proofs and parities, before a run samples anything.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._requests += 1
+        prompt_ids = {"prompt_token_ids": list(ids)}
+        self.core.add_request(f"probe-{self._requests}", prompt_ids, params, lora_request=self._adapter)
+        outputs: list[Any] = []
+        while self.core.has_unfinished_requests():
+            outputs += self.core.step()
+        entries = outputs[-1].prompt_logprobs[1:]
+        return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
 
     def _stop_token_ids(self, sampling: Sampling) -> list[int]:
         """The user's, and the trainer's tokenizer's end token unless the end is to be ignored."""
@@ -377,31 +408,6 @@ RESERVED_FOR_ENGINE = (
 )  # fmt: skip
 
 
-def _serves_lora(model_path: str, config: GRPOConfig) -> bool:
-    """Whether vLLM's class of this model takes adapters at all (it would refuse to be built with slots for one)."""
-    from transformers import AutoConfig
-    from vllm.model_executor.models import ModelRegistry, supports_lora
-
-    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
-    model = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=config.trust_remote_code)
-    known = [ModelRegistry.models[name] for name in model.architectures or () if name in ModelRegistry.models]
-    return not known or bool(supports_lora(known[0].load_model_cls()))
-
-
-def _lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` for one slot that the adapter fits in, on the layers that it adapts."""
-    if adapter is None or not _serves_lora(model_path, config):
-        return {}
-    from vllm import EngineArgs
-    from vllm.config.lora import MaxLoRARanks
-
-    rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
-    kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if "lora_target_modules" in inspect.signature(EngineArgs).parameters:  # other layers then need no slots
-        kwargs["lora_target_modules"] = list(adapter.targets)
-    return kwargs
-
-
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
 ) -> dict[str, Any]:
@@ -430,6 +436,8 @@ def engine_kwargs(
     if context is not None:
         kwargs["max_model_len"] = context
     if config.on_cpu:
+        # A group's prompt is computed once as far as it fills whole blocks; vLLM's 128 tokens would leave most prompts.
+        kwargs["block_size"] = 32
         kwargs["kv_cache_memory_bytes"] = _cpu_kv_bytes(model_path, config, dtype, context, sequences)
     else:
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization

@@ -136,7 +136,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            return peft.get_peft_model(model, peft_config)
+            return peft.get_peft_model(model, peft_config).eval()  # as from_pretrained leaves a model
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(

@@ -5,6 +5,8 @@ Imports the standard library only, because most of what it sets is read once, wh
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
 import socket
@@ -51,8 +53,6 @@ def keep_freed_memory() -> None:
     By default each activation of some megabytes is mapped when it is made and unmapped when it is freed: on a CPU a
     third of a training step then goes into page faults. Does nothing with another C library.
     """
-    import ctypes
-
     mmap_max, trim_threshold = -4, -1  # from malloc.h
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -60,6 +60,12 @@ def keep_freed_memory() -> None:
         return
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
+
+
+def give_back_freed_memory() -> None:
+    """Return what was freed so far to the system, once: after a start that held more than the run will."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def free_port() -> int:
@@ -79,7 +85,6 @@ def follow_launcher() -> None:
 
     `accelerate launch` of one process doesn't pass signals on: the run would go on as an orphan.
     """
-    import ctypes
     import signal
 
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:

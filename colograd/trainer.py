@@ -42,8 +42,7 @@ from .progress import Console
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .resumable import ResumableTrainer
 from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
-from .weights import publisher
-from .weights.plan import check_choice, prove
+from .weights import check_choice, publisher, state_dict_on_host
 
 
 class GRPOTrainer(ResumableTrainer):
@@ -173,10 +172,17 @@ class GRPOTrainer(ResumableTrainer):
             end_tokens=() if end is None else (end,),
             adapter=check_choice(args.weights, self.policy.adapter),
         )
-        self.weights = publisher(args.weights, self.model, self.engine, self.policy.adapter)
-        with together("the proof of the weights"):
-            if self.policy.untouched and self.engine.vllm_config.model_config.dtype == self.policy.model.dtype:
-                prove(self.weights)
+        with together("the plan of the weights"):
+            self.weights = publisher(
+                args.weights,
+                self.model,
+                self.engine,
+                untouched=self.policy.untouched,
+                device=args.device,
+                adapter=self.policy.adapter,
+            )
+        if args.on_cpu:
+            process.give_back_freed_memory()  # the policy's former place
         say = self.console.say
         say(self.engine.describe())
         say(self.weights.describe())
@@ -222,6 +228,9 @@ class GRPOTrainer(ResumableTrainer):
         return self.processing_class.batch_decode(ids, skip_special_tokens=True)
 
     # -- the seam to transformers.Trainer
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Not before the engine is built: the policy then moves into its memory (see `weights.plan`)."""
 
     def get_train_dataloader(self) -> PromptLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
@@ -410,6 +419,12 @@ class GRPOTrainer(ResumableTrainer):
             )
 
     # -- saving
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
+        if state_dict is None and self.policy.adapter is None:
+            state_dict = state_dict_on_host(self.model)
+        super()._save(output_dir, state_dict)
 
     def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
         """README.md with the recipe, the command, the dataset, the reward curve and the versions."""

@@ -54,7 +54,7 @@ def closing():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_after_every_publish_the_engine_holds_the_policys_weights_bit_for_bit(
+def test_after_every_publish_of_a_copy_the_engine_holds_the_policys_weights_bit_for_bit(
     tiny_model, tmp_path, closing, dtype
 ) -> None:
     seen: list[tuple[int, list[str], int]] = []
@@ -66,7 +66,9 @@ def test_after_every_publish_the_engine_holds_the_policys_weights_bit_for_bit(
             seen.append((self.engine.version, self.weights.differing(), behind))
 
     trainer = closing(
-        make_trainer(tiny_model, tmp_path, cls=Publishing, model_init_kwargs={"dtype": dtype}, max_steps=3)
+        make_trainer(
+            tiny_model, tmp_path, cls=Publishing, model_init_kwargs={"dtype": dtype}, max_steps=3, weights="copied"
+        )
     )
     trainer.train()
     assert [(version, differing) for version, differing, _ in seen] == [(0, []), (1, []), (2, [])]
@@ -75,7 +77,7 @@ def test_after_every_publish_the_engine_holds_the_policys_weights_bit_for_bit(
 
 
 def test_an_untied_model_with_biases_is_mapped_whole(tiny_qwen, tmp_path, closing) -> None:
-    trainer = closing(make_trainer(tiny_qwen, tmp_path, max_steps=2))
+    trainer = closing(make_trainer(tiny_qwen, tmp_path, max_steps=2, weights="copied"))
     trainer.train()
     trainer.publish()
     assert trainer.weights.differing() == []

@@ -34,7 +34,7 @@ def make_tokenizer() -> Any:
 
 def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: int = 2) -> Path:
     """Save a random model with head size 32, which vLLM's CPU attention takes."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers as hf
 
     tokenizer = make_tokenizer()
     shape: dict[str, Any] = {
@@ -52,9 +52,15 @@ def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: i
     }
     torch.manual_seed(0)
     if family == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(head_dim=32, **shape))
+        model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(head_dim=32, **shape))
+    elif family == "qwen2":
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape))
+    elif family == "qwen3":
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(head_dim=32, **shape))
     else:
-        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+        assert family == "gemma3", family
+        window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
+        model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(head_dim=32, query_pre_attn_scalar=32, **window, **shape))
     with torch.no_grad():  # the usual 0.02 gives flat distributions: make samples depend on the weights
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.dim() == 2 else parameter.add_(torch.rand_like(parameter) * 0.1)

@@ -209,8 +209,9 @@ class GRPOConfig(TrainingArguments):
     weights: str = field(
         default="auto",
         metadata={
-            "help": "How the engine gets new weights: `copied` (all of them, or an adapter merged on its way), "
-            "`adapter` (LoRA: the adapter's tensors only) or `auto`: `adapter` where vLLM can serve it, else `copied`."
+            "help": "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), "
+            "`copied` (one pass over the bytes), `adapter` (LoRA: the adapter's tensors only) or `auto` (shared where "
+            "that can be had; adapter for LoRA where vLLM serves it, else copied and merged on the way)."
         },
     )
 

@@ -1,9 +1,11 @@
 """Publishing: how a step's weights become the engine's. One file per way; `plan.publisher` picks one.
 
-A way is a class with ``publish(version) -> int`` (bytes moved), which leaves the engine stamped with that version, and
-``describe() -> str``, one line for the start of a run.
+A way is a class with ``publish(version) -> int`` (bytes moved), which leaves the engine stamped with that version;
+``describe() -> str``, one line for the start of a run; and ``differing() -> list[str]``, the parameters whose value in
+the engine isn't the policy's.
 """
 
-from .plan import Publisher, publisher
+from .plan import Publisher, check_choice, publisher
+from .shared import state_dict_on_host
 
-__all__ = ["Publisher", "publisher"]
+__all__ = ["Publisher", "check_choice", "publisher", "state_dict_on_host"]

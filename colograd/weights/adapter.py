@@ -22,7 +22,10 @@ from safetensors.torch import save_file
 
 from ..engine import Engine
 from ..lora import PREFIX, Layer, adapted_layers
+from .addresses import Addresses
+from .copied import CopiedWeights
 from .mapping import renamed
+from .shared import SharedWeights
 
 
 class Unserved(ValueError):
@@ -62,22 +65,19 @@ class AdapterWeights:
     """Publishes a LoRA adapter into the engine's first LoRA slot.
 
     Args:
-        policy: a PeftModel.
+        policy: a PeftModel, on its device.
         engine: built with LoRA slots.
-        base: publishes the frozen base, once.
+        base: publishes the frozen base, once; nothing is to do where it is shared.
 
     Raises:
         Unserved: a layer without a slot.
         RuntimeError: vLLM put an adapter elsewhere than planned.
     """
 
-    way = "adapter"
-
-    def __init__(self, policy: torch.nn.Module, engine: Engine, base: Any) -> None:
+    def __init__(self, policy: torch.nn.Module, engine: Engine, base: SharedWeights | CopiedWeights) -> None:
         self.engine, self.base = engine, base
-        layers = adapted_layers(policy)
-        self.slots = map_adapter(layers, engine)
-        self.rank = max(layer.lora_a.shape[0] for layer in layers)
+        self.slots = map_adapter(policy, engine)
+        self.rank = max(slot.source.shape[0] for slot in self.slots if slot.kind == "lora_A")
         self._base_is_there = False
         self._first = [slot for slot in self.slots if slot.scaling == 1.0]
         self._scaled = [slot for slot in self.slots if slot.scaling != 1.0]
@@ -85,8 +85,9 @@ class AdapterWeights:
         self._to_scale = [slot.source.detach() for slot in self._scaled]
         self._scalings = [slot.scaling for slot in self._scaled]
         self._destinations = [slot.destination for slot in (*self._first, *self._scaled)]
-        self._prove(layers)
-        self._pointers = self._data_pointers()
+        self._prove()
+        self.addresses = Addresses(policy, engine)
+        self._stacks = self._stack_pointers()
         self._write()
 
     @property
@@ -96,10 +97,10 @@ class AdapterWeights:
 
     def describe(self) -> str:
         layers = len({slot.layer for slot in self.slots})
+        base = "shared with the engine" if isinstance(self.base, SharedWeights) else f"copied once ({self.base.why})"
         return (
             f"weights: adapter, {len(self.slots)} tensors, {self.nbytes / 2**20:,.1f} MiB per publish (LoRA "
-            f"r={self.rank} on {layers} layers; the base is frozen, {self.base.way} once, and nothing is merged into "
-            "it)"
+            f"r={self.rank} on {layers} layers; the base is frozen and {base}, nothing is merged into it)"
         )
 
     def publish(self, version: int) -> int:
@@ -109,13 +110,14 @@ class AdapterWeights:
             Bytes written: the adapter's, and the first time those that the base took.
 
         Raises:
-            RuntimeError: a tensor of the adapter or a LoRA slot has moved, or another adapter took the slot.
+            RuntimeError: a weight or a LoRA slot has moved, or another adapter took the slot.
         """
         self.engine.version = None
-        if self._data_pointers() != self._pointers or not self.engine.adapter_is_active:
+        self.addresses.check()
+        if self._stack_pointers() != self._stacks or not self.engine.adapter_is_active:
             raise RuntimeError(
-                "A LoRA tensor of the policy or a LoRA slot of the engine lies elsewhere than when publishing was "
-                "planned (a reload, `.to()` or another adapter rebinds tensors): build a new trainer."
+                "A LoRA slot of the engine lies elsewhere than when publishing was planned, or another adapter took it "
+                "(by a reload, or add_lora): build a new trainer."
             )
         moved = self.nbytes
         if not self._base_is_there:
@@ -135,12 +137,12 @@ class AdapterWeights:
         torch._foreach_copy_(self._destinations, [*self._sources, *scaled])
 
     @torch.no_grad()
-    def _prove(self, layers: list[Layer]) -> None:
+    def _prove(self) -> None:
         """Let vLLM load random numbers, look for them where the plan says, and for zeros everywhere else."""
         generator = torch.Generator().manual_seed(0)
         probes = [torch.rand(slot.source.shape, generator=generator) + 0.5 for slot in self.slots]
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-            _write_folder(folder, layers, self.rank, self.slots, probes)
+            _write_folder(folder, self.rank, self.slots, probes)
             self.engine.load_adapter(folder)
         for slot, probe in zip(self.slots, probes, strict=True):
             if not torch.equal(slot.destination, probe.to(slot.destination)):
@@ -154,18 +156,18 @@ class AdapterWeights:
             if any(bool(stack.any()) for stack in (*holder.lora_a_stacked, *holder.lora_b_stacked)):
                 raise RuntimeError(f"vLLM's LoRA slot of {name} holds more than the adapter: set weights: copied.")
 
-    def _data_pointers(self) -> list[int]:
-        return [pointer for slot in self.slots for pointer in (slot.source.data_ptr(), slot.stack.data_ptr())]
+    def _stack_pointers(self) -> list[int]:
+        return [slot.stack.data_ptr() for slot in self.slots]
 
 
-def map_adapter(layers: list[Layer], engine: Engine) -> list[Slot]:
-    """The slot of every tensor of the adapter.
+def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
+    """The slot of every tensor of the policy's adapter.
 
     Raises:
         Unserved: naming the layers that have none.
     """
     slots, missing = [], []
-    for layer in layers:
+    for layer in adapted_layers(policy):
         holder, part = _holder(layer, engine)
         pair = [
             Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part),
@@ -202,9 +204,7 @@ def _fits(slot: Slot) -> bool:
     return stack[-2] == rows and stack[-1] >= columns
 
 
-def _write_folder(
-    folder: str, layers: list[Layer], rank: int, slots: Sequence[Slot], values: Sequence[torch.Tensor]
-) -> None:
+def _write_folder(folder: str, rank: int, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
     """An adapter as peft saves it, with ``values`` and a scaling of 1."""
     settings = {
         "peft_type": "LORA",
@@ -212,7 +212,7 @@ def _write_folder(
         "r": rank,
         "lora_alpha": rank,
         "bias": "none",
-        "target_modules": sorted({layer.name.rpartition(".")[2] for layer in layers}),
+        "target_modules": sorted({slot.layer.rpartition(".")[2] for slot in slots}),
     }
     with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as stream:
         json.dump(settings, stream)

@@ -6,57 +6,62 @@ name look-ups, no per-tensor loader.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..engine import Engine
-from .mapping import Slice, map_parameters
+from .addresses import Addresses
+from .mapping import Slice
 
-MOVED = (
-    "A weight of the policy or of the engine lies elsewhere than when publishing was planned (a reload or `.to()` "
-    "rebinds tensors): build a new trainer."
-)
+
+class Copies:
+    """A copy of ``slices``, planned once."""
+
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        # Detached views share the policy's storage: they stay valid while the optimizer writes in place.
+        self._sources = [part.source.detach() for part in slices]
+        self._destinations = [part.destination for part in slices]
+        self.nbytes = sum(d.numel() * d.element_size() for d in self._destinations)
+
+    @torch.no_grad()
+    def run(self) -> int:
+        """Write the sources, cast, into the destinations. Returns the bytes written."""
+        if self._sources:
+            torch._foreach_copy_(self._destinations, self._sources)
+        return self.nbytes
 
 
 class CopiedWeights:
-    """Copies the policy into the engine, cast to the engine's dtype."""
+    """Copies the policy into the engine, cast to the engine's dtype.
 
-    way = "copied"
+    Args:
+        policy, engine: both hold the weights; ``slices`` pairs them.
+        why: why the memory isn't shared, for the user.
+    """
 
-    def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:
-        self.engine = engine
-        self.slices: list[Slice] = map_parameters(policy, engine.model)
-        # Detached views share the policy's storage: they stay valid while the optimizer writes in place.
-        self._sources = [part.source.detach() for part in self.slices]
-        self._destinations = [part.destination for part in self.slices]
-        self._pointers = self._data_pointers()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a publish writes."""
-        return sum(d.numel() * d.element_size() for d in self._destinations)
+    def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
+        self.engine, self.slices, self.why = engine, list(slices), why
+        self.copies = Copies(self.slices)
+        self.addresses = Addresses(policy, engine)
 
     def describe(self) -> str:
         return (
-            f"weights: copied, {len(self.slices)} parameters, {self.nbytes / 2**20:,.0f} MiB per publish (the engine "
-            "has its own copy)"
+            f"weights: copied, {len(self.slices)} parameters, {self.copies.nbytes / 2**20:,.0f} MiB per publish "
+            f"({self.why})"
         )
 
-    @torch.no_grad()
     def publish(self, version: int) -> int:
         """Make the policy's weights the engine's, and stamp it with ``version``. Returns the bytes written.
 
         Raises:
             RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
         """
-        if self._data_pointers() != self._pointers:
-            raise RuntimeError(MOVED)
-        torch._foreach_copy_(self._destinations, self._sources)
+        self.addresses.check()
+        written = self.copies.run()
         self.engine.stamp(version)
-        return self.nbytes
+        return written
 
     def differing(self) -> list[str]:
         """Names of parameters whose value in the engine isn't the policy's, cast, bit for bit."""
         return [part.name for part in self.slices if not part.equal()]
-
-    def _data_pointers(self) -> list[int]:
-        return [part.source.data_ptr() for part in self.slices] + [d.data_ptr() for d in self._destinations]

@@ -6,11 +6,14 @@ layers in float32, one layer at a time, and rounds them once into the engine's t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..engine import Engine
 from ..lora import adapted_layers, base_name, trained_copies
-from .copied import MOVED, CopiedWeights
+from .addresses import Addresses
+from .copied import Copies
 from .mapping import Slice
 
 
@@ -18,38 +21,35 @@ class MergedWeights:
     """Publishes a PeftModel as the weights it amounts to.
 
     Args:
-        policy: a PeftModel; its base is copied at the first publish only.
-        engine: without the adapter.
-        reason: why the adapter isn't served, for `describe`.
+        policy: a PeftModel, on its device; what isn't trained of its base is copied at the first publish only.
+        engine: without the adapter; ``slices`` pairs its weights with those of the base.
+        why: why the adapter isn't served, for the user.
     """
 
-    way = "copied"
-
-    def __init__(self, policy: torch.nn.Module, engine: Engine, reason: str) -> None:
-        self.engine, self.reason = engine, reason
+    def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
+        self.engine, self.why = engine, why
         adapted = {f"{layer.name}.weight": layer for layer in adapted_layers(policy)}
         copies = dict(trained_copies(policy))
-        self.base = CopiedWeights(policy, engine)
-        slices = {base_name(part.name) or part.name: part for part in self.base.slices}
-        moving = {*adapted, *copies, *(name for name, part in slices.items() if part.source.requires_grad)}
-        self._still = [part for name, part in slices.items() if name not in moving]
-        self._merged = [(layer, slices[name].destination) for name, layer in adapted.items()]
-        self._whole = [Slice(name, copy, slices[name].destination) for name, copy in copies.items()]
-        self._whole += [part for name, part in slices.items() if part.source.requires_grad and name not in adapted]
+        places = {base_name(part.name) or part.name: part for part in slices}
+        trained = [part for name, part in places.items() if part.source.requires_grad and name not in adapted]
+        moving = {*adapted, *copies, *(base_name(part.name) for part in trained)}
+        self._still = [part for name, part in places.items() if name not in moving]
+        self._merged = [(layer, places[name].destination) for name, layer in adapted.items()]
+        self._whole = [Slice(name, copy, places[name].destination) for name, copy in copies.items()] + trained
+        self._copies, self._first_copies = Copies(self._whole), Copies([*self._whole, *self._still])
         self._base_is_there = False
-        self._pointers = self._data_pointers()
+        self.addresses = Addresses(policy, engine)
 
     @property
     def nbytes(self) -> int:
         """Bytes that a publish writes, after the first."""
-        moving = [d for _, d in self._merged] + [part.destination for part in self._whole]
-        return sum(d.numel() * d.element_size() for d in moving)
+        return self._copies.nbytes + sum(d.numel() * d.element_size() for _, d in self._merged)
 
     def describe(self) -> str:
         tensors = len(self._merged) + len(self._whole)
         return (
             f"weights: copied, {tensors} tensors, {self.nbytes / 2**20:,.1f} MiB per publish "
-            f"(the adapter is merged on its way into the engine's copy: {self.reason})"
+            f"(the adapter is merged on its way into the engine's copy: {self.why})"
         )
 
     @torch.no_grad()
@@ -60,14 +60,9 @@ class MergedWeights:
             RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
         """
         self.engine.version = None
-        if self._data_pointers() != self._pointers:
-            raise RuntimeError(MOVED)
-        parts, moved = list(self._whole), self.nbytes
-        if not self._base_is_there:
-            parts += self._still
-            moved += sum(part.destination.numel() * part.destination.element_size() for part in self._still)
-        if parts:
-            torch._foreach_copy_([part.destination for part in parts], [part.source.detach() for part in parts])
+        self.addresses.check()
+        copies = self._copies if self._base_is_there else self._first_copies
+        moved = copies.run() - self._copies.nbytes + self.nbytes
         for layer, destination in self._merged:
             destination.copy_(layer.merged())
         self._base_is_there = True
@@ -81,11 +76,3 @@ class MergedWeights:
             if not torch.equal(destination, layer.merged().to(destination.dtype)):
                 names.append(f"{layer.name}.weight")
         return names
-
-    def _data_pointers(self) -> list[int]:
-        parts = (*self._still, *self._whole)
-        pointers = [tensor.data_ptr() for part in parts for tensor in (part.source, part.destination)]
-        for layer, destination in self._merged:
-            base = layer.module.get_base_layer().weight
-            pointers += [t.data_ptr() for t in (base, layer.lora_a, layer.lora_b, destination)]
-        return pointers

@@ -1,16 +1,20 @@
-"""Picks the way of publishing for a run."""
+"""Picks the way of publishing for a run, proves it, and says which and why."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ..engine import Engine
 from ..lora import Adapter
-from .adapter import AdapterWeights, Unserved
+from . import proof, shared
+from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights
+from .mapping import Slice, map_parameters
 from .merged import MergedWeights
+from .shared import SharedWeights
 
 
 class Publisher(Protocol):
@@ -24,50 +28,122 @@ class Publisher(Protocol):
 
 
 def check_choice(wanted: str, adapter: Adapter | None) -> Adapter | None:
-    """The adapter that the engine is to serve; None: none, or one that is merged.
+    """The adapter that the engine is to have slots for; None: there is none, or it is merged on its way.
 
     Raises:
-        ValueError: ``weights: adapter`` can't be had.
+        ValueError: what ``weights`` forces can't be had.
     """
     if wanted == "adapter" and adapter is None:
         raise ValueError(
             "weights is 'adapter', but the policy is trained whole: set use_peft: true (or give peft_config), or set "
             "weights: auto."
         )
-    if wanted == "adapter" and adapter is not None and adapter.why_merged:
-        raise ValueError(f"weights is 'adapter', but {adapter.why_merged}: set weights: auto (merged copies).")
-    return None if adapter is None or adapter.why_merged or wanted == "copied" else adapter
+    if adapter is None or wanted == "copied":
+        return None
+    if wanted != "auto" and adapter.why_merged:
+        raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto (merged copies).")
+    return None if adapter.why_merged else adapter
 
 
-def publisher(wanted: str, policy: torch.nn.Module, engine: Engine, adapter: Adapter | None = None) -> Publisher:
-    """The publisher for ``weights: auto|copied|adapter``; ``adapter`` is what the policy trains, if not itself.
+def publisher(
+    wanted: str,
+    policy: torch.nn.Module,
+    engine: Engine,
+    *,
+    untouched: bool,
+    device: torch.device,
+    adapter: Adapter | None = None,
+) -> Publisher:
+    """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
 
-    Where policy and engine were loaded from the same checkpoint, the mapping is proved: a parameter that isn't
-    bit-equal to its slice before anything was trained is mapped to the wrong place.
-    """
-    base = CopiedWeights
-    if adapter is None:
-        return base(policy, engine)
-    if check_choice(wanted, adapter) is None:
-        return MergedWeights(policy, engine, adapter.why_merged or "weights: copied")
-    try:
-        return AdapterWeights(policy, engine, base(policy, engine))
-    except Unserved as unserved:
-        if wanted == "adapter":
-            raise ValueError(f"weights is 'adapter', but {unserved}: set weights: auto (merged copies).") from None
-        return MergedWeights(policy, engine, str(unserved))
+    The policy comes on the CPU or wherever the user put it; the accelerator never holds two copies of what is shared.
 
-
-def prove(chosen: Publisher) -> None:
-    """Check that every slice holds its parameter's value, after both loaded the same checkpoint.
+    Args:
+        wanted: ``auto``, ``shared``, ``copied`` or ``adapter``. Of a LoRA policy, ``shared`` speaks of its base.
+        untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
+        adapter: what the policy trains in place of its weights.
 
     Raises:
-        RuntimeError: naming the parameters that differ.
+        ValueError: what is forced can't be had; or the policy isn't the checkpoint's shape.
+        RuntimeError: the engine doesn't read a parameter where it should be: publishing couldn't reach it.
     """
-    differing = getattr(chosen, "base", chosen).differing()  # an adapter isn't in the checkpoint
-    if differing:
+    _check_vocabulary(policy, engine)
+    slices = map_parameters(policy, engine.model)
+    if untouched and engine.dtype == next(policy.parameters()).dtype:
+        proof.check_equal(slices)
+    if adapter is None:
+        return _whole(wanted, policy, engine, slices, device)
+    why = adapter.why_merged or "as asked"
+    if check_choice(wanted, adapter) is not None:
+        try:
+            map_adapter(policy, engine)
+            base = _whole("shared" if wanted == "shared" else "auto", policy, engine, slices, device)
+            return AdapterWeights(policy, engine, base)
+        except Unserved as unserved:
+            if wanted != "auto":
+                raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
+            why = str(unserved)
+    _place(policy, device)
+    _unproved(slices, policy, engine)
+    return MergedWeights(policy, engine, slices, why)
+
+
+def _whole(
+    wanted: str, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], device: torch.device
+) -> SharedWeights | CopiedWeights:
+    """The publisher of a policy's own weights, or of a LoRA's base."""
+    reasons = [(part, shared.obstacle(part)) for part in slices]
+    able = [part for part, reason in reasons if not reason]
+    rest = [(part, reason) for part, reason in reasons if reason]
+    if wanted == "shared" and rest:
+        part, reason = rest[0]
+        raise ValueError(
+            f"weights: shared can't be had for {len(rest)} of {len(slices)} parameters ({part.name}: {reason}): set "
+            "weights: auto, or give policy and engine the same dtype."
+        )
+    if wanted == "copied" or not able:
+        _place(policy, device)
+        why = "as asked" if wanted == "copied" else rest[0][1]
+        _unproved(slices, policy, engine)
+        return CopiedWeights(policy, engine, slices, why)
+    shared.bind(able)
+    _place(policy, device)  # what isn't bound: buffers, and the parameters that are copied
+    for part in _unproved(able, policy, engine):
+        shared.unbind(part)
+        able.remove(part)
+        rest.append((part, "no output depends on it, so that sharing it can't be proved"))
+    return SharedWeights(policy, engine, able, rest)
+
+
+def _place(policy: torch.nn.Module, device: torch.device) -> None:
+    """Move what isn't there yet."""
+    tensors = [*policy.parameters(), *policy.buffers()]
+    if any(tensor.device.type != device.type for tensor in tensors):
+        policy.to(device)  # only then: `.to("cpu:0")` copies tensors that are on "cpu", and would undo the sharing
+
+
+def _unproved(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine) -> list[Slice]:
+    """Those that neither the engine's nor the policy's output depends on.
+
+    Raises:
+        RuntimeError: the policy's output depends on a parameter, and the engine's doesn't.
+    """
+    unread = proof.unread(slices, engine)
+    elsewhere = [part for part in unread if not proof.inert(part, policy, engine)]
+    if elsewhere:
         raise RuntimeError(
-            f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
-            f"checkpoint ({', '.join(differing[:3])}): this architecture's weights are laid out in a way that isn't "
-            "known yet."
+            f"The engine's output doesn't depend on {len(elsewhere)} of {len(slices)} parameters at the place where "
+            f"vLLM keeps them ({', '.join(part.name for part in elsewhere[:3])}): it samples from copies of its own, "
+            "which publishing can't reach. Leave quantization and custom kernels out of vllm_engine_kwargs; if they "
+            "are, this architecture isn't known yet."
+        )
+    return unread
+
+
+def _check_vocabulary(policy: torch.nn.Module, engine: Engine) -> None:
+    rows = policy.get_input_embeddings().weight.shape[0]
+    if rows != engine.vocab_size:
+        raise ValueError(
+            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
+            "the resized model with save_pretrained and give its folder."
         )

@@ -1,0 +1,89 @@
+"""Proof that the engine reads a policy's parameter where the mapping says it does.
+
+Two things are shown for each parameter. *The right place*: after both sides loaded the same checkpoint, the slice holds
+the parameter's value bit for bit. *A place that is read*: when the value changes there, the engine's output changes.
+Equality alone proves nothing for norms of ones and biases of zeros, nor for a tensor that the engine has since packed
+away into a private layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..engine import Engine
+from .mapping import Slice
+
+PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer one
+
+
+def check_equal(slices: Sequence[Slice]) -> None:
+    """Check that every slice holds its parameter's value, after both loaded the same checkpoint.
+
+    Raises:
+        RuntimeError: naming the parameters that differ.
+    """
+    differing = [part.name for part in slices if not part.equal()]
+    if differing:
+        raise RuntimeError(
+            f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
+            f"checkpoint ({', '.join(differing[:3])}): this architecture's weights are laid out in a way that isn't "
+            "known yet."
+        )
+
+
+def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
+    """Those of ``slices`` that can be changed without a change of the engine's output.
+
+    One short forward of the engine per slice, with the slice's values negated and then negated back, which restores
+    every bit and needs no copy.
+    """
+    left = list(slices)
+    for length in PROBE_TOKENS:
+        ids = probe(engine, length)
+        usual = engine.prompt_logprobs(ids)
+        noise = float((engine.prompt_logprobs(ids) - usual).abs().max())  # 0 where kernels are deterministic
+        silent = []
+        for part in left:
+            with changed(part.destination):
+                seen = engine.prompt_logprobs(ids)
+            if not ((seen - usual).abs() > 2 * noise).any() and bool(seen.isfinite().all()):
+                silent.append(part)
+        left = silent
+        if not left:
+            break
+    return left
+
+
+@torch.no_grad()
+def inert(part: Slice, policy: torch.nn.Module, engine: Engine) -> bool:
+    """Whether the policy's own output doesn't depend on the parameter either."""
+    device = part.source.device
+    ids = torch.tensor([probe(engine, PROBE_TOKENS[-1])], device=device)
+    was_training = policy.training
+    policy.eval()  # a dropout would change the output by itself
+    usual = policy(ids).logits
+    with changed(part.source):
+        same = torch.equal(policy(ids).logits, usual)
+    policy.train(was_training)
+    return same
+
+
+def probe(engine: Engine, length: int) -> list[int]:
+    """Token ids that differ from each other, as many as the engine's context allows."""
+    return [(7919 * (i + 1)) % engine.vocab_size for i in range(min(length, engine.context - 1))]
+
+
+@contextmanager
+def changed(tensor: torch.Tensor) -> Iterator[None]:
+    """Another value in ``tensor``'s memory while the context lasts; every bit as before afterwards."""
+    with torch.no_grad():
+        zeros = tensor.clone() if not tensor.any() else None  # a negated zero changes nothing
+        tensor.neg_() if zeros is None else tensor.add_(1)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            tensor.neg_() if zeros is None else tensor.copy_(zeros)

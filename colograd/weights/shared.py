@@ -1,0 +1,121 @@
+"""`shared`: the policy's parameters are slices of the engine's own tensors; a publish has nothing to move.
+
+The optimizer writes into what the engine samples from. Where a single tensor can't be shared (another dtype, say), it
+is copied, and the others still are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..engine import Engine
+from .addresses import Addresses
+from .copied import Copies
+from .mapping import Slice
+
+
+def obstacle(part: Slice) -> str:
+    """Why this parameter can't be a view of its slice; empty: it can."""
+    source, place = part.source, part.destination
+    if source.dtype != place.dtype:
+        return f"the engine has it in {_name(place.dtype)}, the policy in {_name(source.dtype)}"
+    if source.shape != place.shape:
+        return f"its shape is {tuple(place.shape)} in the engine, {tuple(source.shape)} in the policy"
+    if source.stride() != place.stride():
+        return f"its strides are {place.stride()} in the engine, {source.stride()} in the policy"
+    return ""
+
+
+@torch.no_grad()
+def bind(slices: Sequence[Slice]) -> None:
+    """Turn each source into a view of its destination, which takes the source's value.
+
+    The parameter object stays the same one, so tied weights stay tied, and an optimizer that holds it still does. The
+    policy's former storage is freed; one parameter at a time, so that no second copy of the model comes about.
+    """
+    for part in slices:
+        part.destination.copy_(part.source)
+        part.source.data = part.destination
+
+
+def unbind(part: Slice) -> None:
+    """Give a bound parameter memory of its own again, with the same value."""
+    part.source.data = part.destination.clone()
+
+
+class SharedWeights:
+    """The policy lives in the engine's memory.
+
+    Args:
+        policy, engine: the policy is already bound to the engine's tensors (`bind`).
+        shared: the slices that are one memory.
+        copied: those that aren't, each with the reason.
+
+    Raises:
+        RuntimeError: a parameter among ``shared`` isn't bound.
+    """
+
+    def __init__(
+        self, policy: torch.nn.Module, engine: Engine, shared: Sequence[Slice], copied: Sequence[tuple[Slice, str]] = ()
+    ) -> None:
+        self.engine, self.shared, self.copied = engine, list(shared), list(copied)
+        apart = [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]
+        if apart:
+            raise RuntimeError(
+                f"{len(apart)} parameters were bound to the engine's memory and have left it: {apart[:3]}."
+            )
+        self.copies = Copies([part for part, _ in copied])
+        self.addresses = Addresses(policy, engine)
+
+    @property
+    def slices(self) -> list[Slice]:
+        """All parameters and their places."""
+        return [*self.shared, *(part for part, _ in self.copied)]
+
+    def describe(self) -> str:
+        nbytes = sum(part.destination.numel() * part.destination.element_size() for part in self.shared)
+        line = (
+            f"weights: shared, {len(self.shared)} parameters ({nbytes / 2**20:,.0f} MiB) are views of the engine's "
+            "tensors, 0 bytes per publish"
+        )
+        if self.copied:
+            part, reason = self.copied[0]
+            line += f"; {len(self.copied)} copied, {self.copies.nbytes:,} bytes ({part.name}: {reason})"
+        return line
+
+    def publish(self, version: int) -> int:
+        """Stamp the engine with ``version``. Returns the bytes moved: 0, unless some parameters are copied.
+
+        Raises:
+            RuntimeError: a tensor of the policy or the engine has moved since they were bound.
+        """
+        self.addresses.check()
+        moved = self.copies.run()
+        self.engine.stamp(version)
+        return moved
+
+    def differing(self) -> list[str]:
+        """Names of parameters whose value in the engine isn't the policy's, bit for bit."""
+        return [part.name for part in self.slices if not part.equal()]
+
+
+def state_dict_on_host(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state dict with every tensor whole and by itself in host memory; tied ones stay one tensor.
+
+    Writers of safetensors clone tensors that lie in one storage, on the device they are on: three projections in one
+    matrix would cost a second copy of the model on the accelerator during each save.
+    """
+    seen: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    host: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in seen:
+            seen[key] = tensor.detach().to("cpu", copy=True)
+        host[name] = seen[key]
+    return host
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
