@@ -80,6 +80,9 @@ def load_policy(
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
+    reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if adapter is not None and config.gradient_checkpointing and reentrant:
+        loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
     why_padded = choose_rows(loaded)
     if tokenizer is None:
         revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from colograd import lora, parity
-from colograd.config import ModelConfig
+from colograd.config import ModelConfig, parse_arguments
 from colograd.logprobs import policy_logprobs
 from colograd.packing import pack
 from colograd.policy import load_policy
@@ -63,6 +63,24 @@ def test_packed_rows_of_an_adapted_model_equal_padded_ones(tiny_model, changes) 
         for ours, theirs in zip(packed[1], other[1], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_reentrant_checkpoints_give_the_same_gradients(tiny_model, tmp_path) -> None:
+    """Nothing that enters the first layer asks for a gradient: without help the adapter would get none."""
+    found = []
+    for reentrant in (False, True):
+        args = tiny.config(
+            tmp_path,
+            model_init_kwargs=None,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        )
+        model = load_policy(adapted(tiny_model), None, args).model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+        found.append(gradients(model, share_prompts=True)[1])
+    assert all(ours.any() for ours in found[0])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +234,7 @@ def test_an_adapter_that_can_not_be_trained_is_an_error_with_value_rule_and_reme
 # -- how a policy gets its adapter
 
 
-def test_the_recipes_fields_make_peft_s_configuration() -> None:
+def test_the_recipes_fields_make_peft_s_configuration(tmp_path) -> None:
     assert ModelConfig(lora_r=8).peft_config() is None, "without use_peft they say nothing"
     made = ModelConfig(
         use_peft=True, lora_r=8, lora_alpha=4, lora_dropout=0.0, use_rslora=True, lora_target_modules=["all-linear"]
@@ -225,6 +243,10 @@ def test_the_recipes_fields_make_peft_s_configuration() -> None:
     assert made.target_modules == "all-linear" and made.task_type == "CAUSAL_LM" and made.bias == "none"
     assert ModelConfig(use_peft=True, lora_target_modules=["q_proj"]).peft_config().target_modules == {"q_proj"}
     assert ModelConfig(use_peft=True).peft_config().target_modules is None, "peft's own for the architecture"
+    for written in ("all-linear", "\n  - all-linear"):
+        (tmp_path / "lora.yaml").write_text(f"use_peft: true\nlora_target_modules: {written}\n")
+        *_, read, _ = parse_arguments(["--config", str(tmp_path / "lora.yaml"), "--output_dir", str(tmp_path)])
+        assert read.peft_config().target_modules == "all-linear"
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ def test_some_projections_of_a_peft_model_with_biases_in_bfloat16(tiny_qwen, tmp
     with torch.no_grad():
         for layer in adapted_layers(model):
             layer.lora_b.normal_(std=0.1)
-    trainer = make_trainer(model, tmp_path, lora=None, max_steps=2, model_init_kwargs=None, weights="adapter")
+    changes = {"model_init_kwargs": None, "weights": "adapter", "gradient_checkpointing": True}
+    trainer = make_trainer(model, tmp_path, lora=None, max_steps=2, **changes)
     try:
         assert trainer.model is model and unwrap(trainer.model) is base
         assert {slot.part for slot in trainer.weights.slots} == {0, 2}, "k has none"
@@ -236,6 +237,18 @@ def test_some_projections_of_a_peft_model_with_biases_in_bfloat16(tiny_qwen, tmp
         assert torch.equal(slot.destination, (slot.source.detach() * (7 / 6**0.5)).bfloat16())
         trainer.train()
         assert max(mismatch(trainer)) < 0.05, mismatch(trainer)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_other_families_agree_with_their_sampler_too(family, tmp_path) -> None:
+    model = tiny.make_model(tmp_path / "model", family)
+    trainer = make_trainer(str(model), tmp_path / "run", max_steps=2)
+    try:
+        assert isinstance(trainer.weights, AdapterWeights)
+        trainer.train()
+        assert max(mismatch(trainer)) < 1e-5, "with an adapter that does something in the second step"
     finally:
         trainer.close()
 
