@@ -8,7 +8,6 @@ bit: two extra bytes instead of four. (The idea is that of "parameter remainders
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +16,14 @@ from torch.optim.adamw import adamw
 from torch.utils._triton import has_triton
 
 from .config import GRPOConfig
+from .fused import Kernel, make_kernel, step_constants
 
 # Elements of the float32 masters that exist at one time. On a CPU a piece and torch's temporaries stay in the cache; a
 # GPU wants few, large kernels.
 CPU_PIECE = 2**18
 GPU_PIECE = 2**24
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-logger = logging.getLogger(__name__)
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,8 +83,9 @@ class AdamWSplit(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps, weight_decay likewise.
-        compiled: one fused pass by torch.compile. None: on a GPU with Triton, since compiling for a CPU takes longer
-            than a short run saves. Where compiling fails, a line is logged and the steps are torch's.
+        compiled: one fused pass (see `colograd.fused`). None: on a GPU with Triton; a CPU may have no compiler, and
+            there the uncompiled step is the reference. Where compiling fails, a line is logged and the steps are
+            torch's.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class AdamWSplit(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.compiled = compiled
-        self._kernels: dict[torch.device, Callable[..., None] | None] = {}
+        self._kernels: dict[torch.device, Kernel | None] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -114,20 +114,24 @@ class AdamWSplit(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
-        kernel, constants = self._kernel(device), _Constants(group, device)
+        kernel = self._kernel(device)
         plain: list[_Piece] = []
+        constants: dict[int, torch.Tensor] = {}
         for parameter in parameters:
             state = self._state(parameter)
             exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
             remainder, step = state.get("remainder"), state["step"]
             whole = _Piece(parameter.detach(), parameter.grad, exp_avg, exp_avg_sq, remainder, step)
             # A single element would be compiled for that size alone.
-            if kernel is None or whole.remainder is None or parameter.numel() < 2 or not whole.is_flat():
+            if kernel is None or remainder is None or parameter.numel() < 2 or not whole.is_flat():
                 plain.append(whole)
                 continue
             step += 1
-            (flat,) = whole.cut(parameter.numel())
-            kernel(flat.parameter.view(torch.int16), *flat[1:5], constants.at(int(step)))
+            count = int(step)
+            if count not in constants:
+                constants[count] = step_constants(count, **_settings(group), device=device)
+            flat = [tensor.view(-1) for tensor in whole.tensors()]
+            kernel(flat[0].view(torch.int16), flat[1], flat[2], flat[3], flat[4], constants[count])
         for bucket in _buckets(plain, GPU_PIECE if device.type == "cuda" else CPU_PIECE):
             _torch_step(bucket, group, foreach=device.type == "cuda")
         for whole in plain:
@@ -143,11 +147,11 @@ class AdamWSplit(torch.optim.Optimizer):
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
-    def _kernel(self, device: torch.device) -> Callable[..., None] | None:
+    def _kernel(self, device: torch.device) -> Kernel | None:
         """The compiled pass for a device; None: torch's steps are taken there."""
         if device not in self._kernels:
             wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
-            self._kernels[device] = compile_step(device) if wanted else None
+            self._kernels[device] = make_kernel(device) if wanted else None
         return self._kernels[device]
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -196,6 +200,10 @@ class AdamWSplit(torch.optim.Optimizer):
         self._state(parameter)
 
 
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in SETTINGS}
+
+
 def _buckets(wholes: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
     """The pieces in buckets of at most ``size`` elements (one that can't be cut: in a bucket of its own)."""
     bucket: list[_Piece] = []
@@ -235,75 +243,6 @@ def _torch_step(bucket: Sequence[_Piece], group: dict[str, Any], foreach: bool) 
             high, remainder = split_master(master)
             piece.parameter.copy_(high)
             piece.remainder.copy_(remainder)
-
-
-# -- compiled: one pass over each tensor
-
-
-class _Constants:
-    """The numbers of a step as a tensor, so that a new learning rate compiles nothing. Made once per step count."""
-
-    def __init__(self, group: dict[str, Any], device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.made: dict[int, torch.Tensor] = {}
-
-    def at(self, step: int) -> torch.Tensor:
-        """[7] float64 on the device: decay factor, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias
-        correction, eps, step size."""
-        if step not in self.made:
-            group, (beta1, beta2) = self.group, self.group["betas"]
-            lr, decay = float(group["lr"]), float(group["weight_decay"])
-            root, size = (1 - beta2**step) ** 0.5, lr / (1 - beta1**step)
-            numbers = [1 - lr * decay, 1 - beta1, beta2, 1 - beta2, root, float(group["eps"]), size]
-            # float64: no float32 store in the loop can then be taken for a store to these.
-            self.made[step] = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
-        return self.made[step]
-
-
-def fused_step(
-    high: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    remainder: torch.Tensor,
-    constants: torch.Tensor,
-) -> None:
-    """AdamW on 1-D tensors of one length, in place: what torch.compile makes one loop of.
-
-    Args:
-        high: int16, the bits of the bfloat16 parameter.
-        grad: float32 or bfloat16.
-        exp_avg, exp_avg_sq: float32.
-        remainder: int16.
-        constants: see `_Constants.at`.
-    """
-    decay, weight1, beta2, weight2, root, eps, size = constants.float().unbind()
-    grad = grad.float()
-    master = (high.int() * 65536 + remainder.int()).view(torch.float32) * decay
-    first = exp_avg + weight1 * (grad - exp_avg)
-    second = exp_avg_sq * beta2 + weight2 * grad * grad
-    bits = (master - size * first / (second.sqrt() / root + eps)).view(torch.int32)
-    rounded = (bits + 0x8000) >> 16
-    high.copy_(rounded.to(torch.int16))
-    remainder.copy_((bits - rounded * 65536).to(torch.int16))
-    exp_avg.copy_(first)
-    exp_avg_sq.copy_(second)
-
-
-def compile_step(device: torch.device) -> Callable[..., None] | None:
-    """`fused_step` compiled for any length, tried once; None, and a line in the log, where that fails."""
-    try:
-        compiled: Callable[..., None] = torch.compile(fused_step, dynamic=True, fullgraph=True)
-        # The first length decides whether a CPU's loop is parallel, and these are no one's parameters if it fails.
-        high, remainder = (torch.zeros(2**16 + 1, dtype=torch.int16, device=device) for _ in range(2))
-        grad, exp_avg, exp_avg_sq = (torch.zeros(2**16 + 1, device=device) for _ in range(3))
-        constants = _Constants({"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}, device).at(1)
-        compiled(high, grad, exp_avg, exp_avg_sq, remainder, constants)
-    except Exception as error:  # a compiler, a driver, a full disk: a reason to be slower, not to stop
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("adamw_split: its step can't be compiled for %s (%s); it runs uncompiled", device, reason)
-        return None
-    return compiled
 
 
 # -- between checkpoints of float32 and of split training
@@ -348,7 +287,7 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
     if not found or isinstance(optimizer, AdamWSplit):
         return
     for group in optimizer.param_groups:
-        group.update({k: v for k, v in optimizer.defaults.items() if k not in ("lr", "betas", "eps", "weight_decay")})
+        group.update({k: v for k, v in optimizer.defaults.items() if k not in SETTINGS})
         if group.get("fused") or group.get("capturable"):
             for parameter in group["params"]:
                 state = optimizer.state[parameter]
