@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-# (high, grad, exp_avg, exp_avg_sq, remainder, constants) -> None, in place; see `fused_step`.
+# (bfloat16 parameter, grad, exp_avg, exp_avg_sq, remainder, constants) -> None, in place, on contiguous tensors of one
+# shape; see `fused_step`.
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 TRIAL = 4096  # elements that a new kernel is tried on
@@ -107,16 +108,28 @@ def fused_step(
 def make_kernel(device: torch.device) -> Kernel | None:
     """The compiled pass for a device, tried once on tensors of its own; None, and a line in the log, if that fails."""
     try:
-        kernel = c_loop() if device.type == "cpu" else torch.compile(fused_step, dynamic=True, fullgraph=True)
-        high, remainder = (torch.zeros(TRIAL, dtype=torch.int16, device=device) for _ in range(2))
+        kernel = c_loop() if device.type == "cpu" else compiled_step()
+        parameter = torch.zeros(TRIAL, dtype=torch.bfloat16, device=device)
+        remainder = torch.zeros(TRIAL, dtype=torch.int16, device=device)
         grad, exp_avg, exp_avg_sq = (torch.zeros(TRIAL, device=device) for _ in range(3))
         constants = step_constants(1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, device=device)
-        kernel(high, grad, exp_avg, exp_avg_sq, remainder, constants)
+        kernel(parameter, grad, exp_avg, exp_avg_sq, remainder, constants)
     except Exception as error:  # no compiler, an old driver, a full disk: a reason to be slower, not to stop
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning("adamw_split: its step can't be compiled for %s (%s); it runs uncompiled", device, reason)
         return None
     return kernel
+
+
+def compiled_step() -> Kernel:
+    """`fused_step` by torch.compile: one kernel for all lengths."""
+    compiled = torch.compile(fused_step, dynamic=True, fullgraph=True)
+
+    def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
+        *state, constants = others
+        compiled(parameter.view(-1).view(torch.int16), *(tensor.view(-1) for tensor in state), constants)
+
+    return run
 
 
 def c_loop() -> Kernel:
@@ -138,10 +151,8 @@ def c_loop() -> Kernel:
         function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int]
         function.restype = None
 
-    def run(*tensors: torch.Tensor) -> None:
-        assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
-        high, grad = tensors[:2]
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        functions[grad.dtype](high.numel(), *pointers, torch.get_num_threads())
+    def run(parameter: torch.Tensor, grad: torch.Tensor, *others: torch.Tensor) -> None:
+        pointers = (parameter.data_ptr(), grad.data_ptr(), *[tensor.data_ptr() for tensor in others])
+        functions[grad.dtype](parameter.numel(), *pointers, torch.get_num_threads())
 
     return run

@@ -130,8 +130,7 @@ class AdamWSplit(torch.optim.Optimizer):
             count = int(step)
             if count not in constants:
                 constants[count] = step_constants(count, **_settings(group), device=device)
-            flat = [tensor.view(-1) for tensor in whole.tensors()]
-            kernel(flat[0].view(torch.int16), flat[1], flat[2], flat[3], flat[4], constants[count])
+            kernel(whole.parameter, whole.grad, exp_avg, exp_avg_sq, remainder, constants[count])
         for bucket in _buckets(plain, GPU_PIECE if device.type == "cuda" else CPU_PIECE):
             _torch_step(bucket, group, foreach=device.type == "cuda")
         for whole in plain:

@@ -316,7 +316,7 @@ def test_a_gpu_s_pass_is_compiled_once_for_all_shapes_and_rates(monkeypatch: pyt
 
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(fused, "c_loop", lambda: torch.compile(fused.fused_step, dynamic=True, fullgraph=True))
+    monkeypatch.setattr(fused, "c_loop", fused.compiled_step)
     ours, theirs = make_parameters(shapes=LARGE), make_parameters(torch.float32, LARGE)
     split, plain = AdamWSplit(ours, **SETTINGS, compiled=True), torch.optim.AdamW(theirs, **SETTINGS)
     for step, rate in enumerate((1e-6, 3e-6, 1e-5)):
