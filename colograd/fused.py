@@ -127,7 +127,8 @@ def compiled_step() -> Kernel:
 
     def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
         *state, constants = others
-        compiled(parameter.view(-1).view(torch.int16), *(tensor.view(-1) for tensor in state), constants)
+        # Through `.data` a view is a tensor without a base, by whose shape dynamo would compile again.
+        compiled(parameter.view(-1).view(torch.int16).data, *(tensor.view(-1).data for tensor in state), constants)
 
     return run
 

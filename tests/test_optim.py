@@ -328,7 +328,7 @@ def test_a_gpu_s_pass_is_compiled_once_for_all_shapes_and_rates(monkeypatch: pyt
     # A place within a larger tensor is one more, whatever the place.
     slices = [in_a_larger_tensor(p.detach())[0] for p in ours[:4]]
     take_steps(slices, AdamWSplit(slices, **SETTINGS, compiled=True), range(2))
-    assert counters["stats"]["unique_graphs"] <= 3
+    assert counters["stats"]["unique_graphs"] <= 2
     torch._dynamo.reset()
 
 
