@@ -59,8 +59,9 @@ class GRPOConfig(TrainingArguments):
         default="auto",
         metadata={
             "help": "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on "
-            "an exact float32 master kept as the bfloat16 parameter and a 16-bit remainder. Or any optimizer name "
-            "of transformers."
+            "an exact float32 master kept as the bfloat16 parameter and a 16-bit remainder; "
+            "`optim_args: compiled=true` (or `false`) makes it one compiled pass, the default on a GPU. Or any "
+            "optimizer name of transformers."
         },
     )
 
