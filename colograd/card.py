@@ -61,6 +61,7 @@ class RunFacts:
     settings: dict[str, Any]  # the key hyperparameters, in the order to show them
     history: list[dict[str, Any]]  # trainer_state.log_history
     hub_model_id: str | None  # where the model is or will be pushed
+    adapter_rank: int = 0  # of a LoRA, which is saved alone; 0: the whole model is
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
@@ -180,7 +181,8 @@ def _linked(name: str, kind: str = "") -> str:
 
 
 def _front_matter(run: RunFacts) -> str:
-    data: dict[str, Any] = {"library_name": "transformers", "model_name": run.model_name}
+    library = "peft" if run.adapter_rank else "transformers"
+    data: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
     if _on_hub(run.base_model) or not (_is_local(run.base_model) or "/" in run.base_model):
         data["base_model"] = run.base_model
     if _on_hub(run.dataset):
@@ -192,8 +194,10 @@ def _front_matter(run: RunFacts) -> str:
 
 def _introduction(run: RunFacts) -> str:
     dataset = f" on {_linked(run.dataset, 'datasets/')}" if run.dataset else ""
+    base = _linked(run.base_model)
+    model = f"a LoRA adapter of rank {run.adapter_rank} for {base}" if run.adapter_rank else f"{base}, trained further"
     return (
-        f"# {run.model_name}\n\nThis model is {_linked(run.base_model)}, trained further{dataset} by reinforcement "
+        f"# {run.model_name}\n\nThis model is {model}{', trained' * bool(run.adapter_rank)}{dataset} by reinforcement "
         "learning with GRPO (group relative policy optimization): for each prompt a group of completions was "
         "sampled and scored by reward functions, and the model was moved towards the completions that scored above "
         "their group's mean. It was trained with Colograd."
@@ -203,6 +207,17 @@ def _introduction(run: RunFacts) -> str:
 def _usage(run: RunFacts) -> str:
     model = run.hub_model_id or run.model_name
     note = "" if run.hub_model_id else f"`{model}` stands for the folder of this model.\n\n"
+    vllm, merge = model, ""
+    if run.adapter_rank:  # not every adapter can be served as it is
+        note += "It is an adapter: the package peft has to be installed, and its base is loaded by name.\n\n"
+        vllm = "merged"
+        merge = f"""from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+AutoPeftModelForCausalLM.from_pretrained("{model}").merge_and_unload().save_pretrained("{vllm}")
+AutoTokenizer.from_pretrained("{model}").save_pretrained("{vllm}")
+
+"""
     return f"""## How to use
 
 {note}With transformers:
@@ -218,9 +233,9 @@ print(generator(messages, max_new_tokens=256, return_full_text=False)[0]["genera
 With vLLM:
 
 ```python
-from vllm import LLM, SamplingParams
+{merge}from vllm import LLM, SamplingParams
 
-llm = LLM(model="{model}")
+llm = LLM(model="{vllm}")
 messages = [{{"role": "user", "content": "What is 12 * 7?"}}]
 print(llm.chat(messages, SamplingParams(max_tokens=256))[0].outputs[0].text)
 ```

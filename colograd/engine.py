@@ -23,8 +23,11 @@ import numpy as np
 import torch
 from packaging.version import Version
 
+from . import slots
 from .batch import FinishReason, Group, Prompt, Rollout
 from .config import GRPOConfig
+from .cpu_kernels import live_weights, one_adapter, one_draw_per_token
+from .lora import Adapter
 
 SUPPORTED_VLLM = ("0.25", "0.33")
 
@@ -88,6 +91,7 @@ class Engine:
         context: tokens that one sequence may need, prompt and completion together; None: the model's own.
         sequences: completions in the queue at once on this rank, for sizing the KV cache on a CPU.
         end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
+        adapter: the LoRA to have a slot for; see `load_adapter`.
 
     Raises:
         RuntimeError: vLLM is missing or outside `SUPPORTED_VLLM`.
@@ -101,6 +105,7 @@ class Engine:
         context: int | None,
         sequences: int,
         end_tokens: Sequence[int] = (),
+        adapter: Adapter | None = None,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
@@ -108,12 +113,16 @@ class Engine:
         self.end_tokens = tuple(end_tokens)
         self.version: int | None = None  # unknown until the first publish
         self._set_num_threads = torch.set_num_threads
+        self._adapter: Any = None  # the LoRARequest that every request carries
         kwargs = engine_kwargs(model_path, config, dtype, context, sequences)
+        kwargs |= slots.engine_kwargs(model_path, config, adapter)
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(_random_state_kept())
             if self.on_cpu:
                 while_built.enter_context(live_weights())
                 while_built.enter_context(one_draw_per_token())
+                if adapter is not None:
+                    while_built.enter_context(one_adapter())
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
@@ -189,6 +198,27 @@ class Engine:
             )
         self.version = version
 
+    # -- LoRA
+
+    @property
+    def lora_modules(self) -> dict[str, Any]:
+        """vLLM's layers with LoRA slots, by their name in the model; none where the engine was built without."""
+        return dict(getattr(getattr(self.model, "lora_manager", None), "modules", {}))
+
+    def load_adapter(self, folder: str) -> None:
+        """Let vLLM load an adapter, as peft saves it, into its first slot; every request uses it from now on."""
+        from vllm.lora.request import LoRARequest
+
+        self._adapter = LoRARequest("policy", 1, folder)
+        if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
+            raise RuntimeError(f"vLLM loaded the adapter of {folder!r}, but didn't activate it in its first slot.")
+
+    @property
+    def adapter_is_active(self) -> bool:
+        """Whether the first slot is that of the adapter that was loaded."""
+        ids: Any = self.model.lora_manager.lora_index_to_id
+        return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
+
     # -- sampling
 
     def generate(
@@ -236,7 +266,8 @@ class Engine:
         )
         self._requests += 1
         request_id = f"prompt{prompt.position}-{self._requests}"
-        self.core.add_request(request_id, {"prompt_token_ids": list(prompt.prompt_ids)}, params)
+        prompt_ids = {"prompt_token_ids": list(prompt.prompt_ids)}
+        self.core.add_request(request_id, prompt_ids, params, lora_request=self._adapter)
         return request_id
 
     def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
@@ -251,7 +282,8 @@ class Engine:
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         self._requests += 1
-        self.core.add_request(f"probe-{self._requests}", {"prompt_token_ids": list(ids)}, params)
+        prompt_ids = {"prompt_token_ids": list(ids)}
+        self.core.add_request(f"probe-{self._requests}", prompt_ids, params, lora_request=self._adapter)
         outputs: list[Any] = []
         while self.core.has_unfinished_requests():
             outputs += self.core.step()
@@ -369,6 +401,13 @@ def check_sampling(config: GRPOConfig) -> None:
         raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
 
+# Arguments of vllm.LLM that the trainer sets itself.
+RESERVED_FOR_ENGINE = (
+    "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
+    "max_cpu_loras", "max_lora_rank", "lora_target_modules",
+)  # fmt: skip
+
+
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
 ) -> dict[str, Any]:
@@ -378,7 +417,7 @@ def engine_kwargs(
         ValueError: an argument that would break what the trainer relies on.
     """
     given = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
-    for name in ("distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model"):
+    for name in RESERVED_FOR_ENGINE:
         if name in given:
             raise ValueError(f"vllm_engine_kwargs sets {name!r}, which the trainer sets itself: remove it.")
     kwargs: dict[str, Any] = {
@@ -424,54 +463,6 @@ def _cpu_kv_bytes(model_path: str, config: GRPOConfig, dtype: torch.dtype, conte
     least, wanted = (length + 256) * per_token, (sequences + 1) * (length + 128) * per_token
     allowed = psutil.virtual_memory().available // 4 // local_world_size()
     return int(max(least, min(wanted, allowed)))
-
-
-@contextlib.contextmanager
-def live_weights() -> Iterator[None]:
-    """While an engine is built on a CPU, keep its linear layers' weights in place.
-
-    vLLM's CPU backend packs each linear layer's weight into a private layout and empties the parameter, after which new
-    weights can't be written. Plain `torch.nn.functional.linear` on the parameter is as fast within noise.
-    """
-    from vllm.model_executor.layers import utils
-
-    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    packed, utils.dispatch_cpu_unquantized_gemm = utils.dispatch_cpu_unquantized_gemm, keep
-    try:
-        yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = packed
-
-
-@contextlib.contextmanager
-def one_draw_per_token() -> Iterator[None]:
-    """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.
-
-    For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of
-    the time of a small model's decoding. Inverting the distribution function takes one uniform number, and draws from
-    the same distribution.
-    """
-    from vllm.v1.sample.ops import topk_topp_sampler as ops
-
-    theirs = ops.TopKTopPSampler.forward_cpu
-
-    def forward_cpu(self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any) -> Any:
-        if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
-            return theirs(self, logits, generators, k, p)
-        logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
-        draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
-        distribution = logprobs.exp().cumsum(-1)
-        # The first entry whose cumulative probability exceeds the draw: never one of probability 0.
-        tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
-        return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
-
-    ops.TopKTopPSampler.forward_cpu = forward_cpu
-    try:
-        yield
-    finally:
-        ops.TopKTopPSampler.forward_cpu = theirs
 
 
 @contextlib.contextmanager

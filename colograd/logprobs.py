@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from . import attention, padded
 from .batch import MicroBatch, StepBatch
+from .lora import unwrap
 
 # Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
 # tiles would leave it waiting for launches; 32 MiB on a CPU, whose allocator doesn't reuse all that is freed.
@@ -34,6 +35,7 @@ def policy_logprobs(
     Returns:
         logprobs (N,) float32, nats, differentiable; entropy (N,) float32, nats, detached.
     """
+    model = unwrap(model)
     hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.predictors)
     head = model.get_output_embeddings()
     return label_logprobs(

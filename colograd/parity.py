@@ -15,6 +15,7 @@ import torch
 from . import attention
 from .batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
 from .logprobs import policy_logprobs
+from .lora import unwrap
 from .packing import pack, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
@@ -34,7 +35,7 @@ def choose_rows(model: Any) -> str:
     """
     was_training = model.training
     try:
-        return _choose_rows(model.eval())
+        return _choose_rows(unwrap(model.eval()))
     finally:
         model.train(was_training)
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as hf_logging
 
 from .config import GRPOConfig
+from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, wrap
 from .parity import choose_rows
 from .ranks import world_size
 
@@ -19,11 +20,12 @@ from .ranks import world_size
 class Policy:
     """What is trained, and where the engine finds the same weights."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel  # or a PeftModel around one
     tokenizer: PreTrainedTokenizerBase
     path: str  # folder or Hub id that vLLM can load
     untouched: bool  # loaded by us: bit-equal to the checkpoint at ``path``
     why_padded: str  # why its sequences can't be packed into one row; empty: they are
+    adapter: Adapter | None = None  # what is trained of a PeftModel
 
     @property
     def context(self) -> int:
@@ -35,14 +37,17 @@ class Policy:
         """What the user should know at start, in lines."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        share = f", {trained / 1e6:,.2f} M trained (LoRA)" if self.adapter else ""
         lines = [
-            f"policy: {self.model.num_parameters() / 1e6:,.0f} M parameters, {dtype}, {config.optim}; "
+            f"policy: {self.model.num_parameters() / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
             f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}"
         ]
         if self.why_padded:
             lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
-        if self.model.dtype == torch.bfloat16 and config.optim != "adamw_split":
+        rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
+        if rounded and config.optim != "adamw_split":
             lines.append(
                 f"optimizer: {config.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't"
             )
@@ -50,39 +55,97 @@ class Policy:
 
 
 def load_policy(
-    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: GRPOConfig
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: GRPOConfig,
+    peft_config: Any = None,
 ) -> Policy:
-    """Load the model if it is a name, its tokenizer if none is given.
+    """Load the model if it is a name, its tokenizer if none is given; put an adapter on it if one is asked for.
+
+    A folder that holds an adapter alone (as training one saves it) is the model it was trained on, with that adapter.
 
     Raises:
-        ValueError: no such model, or one whose log-probabilities can't be computed.
+        ValueError: no such model, one whose log-probabilities can't be computed, or an adapter that can't be trained.
     """
     untouched = isinstance(model, str | os.PathLike)
+    tokenizer_path = ""
     if isinstance(model, str | os.PathLike):
         path = str(model)
-        loaded = _from_name(path, config)
+        if (saved := adapter_folder(path)) is None:
+            loaded = _from_name(path, config)
+        else:
+            loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config)
     else:
-        if config.model_init_kwargs is not None:
-            raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
-        if hasattr(model, "peft_config"):
-            raise ValueError("The model is a PeftModel, but adapters aren't available in this version: merge it first.")
-        loaded, path = model, str(model.config._name_or_path or "")
-        if not path:
-            raise ValueError(
-                "The model was given as an object that no checkpoint belongs to (config._name_or_path is empty), so "
-                "vLLM has nothing to load: save it with save_pretrained and give the folder."
-            )
+        loaded, path = model, _origin(model, config, peft_config)
+    if peft_config is not None:
+        loaded = wrap(loaded, peft_config, config.seed)
+    adapter = describe_adapter(loaded) if is_adapted(loaded) else None
     why_padded = choose_rows(loaded)
     if tokenizer is None:
         revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_path or path, revision=revision, trust_remote_code=config.trust_remote_code
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.disable_dropout:
         for module in loaded.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-    return Policy(loaded, tokenizer, path, untouched, why_padded)
+    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter)
+
+
+def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
+    """The checkpoint that a model given as an object was loaded from."""
+    if config.model_init_kwargs is not None:
+        raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
+    if is_adapted(model) and peft_config is not None:
+        raise ValueError(
+            "The model is a PeftModel and peft_config is given too, but one adapter is trained: give one of the two "
+            "(for a new adapter on the trained one, merge_and_unload() it and save the result first)."
+        )
+    if not is_adapted(model) and hasattr(model, "peft_config"):
+        raise ValueError(
+            "The model carries an adapter of transformers' own (add_adapter), not a PeftModel's: load it with "
+            "peft.PeftModel.from_pretrained(base, folder, is_trainable=True), or give the adapter's folder."
+        )
+    path = str(model.config._name_or_path or "")
+    if not path:
+        raise ValueError(
+            "The model was given as an object that no checkpoint belongs to (config._name_or_path is empty), so "
+            "vLLM has nothing to load: save it with save_pretrained and give the folder."
+        )
+    return path
+
+
+def _from_adapter(
+    folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any
+) -> tuple[PreTrainedModel, str, str]:
+    """The model and trainable adapter of a folder with an adapter_config.json; the base's path, the tokenizer's path.
+
+    Raises:
+        ValueError: a second adapter is asked for, or the base can't be found.
+    """
+    if peft_config is not None:
+        raise ValueError(
+            f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but one is trained: "
+            "remove use_peft to go on with the saved one, or give model_name_or_path the base model."
+        )
+    base = str(saved.get("base_model_name_or_path") or "")
+    if not base:
+        raise ValueError(
+            f"{folder!r} holds an adapter that doesn't name its base: set base_model_name_or_path in its "
+            "adapter_config.json."
+        )
+    import peft
+
+    try:
+        loaded = _from_name(base, config)
+    except ValueError as error:
+        raise ValueError(f"{folder!r} holds an adapter whose base can't be loaded: {error}") from None
+    model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
+    has_tokenizer = os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
+    return model, base, folder if has_tokenizer else base
 
 
 def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:

@@ -80,6 +80,7 @@ def make_trainer(script: ScriptArguments, config: GRPOConfig, model: ModelConfig
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset if config.do_eval or config.eval_on_start else None,
+        peft_config=model.peft_config(),
     )
     if model.attn_implementation is not None:
         trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")

@@ -42,14 +42,14 @@ from .progress import Console
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .resumable import ResumableTrainer
 from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
-from .weights import publisher, state_dict_on_host
+from .weights import check_choice, publisher, state_dict_on_host
 
 
 class GRPOTrainer(ResumableTrainer):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
-        model: a Hub id, a folder, or a causal language model of transformers.
+        model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around one.
         reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`).
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
@@ -57,6 +57,7 @@ class GRPOTrainer(ResumableTrainer):
         eval_dataset: likewise, or a dict of them; for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         callbacks, optimizers: as in `transformers.Trainer`.
+        peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -72,6 +73,7 @@ class GRPOTrainer(ResumableTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
         **later: Any,
     ) -> None:
         process.prepare_ranks()
@@ -84,7 +86,8 @@ class GRPOTrainer(ResumableTrainer):
             check_vllm()
             check_sampling(args)
             self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
-            self.policy = load_policy(model, processing_class, args)
+            self.policy = load_policy(model, processing_class, args, peft_config)
+            check_choice(args.weights, self.policy.adapter)
             args.settle_precision(self.policy.model.dtype)
             self.train_prompts = self._tokenize(train_dataset, args, "train")
             step_order(len(self.train_prompts), args)
@@ -167,10 +170,16 @@ class GRPOTrainer(ResumableTrainer):
             context,
             sequences,
             end_tokens=() if end is None else (end,),
+            adapter=check_choice(args.weights, self.policy.adapter),
         )
         with together("the plan of the weights"):
             self.weights = publisher(
-                args.weights, self.model, self.engine, untouched=self.policy.untouched, device=args.device
+                args.weights,
+                self.model,
+                self.engine,
+                untouched=self.policy.untouched,
+                device=args.device,
+                adapter=self.policy.adapter,
             )
         if args.on_cpu:
             process.give_back_freed_memory()  # the policy's former place
@@ -412,8 +421,10 @@ class GRPOTrainer(ResumableTrainer):
     # -- saving
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As in transformers, from host memory: see `state_dict_on_host`."""
-        super()._save(output_dir, state_dict_on_host(self.model) if state_dict is None else state_dict)
+        """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
+        if state_dict is None and self.policy.adapter is None:
+            state_dict = state_dict_on_host(self.model)
+        super()._save(output_dir, state_dict)
 
     def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
         """README.md with the recipe, the command, the dataset, the reward curve and the versions."""
@@ -432,6 +443,7 @@ class GRPOTrainer(ResumableTrainer):
             settings={name: getattr(args, name) for name in SETTINGS},
             history=self.state.log_history,
             hub_model_id=args.hub_model_id,
+            adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
         )
         reward_plot(self.state.log_history, folder / "reward.png")
         write_card(folder, run=facts)

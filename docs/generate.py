@@ -101,8 +101,11 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`) are refused
   together with `vllm_importance_sampling_correction`, whose ratio they would bias.
 
-`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, LoRA (`use_peft`, `peft_config`), quantised bases, tools, reward
-models and streamed datasets aren't available in this version: each is an error at start that says so.
+LoRA is asked for as in TRL (`use_peft` and `lora_*` in a recipe, `peft_config=LoraConfig(...)`, a `PeftModel` or an
+adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. [lora.md](lora.md).
+
+`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, quantised bases, tools, reward models and streamed datasets aren't
+available in this version: each is an error at start that says so.
 
 The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
 *Limited*: not all of TRL's values. *Refused*: an error at start, with the reason given here."""

@@ -55,6 +55,14 @@ def front_matter(text: str) -> dict[str, Any]:
     return yaml.safe_load(text.split("---\n")[1])
 
 
+def test_an_adapters_card_says_what_it_adapts_and_how_to_load_it(here: Path) -> None:
+    text = card(here, adapter_rank=16)
+    assert front_matter(text)["library_name"] == "peft"
+    assert "a LoRA adapter of rank 16 for [org/tiny](https://huggingface.co/org/tiny), trained on" in text
+    assert 'from_pretrained("me/tiny-grpo").merge_and_unload()' in text and 'LLM(model="merged")' in text
+    assert "peft" not in card(here)
+
+
 def test_the_front_matter_is_what_the_hub_reads(here: Path) -> None:
     assert front_matter(card(here)) == {
         "library_name": "transformers",

@@ -98,6 +98,23 @@ def test_torchrun_trains_the_same_on_two_ranks(recipe, launched, tmp_path) -> No
     assert rewards(tmp_path) == pytest.approx(rewards(launched[0]), abs=1e-5)
 
 
+@pytest.mark.slow
+def test_an_adapter_asked_for_by_flags_trains_the_same_on_two_ranks(recipe, tmp_path) -> None:
+    """Its random start is the same on all ranks: from the second step on, completions depend on it."""
+    flags = ["--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
+    flags = ["--config", str(recipe), *flags, "--max_steps", "3", "--learning_rate", "1e-2"]
+    done = run("-m", "colograd.cli", "train", *flags, f"--output_dir={tmp_path / 'one'}")
+    assert "weights: adapter, 28 tensors" in done.stdout
+    run(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()),
+        "-m", "colograd.train", *flags, "--output_dir", str(tmp_path / "two"),
+    )  # fmt: skip
+    assert rewards(tmp_path / "two") == pytest.approx(rewards(tmp_path / "one"), abs=1e-5)
+    saved = {path.name for path in (tmp_path / "two").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= saved
+    assert "model.safetensors" not in saved and "LoRA adapter of rank 4" in (tmp_path / "two" / "README.md").read_text()
+
+
 def test_the_console_command_needs_no_launcher_and_the_command_line_wins(recipe, launched, tmp_path) -> None:
     run("-m", "colograd.cli", "train", "--config", str(recipe), f"--output_dir={tmp_path}", "--max_steps", "1")
     assert rewards(tmp_path) == pytest.approx(rewards(launched[0])[:1], abs=1e-6)

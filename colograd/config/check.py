@@ -12,7 +12,6 @@ LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo")
 # TRL's constructor arguments that this version refuses by name.
 LATER = (
     "reward_processing_classes",
-    "peft_config",
     "quantization_config",
     "tools",
     "rollout_func",
@@ -111,7 +110,7 @@ def check_values(config: GRPOConfig) -> None:
     _one_of("vllm_importance_sampling_mode", config.vllm_importance_sampling_mode, CORRECTIONS)
     _one_of("importance_sampling_level", config.importance_sampling_level, ("token",), " in this version")
     _one_of("overlong_prompts", config.overlong_prompts, ("drop", "error"))
-    _one_of("weights", config.weights, ("auto", "shared", "copied"), " in this version")
+    _one_of("weights", config.weights, ("auto", "shared", "copied", "adapter"), " in this version")
     _one_of("vllm_mode", config.vllm_mode, ("colocate",), " (there is no server: each rank has its own engine)")
     check_objective(config)
     check_process(config)

@@ -211,7 +211,8 @@ class GRPOConfig(TrainingArguments):
         default="auto",
         metadata={
             "help": "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), "
-            "`copied` (one pass over the bytes) or `auto` (shared where that can be had)."
+            "`copied` (one pass over the bytes), `adapter` (LoRA: the adapter's tensors only) or `auto` (shared where "
+            "that can be had; adapter for LoRA where vLLM serves it, else copied and merged on the way)."
         },
     )
 

@@ -34,16 +34,36 @@ class ModelConfig:
             "help": "Accepted for compatibility: training always runs Colograd's packed attention, and a line says so."
         },
     )
-    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter. Not available in this version."})
-    lora_r: int = field(default=16, metadata={"help": "LoRA rank."})
-    lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "LoRA dropout."})
-    lora_target_modules: list[str] | None = field(default=None, metadata={"help": "LoRA target modules."})
-    lora_target_parameters: list[str] | None = field(default=None, metadata={"help": "LoRA target parameters."})
-    lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Layers trained beside LoRA's."})
-    lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "peft's task type."})
-    use_rslora: bool = field(default=False, metadata={"help": "Rank-stabilised LoRA."})
-    use_dora: bool = field(default=False, metadata={"help": "Weight-decomposed LoRA."})
+    use_peft: bool = field(
+        default=False,
+        metadata={"help": "Train a LoRA adapter (peft) and leave the model's weights as they are; see docs/lora.md."},
+    )
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter's matrices."})
+    lora_alpha: int = field(default=32, metadata={"help": "The adapter is scaled by `lora_alpha / lora_r`."})
+    lora_dropout: float = field(
+        default=0.05, metadata={"help": "Dropout before the adapter in training (vLLM samples without)."}
+    )
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of the layers to adapt, or `all-linear`; default: peft's for the architecture (often the "
+            "query and value projections)."
+        },
+    )
+    lora_target_parameters: list[str] | None = field(
+        default=None, metadata={"help": "TRL's field for parameters that are no layer. Not available in this version."}
+    )
+    lora_modules_to_save: list[str] | None = field(
+        default=None,
+        metadata={"help": "Modules trained whole beside the adapter (the engine then gets merged copies)."},
+    )
+    lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "peft's task type; always `CAUSAL_LM`."})
+    use_rslora: bool = field(
+        default=False, metadata={"help": "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`."}
+    )
+    use_dora: bool = field(
+        default=False, metadata={"help": "Weight-decomposed LoRA (the engine then gets merged copies)."}
+    )
     load_in_8bit: bool = field(default=False, metadata={"help": "8-bit base for LoRA. Not available in this version."})
     load_in_4bit: bool = field(default=False, metadata={"help": "4-bit base for LoRA. Not available in this version."})
 
@@ -52,14 +72,48 @@ class ModelConfig:
             raise ValueError(
                 f"dtype {self.dtype!r} isn't supported: choose one of {', '.join(DTYPES)}, or leave it out (bfloat16)."
             )
-        for name in ("use_peft", "load_in_8bit", "load_in_4bit"):
+        for name in ("load_in_8bit", "load_in_4bit"):
             if getattr(self, name):
-                raise ValueError(f"{name}: true isn't available in this version: remove it (full fine-tuning).")
+                raise ValueError(
+                    f"{name}: true isn't available in this version (the engine would sample from other weights than "
+                    "the quantised ones): remove it; use_peft: true trains an adapter on the base as it is."
+                )
+        self._check_lora()
         attention = self.attn_implementation
         if attention is not None and not attention.startswith(KNOWN_ATTENTION):
             raise ValueError(
                 f"attn_implementation {attention!r} is unknown: remove it (training runs the packed attention)."
             )
+
+    def _check_lora(self) -> None:
+        if self.lora_r < 1:
+            raise ValueError(f"lora_r is {self.lora_r}, but a rank is at least 1: raise it (16 is usual).")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout is {self.lora_dropout}, but must be in [0, 1): 0 turns it off.")
+        if self.lora_task_type != "CAUSAL_LM":
+            raise ValueError(f"lora_task_type is {self.lora_task_type!r}, but policies are CAUSAL_LM: remove it.")
+
+    def peft_config(self) -> Any:
+        """The `peft.LoraConfig` for ``GRPOTrainer(peft_config=...)``, as TRL makes it; None without ``use_peft``."""
+        if not self.use_peft:
+            return None
+        try:
+            from peft import LoraConfig
+        except ImportError as error:
+            raise ValueError(f"use_peft is true, but peft can't be imported ({error}): pip install peft.") from None
+        targets: Any = self.lora_target_modules
+        return LoraConfig(
+            task_type=self.lora_task_type,
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            target_parameters=self.lora_target_parameters,
+            modules_to_save=self.lora_modules_to_save,
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
+            bias="none",
+        )
 
     def init_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `GRPOConfig.model_init_kwargs`."""

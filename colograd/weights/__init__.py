@@ -5,7 +5,7 @@ A way is a class with ``publish(version) -> int`` (bytes moved), which leaves th
 the engine isn't the policy's.
 """
 
-from .plan import Publisher, publisher
+from .plan import Publisher, check_choice, publisher
 from .shared import state_dict_on_host
 
-__all__ = ["Publisher", "publisher", "state_dict_on_host"]
+__all__ = ["Publisher", "check_choice", "publisher", "state_dict_on_host"]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..lora import base_name
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -33,24 +35,32 @@ class UnmappedParameter(ValueError):
 def map_parameters(policy: torch.nn.Module, engine_model: torch.nn.Module) -> list[Slice]:
     """Pair every parameter of the policy with its slice of the engine's tensors.
 
+    Of a LoRA policy, the parameters of its base: an adapter's tensors have no place among the engine's weights.
+
     Raises:
         UnmappedParameter: naming what is left over on either side.
     """
-    targets = dict(engine_model.named_parameters())
-    sources = dict(policy.named_parameters())
+    targets = _base_parameters(engine_model)
+    sources = _base_parameters(policy)
+    own_names = {base_name(name): name for name, _ in policy.named_parameters()}
     slices, missing = [], []
     for name, source in sources.items():
         destination = _destination(name, source, sources, targets, engine_model)
         if destination is None:
             missing.append(f"{name} {tuple(source.shape)}")
         else:
-            slices.append(Slice(name, source, destination))
+            slices.append(Slice(own_names[name], source, destination))
     if missing:
         raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {', '.join(missing[:4])}.")
     bare = sorted(_uncovered(slices, targets))
     if bare:
         raise UnmappedParameter(f"The policy has no source for {len(bare)} engine tensors: {', '.join(bare[:4])}.")
     return slices
+
+
+def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters by the names they have in a model without adapters."""
+    return {base: p for name, p in model.named_parameters() if (base := base_name(name)) is not None}
 
 
 def _destination(
@@ -60,7 +70,7 @@ def _destination(
     targets: dict[str, torch.Tensor],
     engine_model: torch.nn.Module,
 ) -> torch.Tensor | None:
-    mapped = _renamed(name, engine_model)
+    mapped = renamed(name, engine_model)
     if mapped in targets:
         return _rows(targets[mapped], 0, source)
     for fused, parts in (getattr(engine_model, "packed_modules_mapping", None) or {}).items():
@@ -77,15 +87,15 @@ def _destination(
     return None
 
 
-def _renamed(name: str, engine_model: torch.nn.Module) -> str:
+def renamed(name: str, engine_model: torch.nn.Module) -> str:
     """The name after the model's renamings, but before its fusions (newer mappers do both, and drop the place)."""
     mapper = getattr(engine_model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return name
     if getattr(mapper, "orig_to_new_stacked", None):
         mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
-    renamed = mapper.apply_list([name])
-    return renamed[0] if renamed else name
+    found = mapper.apply_list([name])
+    return found[0] if found else name
 
 
 def _rows(target: torch.Tensor, offset: int, source: torch.Tensor) -> torch.Tensor | None:

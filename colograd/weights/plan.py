@@ -8,9 +8,12 @@ from typing import Protocol
 import torch
 
 from ..engine import Engine
+from ..lora import Adapter
 from . import proof, shared
+from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights
 from .mapping import Slice, map_parameters
+from .merged import MergedWeights
 from .shared import SharedWeights
 
 
@@ -24,25 +27,71 @@ class Publisher(Protocol):
     def differing(self) -> list[str]: ...
 
 
+def check_choice(wanted: str, adapter: Adapter | None) -> Adapter | None:
+    """The adapter that the engine is to have slots for; None: there is none, or it is merged on its way.
+
+    Raises:
+        ValueError: what ``weights`` forces can't be had.
+    """
+    if wanted == "adapter" and adapter is None:
+        raise ValueError(
+            "weights is 'adapter', but the policy is trained whole: set use_peft: true (or give peft_config), or set "
+            "weights: auto."
+        )
+    if adapter is None or wanted == "copied":
+        return None
+    if wanted != "auto" and adapter.why_merged:
+        raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto (merged copies).")
+    return None if adapter.why_merged else adapter
+
+
 def publisher(
-    wanted: str, policy: torch.nn.Module, engine: Engine, *, untouched: bool, device: torch.device
+    wanted: str,
+    policy: torch.nn.Module,
+    engine: Engine,
+    *,
+    untouched: bool,
+    device: torch.device,
+    adapter: Adapter | None = None,
 ) -> Publisher:
     """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
 
     The policy comes on the CPU or wherever the user put it; the accelerator never holds two copies of what is shared.
 
     Args:
-        wanted: ``auto``, ``shared`` or ``copied``.
+        wanted: ``auto``, ``shared``, ``copied`` or ``adapter``. Of a LoRA policy, ``shared`` speaks of its base.
         untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
+        adapter: what the policy trains in place of its weights.
 
     Raises:
-        ValueError: ``shared`` is forced and can't be had; or the policy isn't the checkpoint's shape.
+        ValueError: what is forced can't be had; or the policy isn't the checkpoint's shape.
         RuntimeError: the engine doesn't read a parameter where it should be: publishing couldn't reach it.
     """
     _check_vocabulary(policy, engine)
     slices = map_parameters(policy, engine.model)
     if untouched and engine.dtype == next(policy.parameters()).dtype:
         proof.check_equal(slices)
+    if adapter is None:
+        return _whole(wanted, policy, engine, slices, device)
+    why = adapter.why_merged or "as asked"
+    if check_choice(wanted, adapter) is not None:
+        try:
+            map_adapter(policy, engine)
+            base = _whole("shared" if wanted == "shared" else "auto", policy, engine, slices, device)
+            return AdapterWeights(policy, engine, base)
+        except Unserved as unserved:
+            if wanted != "auto":
+                raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
+            why = str(unserved)
+    _place(policy, device)
+    _unproved(slices, policy, engine)
+    return MergedWeights(policy, engine, slices, why)
+
+
+def _whole(
+    wanted: str, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], device: torch.device
+) -> SharedWeights | CopiedWeights:
+    """The publisher of a policy's own weights, or of a LoRA's base."""
     reasons = [(part, shared.obstacle(part)) for part in slices]
     able = [part for part, reason in reasons if not reason]
     rest = [(part, reason) for part, reason in reasons if reason]

@@ -62,9 +62,13 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine) -> bool:
     """Whether the policy's own output doesn't depend on the parameter either."""
     device = part.source.device
     ids = torch.tensor([probe(engine, PROBE_TOKENS[-1])], device=device)
+    was_training = policy.training
+    policy.eval()  # a dropout would change the output by itself
     usual = policy(ids).logits
     with changed(part.source):
-        return torch.equal(policy(ids).logits, usual)
+        same = torch.equal(policy(ids).logits, usual)
+    policy.train(was_training)
+    return same
 
 
 def probe(engine: Engine, length: int) -> list[int]:

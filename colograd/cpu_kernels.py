@@ -1,0 +1,97 @@
+"""What of vLLM's CPU kernels is replaced while an engine is built: what hides the weights, and what is slow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def live_weights() -> Iterator[None]:
+    """While an engine is built on a CPU, keep its linear layers' weights in place.
+
+    vLLM's CPU backend packs each linear layer's weight into a private layout and empties the parameter, after which new
+    weights can't be written. Plain `torch.nn.functional.linear` on the parameter is as fast within noise.
+    """
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    packed, utils.dispatch_cpu_unquantized_gemm = utils.dispatch_cpu_unquantized_gemm, keep
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = packed
+
+
+@contextlib.contextmanager
+def one_draw_per_token() -> Iterator[None]:
+    """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.
+
+    For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of
+    the time of a small model's decoding. Inverting the distribution function takes one uniform number, and draws from
+    the same distribution.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler as ops
+
+    theirs = ops.TopKTopPSampler.forward_cpu
+
+    def forward_cpu(self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any) -> Any:
+        if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
+            return theirs(self, logits, generators, k, p)
+        logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
+        draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
+        distribution = logprobs.exp().cumsum(-1)
+        # The first entry whose cumulative probability exceeds the draw: never one of probability 0.
+        tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
+        return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
+
+    ops.TopKTopPSampler.forward_cpu = forward_cpu
+    try:
+        yield
+    finally:
+        ops.TopKTopPSampler.forward_cpu = theirs
+
+
+@contextlib.contextmanager
+def one_adapter() -> Iterator[None]:
+    """While an engine with LoRA is built on a CPU, give it plain matrix products for its one adapter.
+
+    vLLM's CPU kernels copy the adapter's matrices once per *token* of the batch (a prefill of 1,000 tokens copies each
+    1,000 times). Here there is one adapter and every request carries it, so slot 0 multiplies the whole batch: first
+    in float32, then rounded once into the layer's output, as peft does it.
+    """
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    theirs: Any = punica_cpu.PunicaWrapperCPU
+
+    class OneAdapter(theirs):
+        def _apply_shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
+            """y (tokens, rank) = scale * x (tokens, in) A', A' of the slots (slots, 1, rank, in)."""
+            y.copy_(torch.nn.functional.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype)))
+            if scale != 1.0:
+                y.mul_(scale)
+
+        def _apply_expand(
+            self,
+            y: torch.Tensor,
+            x: torch.Tensor,
+            w_t_all: torch.Tensor,
+            y_offset: int,
+            y_slice_size: int,
+            add_inputs: bool = True,
+        ) -> None:
+            """Columns y_offset ... of y (tokens, out) += x (tokens, rank) B', B' of the slots (slots, 1, out, rank)."""
+            product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
+            columns = y[:, y_offset : y_offset + y_slice_size]
+            columns.add_(product) if add_inputs else columns.copy_(product)
+
+    punica_cpu.PunicaWrapperCPU = OneAdapter
+    try:
+        yield
+    finally:
+        punica_cpu.PunicaWrapperCPU = theirs

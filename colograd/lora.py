@@ -1,0 +1,251 @@
+"""LoRA policies (peft): which layers carry the adapter, what of it vLLM can serve, and the model inside the wrapper.
+
+The base stays as the checkpoint has it: nothing here or in `weights/` ever merges the adapter into the policy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PREFIX = "base_model.model."  # of every parameter of a PeftModel
+LARGEST_RANK = 512  # that vLLM has slots for
+# Initialisations that leave the base's weights alone. (`pissa`, `olora`, `loftq` and the like subtract from them.)
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
+# Fields of peft's LoraConfig that change what a layer computes, beyond the formula of `Layer`.
+UNSUPPORTED = (
+    "lora_bias", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "arrow_config", "use_bdlora", "megatron_config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What a run trains in place of the model's weights."""
+
+    name: str  # peft's, usually `default`
+    rank: int  # the largest of its layers
+    targets: tuple[str, ...]  # last names of the adapted layers: q_proj, down_proj, ...
+    why_merged: str  # why vLLM can't serve it, so that the engine gets merged weights; empty: it can
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """An adapted layer: y = W x + scaling * B A x, and with DoRA each row of that matrix scaled to a trained length.
+
+    LoRA: arXiv 2106.09685. DoRA: arXiv 2402.09353, equation 5.
+    """
+
+    name: str  # in the model without adapters: model.layers.0.self_attn.q_proj
+    module: Any  # peft's layer around the base's
+    adapter: str
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.adapter in self.module.lora_embedding_A
+
+    @property
+    def lora_a(self) -> torch.Tensor:
+        """A, (rank, in); of an embedding (rank, vocabulary)."""
+        module = self.module
+        return module.lora_embedding_A[self.adapter] if self.is_embedding else module.lora_A[self.adapter].weight
+
+    @property
+    def lora_b(self) -> torch.Tensor:
+        """B, (out, rank)."""
+        module = self.module
+        return module.lora_embedding_B[self.adapter] if self.is_embedding else module.lora_B[self.adapter].weight
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA."""
+        return float(self.module.scaling[self.adapter])
+
+    @property
+    def magnitude(self) -> torch.Tensor | None:
+        """DoRA's row lengths, (out,); None without."""
+        vectors = getattr(self.module, "lora_magnitude_vector", None) or {}
+        return vectors[self.adapter].weight if self.adapter in vectors else None
+
+    @torch.no_grad()
+    def merged(self) -> torch.Tensor:
+        """The matrix that this layer amounts to, as a new float32 tensor in the base weight's layout."""
+        base = self.module.get_base_layer().weight
+        turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # stored as (in, out)
+        delta = (self.lora_b.float() @ self.lora_a.float()).mul_(self.scaling)
+        weight = delta.add_(base.t() if turned else base)
+        if self.magnitude is not None:
+            weight.mul_((self.magnitude.float() / torch.linalg.norm(weight, dim=1))[:, None])
+        return weight.t() if turned else weight
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether it is a PeftModel."""
+    return hasattr(type(model), "get_base_model")
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside a PeftModel, whose layers carry the adapter; any other model as it is."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def base_name(name: str) -> str | None:
+    """A parameter's name in the model without adapters; None for tensors that only the adapter has.
+
+    ``base_model.model.lm_head.base_layer.weight`` -> ``lm_head.weight``; also for the engine's wrapped layers.
+    """
+    parts = name.removeprefix(PREFIX).split(".")
+    if "modules_to_save" in parts or any(part.startswith("lora_") for part in parts):
+        return None
+    return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
+
+def adapted_layers(model: Any) -> list[Layer]:
+    """The layers of a PeftModel that carry its active adapter, in the model's order."""
+    (adapter,) = model.active_adapters
+    found = []
+    for name, module in model.named_modules():
+        if adapter in getattr(module, "lora_A", ()) or adapter in getattr(module, "lora_embedding_A", ()):
+            found.append(Layer(name.removeprefix(PREFIX), module, adapter))
+    return found
+
+
+def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the model without adapters, parameter) of what peft trains whole: ``modules_to_save``."""
+    (adapter,) = model.active_adapters
+    for name, parameter in model.named_parameters():
+        head, found, tail = name.partition(f".modules_to_save.{adapter}.")
+        if found:
+            yield f"{head.removeprefix(PREFIX)}.{tail}", parameter
+
+
+def wrap(model: Any, peft_config: Any, seed: int) -> Any:
+    """A PeftModel around ``model``, with a new adapter that is the same on every rank.
+
+    Raises:
+        ValueError: a configuration of another kind, or without layers to adapt.
+    """
+    check_config(peft_config)
+    import peft
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, peft_config).eval()  # as from_pretrained leaves a model
+        except ValueError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"peft can't adapt {type(model).__name__} ({reason}) Set lora_target_modules (the LoraConfig's "
+                "target_modules) to names of its linear layers, or to all-linear."
+            ) from None
+
+
+def check_config(peft_config: Any) -> None:
+    """Check that it is a LoRA that only adds to the base.
+
+    Raises:
+        ValueError: with the value, the rule and the remedy.
+    """
+    import peft
+
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise ValueError(
+            f"peft_config is {type(peft_config).__name__}, but must be a peft configuration: give peft.LoraConfig(...)."
+        )
+    if str(getattr(peft_config.peft_type, "value", peft_config.peft_type)) != "LORA":
+        raise ValueError(
+            f"peft_config is a {type(peft_config).__name__}, but only LoRA adapters (and DoRA) can be trained: give "
+            "peft.LoraConfig(...)."
+        )
+    start = peft_config.init_lora_weights
+    if start not in PLAIN_STARTS:
+        raise ValueError(
+            f"init_lora_weights is {start!r}, which changes the base's weights too, so that the saved adapter would "
+            f"fit another base than the checkpoint: choose one of {', '.join(str(s) for s in PLAIN_STARTS)}."
+        )
+    for name in UNSUPPORTED:
+        if getattr(peft_config, name, None):
+            raise ValueError(f"The LoRA configuration sets {name}, which can't be published to vLLM: remove it.")
+
+
+def describe_adapter(model: Any) -> Adapter:
+    """What a PeftModel trains, checked.
+
+    Raises:
+        ValueError: an adapter that can't be trained or published, with the remedy.
+    """
+    if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
+        raise ValueError(
+            f"The PeftModel has the adapters {', '.join(model.peft_config)} ({len(model.active_adapters)} active), but "
+            "exactly one is trained: delete the others (delete_adapter)."
+        )
+    (name,) = model.active_adapters
+    config = model.peft_config[name]
+    check_config(config)
+    layers = adapted_layers(model)
+    if merged := [layer.name for layer in layers if layer.module.merged]:
+        raise ValueError(f"The adapter is merged into the base ({merged[0]}): call unmerge_adapter() first.")
+    if not any(layer.lora_b.requires_grad for layer in layers):
+        raise ValueError("The adapter isn't trainable: load it with PeftModel.from_pretrained(..., is_trainable=True).")
+    _check_head(model, layers)
+    trained_base = _trained_base(model)
+    whole = sorted({copy.rpartition(".")[0].rpartition(".")[2] for copy, _ in trained_copies(model)})
+    embeddings = sorted({layer.name.rpartition(".")[2] for layer in layers if layer.is_embedding})
+    rank = max(layer.lora_a.shape[0] for layer in layers)
+    reasons = [
+        "DoRA" * any(layer.magnitude is not None for layer in layers),
+        f"modules_to_save ({', '.join(whole)})" * bool(whole),
+        f"bias: {config.bias}" * bool(trained_base),
+        f"a LoRA on {', '.join(embeddings)}" * bool(embeddings),
+        f"rank {rank}, over {LARGEST_RANK}" * (rank > LARGEST_RANK),
+    ]
+    why = ", ".join(reason for reason in reasons if reason)
+    targets = tuple(sorted({layer.name.rpartition(".")[2] for layer in layers}))
+    return Adapter(name, rank, targets, f"vLLM doesn't serve {why}" if why else "")
+
+
+def _trained_base(model: Any) -> list[str]:
+    """Names of trainable parameters of the base: biases, as peft saves no others."""
+    trained = [n for name, p in model.named_parameters() if p.requires_grad and (n := base_name(name)) is not None]
+    (config,) = model.peft_config.values()
+    for name in trained:
+        if config.bias == "none" or not name.endswith(".bias"):
+            raise ValueError(
+                f"The base's {name} is trainable, but peft saves only the adapter: freeze it (requires_grad_(False)), "
+                "or name its module in modules_to_save."
+            )
+    return trained
+
+
+def _check_head(model: Any, layers: list[Layer]) -> None:
+    """Refuse an adapter on the language-model head, and one on an embedding that is also the head."""
+    inner = unwrap(model)
+    head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
+    if any(layer.module is head for layer in layers):
+        raise ValueError(
+            "The LoRA adapts the language-model head, whose logits are computed in tiles from its weight: take it out "
+            "of lora_target_modules (or train it whole: lora_modules_to_save)."
+        )
+    tied = bool(getattr(inner.config.get_text_config(), "tie_word_embeddings", False))
+    ends = tuple(f"{name}." for name, module in inner.named_modules() if module is head or module is embedding)
+    changed = [layer.name for layer in layers if layer.module is embedding]
+    changed += [name for name, _ in trained_copies(model) if name.startswith(ends)]
+    if tied and changed:
+        raise ValueError(
+            f"The adapter changes {changed[0]}, but embedding and head are one tensor in this model (and in vLLM): "
+            "take it out of lora_target_modules and lora_modules_to_save."
+        )
+
+
+def adapter_folder(path: str) -> dict[str, Any] | None:
+    """The ``adapter_config.json`` of a folder that holds an adapter and no model; None for any other path."""
+    file = os.path.join(path, "adapter_config.json")
+    if not os.path.isfile(file) or os.path.isfile(os.path.join(path, "config.json")):
+        return None
+    with open(file, encoding="utf-8") as stream:
+        return dict(json.load(stream))

@@ -1,0 +1,220 @@
+"""`adapter`: LoRA. The base is published once; each publish writes only the adapter, into vLLM's own LoRA slots.
+
+vLLM keeps, beside each layer that may be adapted, zeroed stacks for A (slots, 1, rank, in) and B (slots, 1, out, rank),
+one pair per part of a fused layer, and adds x A' B' to the layer's output. The scaling is folded into B. Nothing is
+merged into the base, so it can't drift.
+
+The plan is proved when it is made: vLLM itself loads an adapter of random numbers from a folder, and each must lie
+where the plan says, with nothing but zeros around.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..engine import Engine
+from ..lora import PREFIX, Layer, adapted_layers
+from .addresses import Addresses
+from .copied import CopiedWeights
+from .mapping import renamed
+from .shared import SharedWeights
+
+
+class Unserved(ValueError):
+    """An adapted layer for which the engine has no LoRA slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of the adapter and its place in the engine."""
+
+    layer: str  # name of the adapted layer
+    kind: str  # lora_A or lora_B
+    source: torch.Tensor  # the policy's parameter, (rank, in) or (out, rank)
+    scaling: float  # what it is multiplied by on the way: 1 for A
+    holder: Any  # vLLM's layer with LoRA
+    part: int  # of the holder's fused parts
+
+    @property
+    def stack(self) -> torch.Tensor:
+        """The holder's present tensor of all slots; looked up anew, so that a replaced one is noticed."""
+        stacks: Sequence[torch.Tensor] = getattr(self.holder, f"{self.kind.lower()}_stacked")
+        return stacks[self.part]
+
+    @property
+    def destination(self) -> torch.Tensor:
+        """A view of the first slot, of the source's shape; the rest of the slot's rank stays zero."""
+        rows, columns = self.source.shape
+        return self.stack[0, 0, :rows, :columns]
+
+    def equal(self) -> bool:
+        """Whether the engine holds the policy's value, scaled and rounded once, bit for bit."""
+        expected = self.source.detach() * self.scaling
+        return torch.equal(self.destination, expected.to(self.stack.dtype))
+
+
+class AdapterWeights:
+    """Publishes a LoRA adapter into the engine's first LoRA slot.
+
+    Args:
+        policy: a PeftModel, on its device.
+        engine: built with LoRA slots.
+        base: publishes the frozen base, once; nothing is to do where it is shared.
+
+    Raises:
+        Unserved: a layer without a slot.
+        RuntimeError: vLLM put an adapter elsewhere than planned.
+    """
+
+    def __init__(self, policy: torch.nn.Module, engine: Engine, base: SharedWeights | CopiedWeights) -> None:
+        self.engine, self.base = engine, base
+        self.slots = map_adapter(policy, engine)
+        self.rank = max(slot.source.shape[0] for slot in self.slots if slot.kind == "lora_A")
+        self._base_is_there = False
+        self._first = [slot for slot in self.slots if slot.scaling == 1.0]
+        self._scaled = [slot for slot in self.slots if slot.scaling != 1.0]
+        self._sources = [slot.source.detach() for slot in self._first]
+        self._to_scale = [slot.source.detach() for slot in self._scaled]
+        self._scalings = [slot.scaling for slot in self._scaled]
+        self._destinations = [slot.destination for slot in (*self._first, *self._scaled)]
+        self._prove()
+        self.addresses = Addresses(policy, engine)
+        self._stacks = self._stack_pointers()
+        self._write()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a publish writes."""
+        return sum(d.numel() * d.element_size() for d in self._destinations)
+
+    def describe(self) -> str:
+        layers = len({slot.layer for slot in self.slots})
+        base = "shared with the engine" if isinstance(self.base, SharedWeights) else f"copied once ({self.base.why})"
+        return (
+            f"weights: adapter, {len(self.slots)} tensors, {self.nbytes / 2**20:,.1f} MiB per publish (LoRA "
+            f"r={self.rank} on {layers} layers; the base is frozen and {base}, nothing is merged into it)"
+        )
+
+    def publish(self, version: int) -> int:
+        """Make the policy's adapter the engine's, and stamp it with ``version``. The first time, its base too.
+
+        Returns:
+            Bytes written: the adapter's, and the first time those that the base took.
+
+        Raises:
+            RuntimeError: a weight or a LoRA slot has moved, or another adapter took the slot.
+        """
+        self.engine.version = None
+        self.addresses.check()
+        if self._stack_pointers() != self._stacks or not self.engine.adapter_is_active:
+            raise RuntimeError(
+                "A LoRA slot of the engine lies elsewhere than when publishing was planned, or another adapter took it "
+                "(by a reload, or add_lora): build a new trainer."
+            )
+        moved = self.nbytes
+        if not self._base_is_there:
+            moved += self.base.publish(version)
+            self._base_is_there = True
+        self._write()
+        self.engine.stamp(version)
+        return moved
+
+    def differing(self) -> list[str]:
+        """Names of parameters whose value in the engine isn't the policy's, cast, bit for bit."""
+        return [*self.base.differing(), *(f"{slot.layer}.{slot.kind}" for slot in self.slots if not slot.equal())]
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        scaled = torch._foreach_mul(self._to_scale, self._scalings) if self._to_scale else []
+        torch._foreach_copy_(self._destinations, [*self._sources, *scaled])
+
+    @torch.no_grad()
+    def _prove(self) -> None:
+        """Let vLLM load random numbers, look for them where the plan says, and for zeros everywhere else."""
+        generator = torch.Generator().manual_seed(0)
+        probes = [torch.rand(slot.source.shape, generator=generator) + 0.5 for slot in self.slots]
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+            _write_folder(folder, self.rank, self.slots, probes)
+            self.engine.load_adapter(folder)
+        for slot, probe in zip(self.slots, probes, strict=True):
+            if not torch.equal(slot.destination, probe.to(slot.destination)):
+                raise RuntimeError(
+                    f"vLLM doesn't keep {slot.layer}.{slot.kind} where it was expected: this architecture's LoRA "
+                    "layers are laid out in a way that isn't known yet. Set weights: copied (the adapter is then "
+                    "merged into the engine's copy)."
+                )
+        torch._foreach_zero_(self._destinations)
+        for name, holder in self.engine.lora_modules.items():
+            if any(bool(stack.any()) for stack in (*holder.lora_a_stacked, *holder.lora_b_stacked)):
+                raise RuntimeError(f"vLLM's LoRA slot of {name} holds more than the adapter: set weights: copied.")
+
+    def _stack_pointers(self) -> list[int]:
+        return [slot.stack.data_ptr() for slot in self.slots]
+
+
+def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
+    """The slot of every tensor of the policy's adapter.
+
+    Raises:
+        Unserved: naming the layers that have none.
+    """
+    slots, missing = [], []
+    for layer in adapted_layers(policy):
+        holder, part = _holder(layer, engine)
+        pair = [
+            Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part),
+            Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part),
+        ]
+        if holder is None or not all(_fits(slot) for slot in pair):
+            missing.append(layer.name)
+        slots += pair
+    if missing:
+        raise Unserved(f"vLLM has no LoRA slot for {len(missing)} adapted layers: {', '.join(missing[:3])}")
+    return slots
+
+
+def _holder(layer: Layer, engine: Engine) -> tuple[Any, int]:
+    """vLLM's layer with the slots, and the part of it; (None, 0) where there is none."""
+    modules = engine.lora_modules
+    name = renamed(f"{layer.name}.weight", engine.model).removesuffix(".weight")
+    if name in modules:
+        holder = modules[name]
+        return (holder, 0) if len(holder.lora_a_stacked) == 1 else (None, 0)
+    parent, _, last = name.rpartition(".")
+    for fused, parts in (getattr(engine.model, "packed_modules_mapping", None) or {}).items():
+        holder = modules.get(f"{parent}.{fused}")
+        if last in parts and holder is not None and len(holder.lora_a_stacked) == len(parts):
+            return holder, parts.index(last)
+    return None, 0
+
+
+def _fits(slot: Slot) -> bool:
+    """Whether the slot is as wide as the tensor, and its rank at least as large."""
+    stack, (rows, columns) = slot.stack.shape, slot.source.shape
+    if slot.kind == "lora_A":
+        return stack[-1] == columns and stack[-2] >= rows
+    return stack[-2] == rows and stack[-1] >= columns
+
+
+def _write_folder(folder: str, rank: int, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
+    """An adapter as peft saves it, with ``values`` and a scaling of 1."""
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": sorted({slot.layer.rpartition(".")[2] for slot in slots}),
+    }
+    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as stream:
+        json.dump(settings, stream)
+    named = {f"{PREFIX}{slot.layer}.{slot.kind}.weight": v for slot, v in zip(slots, values, strict=True)}
+    save_file(named, os.path.join(folder, "adapter_model.safetensors"))

@@ -1,0 +1,78 @@
+"""`copied` for an adapter that vLLM can't serve: the engine's tensors are W + scaling * B A, computed out of place.
+
+The policy is never merged and unmerged (which drifts in bfloat16): each publish computes the matrices of the adapted
+layers in float32, one layer at a time, and rounds them once into the engine's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..engine import Engine
+from ..lora import adapted_layers, base_name, trained_copies
+from .addresses import Addresses
+from .copied import Copies
+from .mapping import Slice
+
+
+class MergedWeights:
+    """Publishes a PeftModel as the weights it amounts to.
+
+    Args:
+        policy: a PeftModel, on its device; what isn't trained of its base is copied at the first publish only.
+        engine: without the adapter; ``slices`` pairs its weights with those of the base.
+        why: why the adapter isn't served, for the user.
+    """
+
+    def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
+        self.engine, self.why = engine, why
+        adapted = {f"{layer.name}.weight": layer for layer in adapted_layers(policy)}
+        copies = dict(trained_copies(policy))
+        places = {base_name(part.name) or part.name: part for part in slices}
+        trained = [part for name, part in places.items() if part.source.requires_grad and name not in adapted]
+        moving = {*adapted, *copies, *(base_name(part.name) for part in trained)}
+        self._still = [part for name, part in places.items() if name not in moving]
+        self._merged = [(layer, places[name].destination) for name, layer in adapted.items()]
+        self._whole = [Slice(name, copy, places[name].destination) for name, copy in copies.items()] + trained
+        self._copies, self._first_copies = Copies(self._whole), Copies([*self._whole, *self._still])
+        self._base_is_there = False
+        self.addresses = Addresses(policy, engine)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a publish writes, after the first."""
+        return self._copies.nbytes + sum(d.numel() * d.element_size() for _, d in self._merged)
+
+    def describe(self) -> str:
+        tensors = len(self._merged) + len(self._whole)
+        return (
+            f"weights: copied, {tensors} tensors, {self.nbytes / 2**20:,.1f} MiB per publish "
+            f"(the adapter is merged on its way into the engine's copy: {self.why})"
+        )
+
+    @torch.no_grad()
+    def publish(self, version: int) -> int:
+        """Make the policy's weights the engine's, and stamp it with ``version``. Returns the bytes written.
+
+        Raises:
+            RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
+        """
+        self.engine.version = None
+        self.addresses.check()
+        copies = self._copies if self._base_is_there else self._first_copies
+        moved = copies.run() - self._copies.nbytes + self.nbytes
+        for layer, destination in self._merged:
+            destination.copy_(layer.merged())
+        self._base_is_there = True
+        self.engine.stamp(version)
+        return moved
+
+    def differing(self) -> list[str]:
+        """Names of weights whose value in the engine isn't the policy's, merged in float32 and rounded once."""
+        names = [part.name for part in (*self._still, *self._whole) if not part.equal()]
+        for layer, destination in self._merged:
+            if not torch.equal(destination, layer.merged().to(destination.dtype)):
+                names.append(f"{layer.name}.weight")
+        return names
