@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from . import budget, evaluation, process
+from . import budget, evaluation, memory, process
 from .advantages import group_advantages
 from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .card import SETTINGS, RunFacts, reward_plot, write_card
@@ -40,6 +40,7 @@ from .optim import accumulate_in_float32, optimizer_class
 from .policy import load_policy
 from .progress import Console
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
+from .residency import Residency
 from .resumable import ResumableTrainer
 from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
 from .weights import publisher
@@ -161,21 +162,26 @@ class GRPOTrainer(ResumableTrainer):
         context = args.vllm_max_model_length or max(part.longest for part in prompts) + completion
         sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
         end = self.policy.tokenizer.eos_token_id
+        plan = memory.plan(args, self.model, context, sequences, self.rules.max_tokens, shared=False)
         self.engine = Engine(
             self.policy.path,
             args,
             self.policy.model.dtype,
             context,
-            sequences,
+            plan.kv_bytes,
             end_tokens=() if end is None else (end,),
         )
         self.weights = publisher(args.weights, self.model, self.engine)
         with together("the proof of the weights"):
             if self.policy.untouched and self.engine.vllm_config.model_config.dtype == self.policy.model.dtype:
                 prove(self.weights)
+        self.residency = Residency(self.engine, args, self.times)
+        self.memory = plan.with_engine(self.engine.weight_bytes, self.engine.kv_tokens)
         say = self.console.say
         say(self.engine.describe())
         say(self.weights.describe())
+        for line in (*self.memory.table().splitlines(), *self.residency.notes):
+            say(line)
         for line in self.policy.describe(args, self.rules.max_tokens):
             say(line)
         for part in prompts:
@@ -237,7 +243,8 @@ class GRPOTrainer(ResumableTrainer):
         if not self.rules.max_tokens:
             self._measure_budget()
         names = [reward.name for reward in self.rewards]
-        batches, groups = collect(self, steps, self.rules, names, self.times)
+        with self.residency.sampling(self.optimizer):
+            batches, groups = collect(self, steps, self.rules, names, self.times)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         self._show_completions(groups)
         if self.args.round_length == 1:
@@ -262,9 +269,10 @@ class GRPOTrainer(ResumableTrainer):
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
         with self.times.phase("measure"):
             pending = budget.optimizer_bytes(self.model, self.optimizer, args.optim)
-            tokens = budget.measure(self.model.train(), loss, shape, self.rules, pending)
+            tokens, size = budget.measure(self.model.train(), loss, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
-        self.console.say(f"memory: room for micro-batches of {tokens:,} tokens")
+        self.memory = dataclasses.replace(self.memory, tokens=tokens, activations=size, measured=True)
+        self.console.say(f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB as measured")
 
     def publish(self) -> None:
         """Give the engine the policy's present weights, unless it has them."""
@@ -374,9 +382,10 @@ class GRPOTrainer(ResumableTrainer):
             self.engine.version = None  # anything may have changed the weights since the last step
         parts = given if isinstance(given, dict) else {"": given}
         metrics: dict[str, float] = {}
-        for name, prompts in parts.items():
-            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
+        with self.residency.sampling(self.optimizer):
+            for name, prompts in parts.items():
+                prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+                metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

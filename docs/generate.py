@@ -34,7 +34,6 @@ LIMITED = (
     "remove_unused_columns",
     "scale_rewards",
     "use_vllm",
-    "vllm_enable_sleep_mode",
     "vllm_mode",
     "vllm_tensor_parallel_size",
 )

@@ -25,7 +25,7 @@ def engine(tiny_model: Path, config):
 
     process.prepare_ranks()
     before = torch.get_rng_state()
-    built = Engine(str(tiny_model), config, torch.float32, context=64, sequences=32)
+    built = Engine(str(tiny_model), config, torch.float32, context=64, kv_bytes=2**22)
     built.left_the_random_state_alone = torch.equal(before, torch.get_rng_state())
     built.stamp(0)
     yield built
