@@ -197,9 +197,11 @@ class Engine:
         """
         if not self.sleeps or self.asleep:
             return
-        core = getattr(self.core.engine_core, "engine_core", None)
-        while self.core.has_unfinished_requests() or getattr(core, "batch_queue", None):
-            self.core.step()  # asynchronous scheduling may have a batch in flight after the last output
+        inner = self.core.engine_core.engine_core
+        # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
+        # may have a batch in flight.
+        while inner.scheduler.has_requests() or inner.batch_queue:
+            self.core.step()
         self.core.sleep(level=0)  # pauses the scheduler, which the release asks for; higher levels touch the weights
         self.core.release_kv_cache_memory()
         self.asleep = True

@@ -89,10 +89,8 @@ class Core:
 
     def __init__(self, calls: list[str], in_flight: int = 0) -> None:
         self.calls, self.in_flight, self.stays_asleep = calls, in_flight, False
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None))
-
-    def has_unfinished_requests(self) -> bool:
-        return self.in_flight > 0
+        scheduler = SimpleNamespace(has_requests=lambda: self.in_flight > 0)
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler, batch_queue=None))
 
     def step(self) -> None:
         self.in_flight -= 1
