@@ -85,14 +85,17 @@ def activation_bytes(shape: Shape, tokens: int, itemsize: int, checkpointing: bo
     """An estimate of the peak of one forward and backward beside weights and gradients.
 
     Without checkpointing every layer's `layer_bytes`; with it every layer's input and one layer's `layer_bytes`. To
-    both come the gradients inside one layer, the final norm, the head's input and its gradient, and the tiles of
-    logits (two of float32, see `logprobs`).
+    both come the gradients inside one layer, the final norm, the head's input and its gradient, the tiles of logits
+    (two of float32, see `logprobs`), and the gradient of the head's weight before it is added to the one there is.
+    SmolLM2-135M in bfloat16 on a CPU: 964 and 1,757 MiB for 1,024 and 2,048 tokens where 953 and 1,697 were measured,
+    with checkpointing 248 for 1,024 where it were 272.
     """
     layer = layer_bytes(shape, itemsize)
     kept = shape.layers * shape.hidden * itemsize + layer if checkpointing else shape.layers * layer
     inside = itemsize * 2 * (shape.intermediate + shape.hidden)
     head = shape.hidden * (8 + 3 * itemsize)
-    return tokens * (kept + inside + head) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24)
+    tiles = 2 * 4 * TILE_ELEMENTS.get(device, 2**24)
+    return tokens * (kept + inside + head) + tiles + 4 * shape.vocabulary * shape.hidden
 
 
 def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
