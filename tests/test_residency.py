@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 
+from colograd import GRPOTrainer
 from colograd import engine as engine_module
 from colograd.engine import Engine, weights_stay
 from colograd.metrics import PhaseTimes
@@ -182,6 +183,52 @@ def test_on_a_cpu_nothing_moves_and_a_line_says_so(calls: list[str], tmp_path: P
     assert [note.split()[1] for note in residency.notes] == ["vllm_enable_sleep_mode", "offload_optimizer"]
     quiet = Residency(sleeping_engine(Core(calls), sleeps=False), tiny.config(tmp_path), PhaseTimes())
     assert not quiet.notes
+
+
+@pytest.mark.engine
+def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: Path, tmp_path: Path) -> None:
+    """As on a GPU, but for the worker's unmapping: vLLM's scheduler refuses what comes in the wrong order."""
+    seen: list[tuple[str, bool, bool]] = []
+
+    class Watched(GRPOTrainer):
+        def look(self, what: str) -> None:
+            offload = self.residency.offload
+            seen.append((what, self.engine.asleep, offload is not None and bool(offload._out)))
+
+        def generate(self, prompts: Any) -> Any:
+            self.look("generate")
+            return super().generate(prompts)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.look("loss")
+            return super().compute_loss(*args, **kwargs)
+
+    def weights(sleeping: bool) -> list[torch.Tensor]:
+        config = tiny.config(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=2)
+        trainer = Watched(
+            str(tiny_model), tiny.vowels, config, train_dataset=tiny.prompts(), eval_dataset=tiny.prompts(4)
+        )
+        if sleeping:
+            executor = trainer.engine.core.model_executor
+            theirs = executor.collective_rpc
+            executor.collective_rpc = lambda method, *args, **kwargs: (
+                None if method in ("discard", "wake_up") else theirs(method, *args, **kwargs)
+            )
+            trainer.engine.sleeps = True
+            trainer.residency.offload = OptimizerOffload()
+            trainer.engine.sleep()
+        trainer.train()
+        assert not sleeping or trainer.engine.asleep, "also after the evaluation"
+        found = [p.detach().clone() for p in trainer.model.parameters()]
+        trainer.close()
+        return found
+
+    awake = weights(sleeping=False)
+    assert {entry[1:] for entry in seen} == {(False, False)}
+    seen.clear()
+    assert all(torch.equal(a, b) for a, b in zip(awake, weights(sleeping=True), strict=True))
+    assert {entry for entry in seen if entry[0] == "loss"} == {("loss", True, False)}
+    assert [entry[1:] for entry in seen if entry[0] == "generate"] == [(False, False), (False, True), (False, True)]
 
 
 # -- vLLM's pool
