@@ -78,7 +78,7 @@ def test_policy_and_engine_are_one_memory_and_what_is_saved_is_what_sampled(fami
             loaded(torch.tensor([probe])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(probe[1:])[:, None])
         )
     torch.testing.assert_close(theirs[:, 0], logprobs, rtol=0, atol=1e-4)
-    fresh = Engine(str(tmp_path / "saved"), trainer.args, torch.float32, context=64, sequences=8)
+    fresh = Engine(str(tmp_path / "saved"), trainer.args, torch.float32, context=64, kv_bytes=2**22)
     try:
         fresh.stamp(20)
         assert greedy(fresh, 20) == after
@@ -177,7 +177,7 @@ class TestProof:
 
     @pytest.fixture
     def engine(self, tiny_model: Path, tmp_path):
-        built = Engine(str(tiny_model), tiny.config(tmp_path), torch.float32, context=64, sequences=8)
+        built = Engine(str(tiny_model), tiny.config(tmp_path), torch.float32, context=64, kv_bytes=2**22)
         yield built
         built.close()
 
