@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import memory
 from .balance import pair_cost
 from .batch import MicroBatch, StepBatch
 from .config import GRPOConfig
@@ -73,15 +74,15 @@ def measure(
     shape: tuple[int, int, int],
     rules: PackingRules,
     pending_bytes: int,
-) -> int:
-    """A safe budget on this GPU. A collective: every rank gets the least of all.
+) -> tuple[int, int]:
+    """A safe budget on this GPU, and the bytes that it takes. A collective: every rank gets the least of all.
 
     Args:
         loss: forward of one micro-batch.
         shape: tokens of the longest prompt and of the longest completion, and completions per group.
         pending_bytes: what will be allocated later, by the optimizer at its first step.
     """
-    device = rules.device
+    device, peaks = rules.device, {0: 0}
     if not rules.share_prompts:
         shape = (*shape[:2], 1)  # rows that are padded have a prompt for each completion
 
@@ -97,11 +98,23 @@ def measure(
         free_memory(model)
         reports = gather(used)
         found = [report for report in reports if report is not None]
-        return max(found) if len(found) == len(reports) else None
+        if len(found) < len(reports):
+            return None
+        peaks[tokens] = max(found)
+        return peaks[tokens]
 
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
-    return fill(peak, int(SHARE * min(gather(free))))
+    tokens = fill(peak, int(SHARE * min(gather(free))))
+    return tokens, bytes_at(tokens, peaks)
+
+
+def bytes_at(tokens: int, peaks: dict[int, int]) -> int:
+    """The peak memory at ``tokens``, on the line through the last two of ``peaks`` (tokens -> bytes)."""
+    if len(peaks) < 2:
+        return 0
+    (x0, y0), (x1, y1) = sorted(peaks.items())[-2:]
+    return int(y1 + (tokens - x1) * (y1 - y0) / (x1 - x0))
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> MicroBatch:
@@ -122,10 +135,8 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str) -> int:
-    """What the optimizer is still to allocate: two float32 moments per parameter, and `adamw_split`'s remainder."""
-    if optimizer.state:
-        return 0
-    return sum(p.numel() for p in model.parameters() if p.requires_grad) * (10 if name == "adamw_split" else 8)
+    """What the optimizer is still to allocate."""
+    return 0 if optimizer.state else memory.optimizer_bytes(model, name)
 
 
 def back_off(
@@ -144,8 +155,8 @@ def back_off(
     if not any(gather(any(row.num_sequences > 1 for row in failed))):
         raise torch.OutOfMemoryError(
             f"A single completion with its prompt doesn't fit ({largest:,} tokens; {reason}): keep "
-            "gradient_checkpointing: true, lower max_completion_length, max_prompt_tokens or "
-            "vllm_gpu_memory_utilization."
+            "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, or lower max_completion_length, "
+            "max_prompt_tokens or vllm_gpu_memory_utilization."
         )
     rules = dataclasses.replace(rules, max_tokens=max(1, min(rules.max_tokens, largest) // 2))
     return rules, [repack(batch, rules) for batch in batches]

@@ -5,15 +5,19 @@ A folder named ``checkpoint-N`` is complete by construction: transformers' own s
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from safetensors import safe_open
 from transformers.trainer_utils import sort_checkpoints
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 ASIDE = ".incomplete"
 DISCARDED = ".discarded"
@@ -104,6 +108,22 @@ def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
             "give a checkpoint-N folder, `true`, or `auto`."
         )
     return text
+
+
+def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:
+    """Names and tensors of a checkpoint's float32 weights, read one at a time; one file or shards, on the CPU.
+
+    Weights in another precision aren't read, nor is a checkpoint without safetensors files.
+    """
+    whole, index = Path(checkpoint) / SAFE_WEIGHTS_NAME, Path(checkpoint) / SAFE_WEIGHTS_INDEX_NAME
+    files = [whole] if whole.is_file() else []
+    if not files and index.is_file():
+        files = [index.with_name(name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    for path in files:
+        with safe_open(path, framework="pt", device="cpu") as weights:
+            for name in weights.keys():  # noqa: SIM118 (no dictionary)
+                if weights.get_slice(name).get_dtype() == "F32":
+                    yield name, weights.get_tensor(name)
 
 
 class StopSignal:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 USAGE = """usage: colograd COMMAND ...
 
   train --config recipes/X.yaml [--any_flag value]    train by a recipe
+  doctor --config recipes/X.yaml [--any_flag value]   check a recipe on this machine, without training
   version                                             print the version
 """
 
@@ -19,6 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .train import main as train
 
         return train(words[1:])
+    if words and words[0] == "doctor":
+        from .doctor import main as doctor
+
+        return doctor(words[1:])
     if words and words[0] in ("version", "--version"):
         from . import __version__
 

@@ -1,4 +1,4 @@
-"""The engine: vLLM in this process. The only file that imports vllm: build, step, versions.
+"""The engine: vLLM in this process. The only file that imports vllm: build, step, sleep, versions.
 
 Every rank builds its own engine through vLLM's external launcher, which joins the process group that is there. All
 requests of a generation round enter the queue at once, so continuous batching sees everything; `Engine.generate` steps
@@ -27,7 +27,9 @@ from . import slots
 from .batch import FinishReason, Group, Prompt, Rollout
 from .config import GRPOConfig
 from .cpu_kernels import live_weights, one_adapter, one_draw_per_token
+from .engine_arguments import engine_kwargs
 from .lora import Adapter
+from .memory import GIB
 
 SUPPORTED_VLLM = ("0.25", "0.33")
 
@@ -89,12 +91,12 @@ class Engine:
         config: the run's configuration.
         dtype: the policy's dtype; the engine's unless ``vllm_engine_kwargs`` says otherwise.
         context: tokens that one sequence may need, prompt and completion together; None: the model's own.
-        sequences: completions in the queue at once on this rank, for sizing the KV cache on a CPU.
+        kv_bytes: of the KV cache; 0: on a GPU what ``vllm_gpu_memory_utilization`` leaves for it.
         end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
         adapter: the LoRA to have a slot for; see `load_adapter`.
 
     Raises:
-        RuntimeError: vLLM is missing or outside `SUPPORTED_VLLM`.
+        RuntimeError: vLLM is missing, outside `SUPPORTED_VLLM`, or can't sleep as asked.
     """
 
     def __init__(
@@ -103,18 +105,20 @@ class Engine:
         config: GRPOConfig,
         dtype: torch.dtype,
         context: int | None,
-        sequences: int,
+        kv_bytes: int,
         end_tokens: Sequence[int] = (),
         adapter: Adapter | None = None,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
         self.on_cpu = config.on_cpu
+        self.sleeps = config.vllm_enable_sleep_mode and not self.on_cpu  # gives its KV cache back when told to
+        self.asleep = False
         self.end_tokens = tuple(end_tokens)
         self.version: int | None = None  # unknown until the first publish
         self._set_num_threads = torch.set_num_threads
         self._adapter: Any = None  # the LoRARequest that every request carries
-        kwargs = engine_kwargs(model_path, config, dtype, context, sequences)
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes)
         kwargs |= slots.engine_kwargs(model_path, config, adapter)
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(_random_state_kept())
@@ -123,6 +127,8 @@ class Engine:
                 while_built.enter_context(one_draw_per_token())
                 if adapter is not None:
                     while_built.enter_context(one_adapter())
+            if self.sleeps:
+                while_built.enter_context(weights_stay())
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
@@ -165,18 +171,22 @@ class Engine:
         cache = self.vllm_config.cache_config
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model's parameters, each counted once."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
     def describe(self) -> str:
         """One line: model, dtype, KV tokens, memory."""
         from vllm import __version__ as vllm_version
 
         config = self.vllm_config
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         mode = "eager" if config.model_config.enforce_eager else "compiled"
         return (
             f"engine: vLLM {vllm_version} in this process, {config.model_config.model}, "
             f"{str(config.model_config.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, KV "
-            f"cache {self.kv_tokens:,} tokens, weights {weights / 2**30:.2f} GiB, ready in {self.build_seconds:.0f} "
-            "s"
+            f"cache {self.kv_tokens:,} tokens, weights {self.weight_bytes / GIB:.2f} GiB, ready in "
+            f"{self.build_seconds:.0f} s"
         )
 
     # -- weights
@@ -219,6 +229,38 @@ class Engine:
         ids: Any = self.model.lora_manager.lora_index_to_id
         return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
 
+    # -- memory
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back until `wake`. Weights stay where they are, and so does their version.
+
+        Does nothing in an engine that wasn't built to sleep, or that sleeps.
+        """
+        if not self.sleeps or self.asleep:
+            return
+        inner = self.core.engine_core.engine_core
+        # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
+        # may have a batch in flight.
+        while inner.scheduler.has_requests() or inner.batch_queue:
+            self.core.step()
+        self.core.sleep(level=0)  # pauses the scheduler, which the release asks for; higher levels touch the weights
+        self.core.release_kv_cache_memory()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Take memory for the KV cache again. Its contents, and all cached prefixes, are gone.
+
+        Raises:
+            RuntimeError: vLLM stayed asleep.
+        """
+        if not self.asleep:
+            return
+        torch.cuda.empty_cache()  # the cache is mapped past torch's allocator, which must not keep what it needs
+        self.core.wake_up(tags=["kv_cache"])
+        if self.core.is_sleeping():
+            raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
+        self.asleep = False
+
     # -- sampling
 
     def generate(
@@ -231,6 +273,7 @@ class Engine:
         Raises:
             StaleWeights: the engine's weights are not of ``version``.
         """
+        assert not self.asleep, "the engine has no KV cache: wake it first"
         if self.version != version:
             raise StaleWeights(
                 f"The engine holds the weights of step {self.version}, but the trainer is at step {version}: publish "
@@ -401,68 +444,36 @@ def check_sampling(config: GRPOConfig) -> None:
         raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
 
-# Arguments of vllm.LLM that the trainer sets itself.
-RESERVED_FOR_ENGINE = (
-    "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
-    "max_cpu_loras", "max_lora_rank", "lora_target_modules",
-)  # fmt: skip
+@contextlib.contextmanager
+def weights_stay() -> Iterator[None]:
+    """While an engine that sleeps is built, keep its weights out of the memory that sleeping unmaps.
 
-
-def engine_kwargs(
-    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int
-) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
+    vLLM would load them into a pool of its allocator under the tag "weights". There a sleep of level 1 or 2 would take
+    them from a policy whose parameters are views of them, and a second engine in the process would be refused for as
+    long as such views live. In torch's ordinary memory no sleep reaches them; only the KV cache is in the pool.
 
     Raises:
-        ValueError: an argument that would break what the trainer relies on.
+        RuntimeError: this vLLM can't release the KV cache alone.
     """
-    given = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
-    for name in RESERVED_FOR_ENGINE:
-        if name in given:
-            raise ValueError(f"vllm_engine_kwargs sets {name!r}, which the trainer sets itself: remove it.")
-    kwargs: dict[str, Any] = {
-        "model": model_path,
-        "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": config.vllm_tensor_parallel_size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature applied
-        "trust_remote_code": config.trust_remote_code,
-        "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
-        "use_tqdm_on_load": False,
-    }
-    if (config.model_init_kwargs or {}).get("revision"):  # type: ignore[union-attr]
-        kwargs["revision"] = config.model_init_kwargs["revision"]  # type: ignore[index]
-    if context is not None:
-        kwargs["max_model_len"] = context
-    if config.on_cpu:
-        # A group's prompt is computed once as far as it fills whole blocks; vLLM's 128 tokens would leave most prompts.
-        kwargs["block_size"] = 32
-        kwargs["kv_cache_memory_bytes"] = _cpu_kv_bytes(model_path, config, dtype, context, sequences)
-    else:
-        kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
-    return kwargs | given
+    from vllm import __version__ as found
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.gpu_worker import Worker
 
+    theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
+    if theirs is None or not hasattr(LLMEngine, "release_kv_cache_memory"):
+        raise RuntimeError(
+            f"vLLM {found} can't give back its KV cache while the weights stay: set vllm_enable_sleep_mode: false, or "
+            "install a newer vLLM (0.31 can)."
+        )
 
-def _cpu_kv_bytes(model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, sequences: int) -> int:
-    """KV cache for every sequence of a round at full length, within a quarter of the rank's share of free memory."""
-    import psutil
-    from transformers import AutoConfig
+    def pool(self: Any, tag: str) -> Any:
+        return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
 
-    from .process import local_world_size
-
-    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
-    model = AutoConfig.from_pretrained(
-        model_path, revision=revision, trust_remote_code=config.trust_remote_code
-    ).get_text_config()
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    per_token = 2 * model.num_hidden_layers * heads * head_dim * dtype.itemsize
-    length = context or model.max_position_embeddings
-    # One sequence at full length must fit in any case, with blocks of vLLM's CPU default of 128 tokens.
-    least, wanted = (length + 256) * per_token, (sequences + 1) * (length + 128) * per_token
-    allowed = psutil.virtual_memory().available // 4 // local_world_size()
-    return int(max(least, min(wanted, allowed)))
+    Worker._maybe_get_memory_pool_context = pool
+    try:
+        yield
+    finally:
+        Worker._maybe_get_memory_pool_context = theirs
 
 
 @contextlib.contextmanager

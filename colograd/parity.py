@@ -121,13 +121,40 @@ def _samples(model: Any) -> list[ScoredGroup]:
 @torch.no_grad()
 def _own_logprobs(model: Any) -> torch.Tensor:
     """(N,) by the model's own logits, one sequence at a time, nothing packed or padded."""
-    found = []
-    for rollout in (rollout for group in _samples(model) for rollout in group.group.rollouts):
-        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids], device=model.device)
-        logits = model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1].float()
-        labels = ids[0, len(rollout.prompt_ids) :]
-        found.append(logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1))
-    return torch.cat(found)
+    rollouts = [rollout for group in _samples(model) for rollout in group.group.rollouts]
+    return torch.cat([_own_of(model, rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts])
+
+
+def _own_of(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+    """Of one completion, [C]."""
+    ids = torch.tensor([prompt + completion], device=model.device)
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+
+@torch.no_grad()
+def differences(model: Any, rows: Sequence[MicroBatch], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far the trainer's log-probabilities of ``rows`` are from the sampler's, and from the model's own.
+
+    The own ones are computed one sequence at a time with the attention that the model came with.
+
+    Returns:
+        Two (N,) float32 of absolute differences in nats: to the sampler's, to the model's own.
+    """
+    was_training, chosen = model.training, model.config._attn_implementation
+    to_sampler, to_own = [], []
+    try:
+        model.eval()
+        trained = [policy_logprobs(model, row, temperature)[0] for row in rows]
+        model.set_attn_implementation(_own_attention(model))
+        for row, found in zip(rows, trained, strict=True):
+            own = [_own_of(model, *key, temperature) for key, _ in sequences(row)]
+            to_own.append(found - torch.cat(own))
+            to_sampler.append(found - row.sampler_logprobs)
+    finally:
+        model.set_attn_implementation(chosen)
+        model.train(was_training)
+    return torch.cat(to_sampler).abs(), torch.cat(to_own).abs()
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 # The phases of a step in the order of the line; what they leave is `other`.
-PHASES = ("publish", "generate", "reward", "pack", "train", "sync", "optimizer")
+PHASES = ("publish", "wake", "generate", "reward", "pack", "sleep", "offload", "train", "sync", "optimizer")
 
 
 class Console(TrainerCallback):

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from . import checkpoints
+from .optim import AdamWSplit, adopt_masters, join_remainders
 from .progress import Console
 from .ranks import gather, together
 
@@ -59,6 +60,17 @@ class ResumableTrainer(Trainer):
         self.state = state
         self.console.say(f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train")
         return TrainOutput(state.global_step, 0.0, {})
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As in transformers; and a float32 checkpoint goes on with split masters, bit for bit, and the reverse."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
+        join_remainders(optimizer)
+        if isinstance(optimizer, AdamWSplit):
+            named = self.model.named_parameters(remove_duplicate=False)
+            adopt_masters(optimizer, named, checkpoints.float32_weights(checkpoint))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """transformers' checkpoint, written aside and renamed when every rank is done."""

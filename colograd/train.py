@@ -32,17 +32,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__, "Every flag is described in docs/configuration.md.", sep="\n")
         return 0
+    trainer = start(argv)
+    if trainer is None:
+        return 2
+    run(trainer)
+    return 0
+
+
+def start(argv: Sequence[str]) -> GRPOTrainer | None:
+    """The trainer that a command line describes; None for bad input, of which it says one line on standard error."""
     try:
         process.prepare_ranks()
         process.follow_launcher()
-        trainer = build(argv)
+        return build(argv)
     except (ValueError, RuntimeError, TypeError) as error:
         if "--verbose" in argv:
             raise
         print(f"colograd: error: {error}", file=sys.stderr)
-        return 2
-    run(trainer)
-    return 0
+        return None
 
 
 def build(argv: Sequence[str]) -> GRPOTrainer:

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from . import budget, evaluation, process
+from . import budget, evaluation, memory, process
 from .advantages import group_advantages
 from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
-from .card import SETTINGS, RunFacts, reward_plot, write_card
+from .card import SETTINGS, RunFacts, write_card
 from .completions import print_table
 from .config import GRPOConfig
 from .config.check import check_trainer
@@ -40,9 +40,10 @@ from .optim import accumulate_in_float32, optimizer_class
 from .policy import load_policy
 from .progress import Console
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
+from .residency import Residency
 from .resumable import ResumableTrainer
 from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
-from .weights import check_choice, publisher, state_dict_on_host
+from .weights import bytes_apart, check_choice, expects_sharing, publisher, state_dict_on_host
 
 
 class GRPOTrainer(ResumableTrainer):
@@ -90,7 +91,7 @@ class GRPOTrainer(ResumableTrainer):
             check_choice(args.weights, self.policy.adapter)
             args.settle_precision(self.policy.model.dtype)
             self.train_prompts = self._tokenize(train_dataset, args, "train")
-            step_order(len(self.train_prompts), args)
+            StepOrder.of(args, len(self.train_prompts))
             self.eval_prompts = self._tokenize_eval(eval_dataset, args)
         super().__init__(
             model=self.policy.model,
@@ -163,14 +164,17 @@ class GRPOTrainer(ResumableTrainer):
         context = args.vllm_max_model_length or max(part.longest for part in prompts) + completion
         sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
         end = self.policy.tokenizer.eos_token_id
+        slotted = check_choice(args.weights, self.policy.adapter)
+        shared = expects_sharing(args, self.policy)
+        plan = memory.plan(args, self.model, context, sequences, self.rules.max_tokens, shared=shared)
         self.engine = Engine(
             self.policy.path,
             args,
             self.policy.model.dtype,
             context,
-            sequences,
+            plan.kv_bytes,
             end_tokens=() if end is None else (end,),
-            adapter=check_choice(args.weights, self.policy.adapter),
+            adapter=slotted,
         )
         with together("the plan of the weights"):
             self.weights = publisher(
@@ -183,9 +187,15 @@ class GRPOTrainer(ResumableTrainer):
             )
         if args.on_cpu:
             process.give_back_freed_memory()  # the policy's former place
+        self.residency = Residency(self.engine, args, self.times)
+        self.memory = plan.with_engine(
+            self.engine.weight_bytes, bytes_apart(self.model, self.engine.model), self.engine.kv_tokens
+        )
         say = self.console.say
         say(self.engine.describe())
         say(self.weights.describe())
+        for line in (*self.memory.table().splitlines(), *self.residency.notes):
+            say(line)
         for line in self.policy.describe(args, self.rules.max_tokens):
             say(line)
         for part in prompts:
@@ -234,7 +244,7 @@ class GRPOTrainer(ResumableTrainer):
 
     def get_train_dataloader(self) -> PromptLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
-        return PromptLoader(self.train_prompts, step_order(len(self.train_prompts), self.args))
+        return PromptLoader(self.train_prompts, StepOrder.of(self.args, len(self.train_prompts)))
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
@@ -250,7 +260,8 @@ class GRPOTrainer(ResumableTrainer):
         if not self.rules.max_tokens:
             self._measure_budget()
         names = [reward.name for reward in self.rewards]
-        batches, groups = collect(self, steps, self.rules, names, self.times)
+        with self.residency.sampling(self.optimizer):
+            batches, groups = collect(self, steps, self.rules, names, self.times)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         self._show_completions(groups)
         if self.args.round_length == 1:
@@ -275,9 +286,10 @@ class GRPOTrainer(ResumableTrainer):
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
         with self.times.phase("measure"):
             pending = budget.optimizer_bytes(self.model, self.optimizer, args.optim)
-            tokens = budget.measure(self.model.train(), loss, shape, self.rules, pending)
+            tokens, size = budget.measure(self.model.train(), loss, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
-        self.console.say(f"memory: room for micro-batches of {tokens:,} tokens")
+        self.memory = dataclasses.replace(self.memory, tokens=tokens, activations=size, measured=True)
+        self.console.say(f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB as measured")
 
     def publish(self) -> None:
         """Give the engine the policy's present weights, unless it has them."""
@@ -387,9 +399,10 @@ class GRPOTrainer(ResumableTrainer):
             self.engine.version = None  # anything may have changed the weights since the last step
         parts = given if isinstance(given, dict) else {"": given}
         metrics: dict[str, float] = {}
-        for name, prompts in parts.items():
-            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
+        with self.residency.sampling(self.optimizer):
+            for name, prompts in parts.items():
+                prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+                metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -445,7 +458,6 @@ class GRPOTrainer(ResumableTrainer):
             hub_model_id=args.hub_model_id,
             adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
         )
-        reward_plot(self.state.log_history, folder / "reward.png")
         write_card(folder, run=facts)
 
     def close(self) -> None:
@@ -480,17 +492,3 @@ class _Timekeeper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._finish_step()
-
-
-def step_order(num_prompts: int, args: GRPOConfig) -> StepOrder:
-    """Which prompts this rank takes in each step. Raises ValueError for fewer prompts than one round takes."""
-    return StepOrder(
-        num_prompts,
-        args.prompts_per_step or 1,
-        rank=args.process_index,
-        world_size=args.world_size,
-        steps_per_generation=args.steps_per_generation or 1,
-        num_iterations=args.num_iterations,
-        shuffle=bool(args.shuffle_dataset),
-        seed=args.data_seed if args.data_seed is not None else args.seed,
-    )

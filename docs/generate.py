@@ -34,7 +34,6 @@ LIMITED = (
     "remove_unused_columns",
     "scale_rewards",
     "use_vllm",
-    "vllm_enable_sleep_mode",
     "vllm_mode",
     "vllm_tensor_parallel_size",
 )
@@ -64,7 +63,18 @@ group is sampled on one rank. Micro-batches don't follow from these numbers: the
 
 The policy is bfloat16 unless `dtype` says otherwise. `optim: auto` then picks `adamw_split`: AdamW on an exact float32
 master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32`
-the forward is float32, or bfloat16 by autocast with `bf16: true`."""
+the forward is float32, or bfloat16 by autocast with `bf16: true`.
+
+## Memory
+
+A run starts with a table of what each rank's device will hold while it samples and while it trains. On a GPU the KV
+cache follows from it: what weights, gradients, optimizer and a micro-batch leave, less 8 % of the GPU, up to what one
+generation can use, and at least one full sequence. `vllm_gpu_memory_utilization` overrules that.
+
+With `vllm_enable_sleep_mode` the KV cache exists only while the engine samples, and shares its space with gradients and
+activations. Weights stay where they are. It wants a vLLM that can release the cache alone (0.31 can).
+`offload_optimizer` moves the optimizer's state to pinned host memory meanwhile, which costs two transfers of it per
+generation. Both are off by default: a model that fits needs neither."""
 
 GROUPS = (
     (GRPOConfig, "The run: `GRPOConfig`", "Its own fields, and those whose default differs from transformers'."),
@@ -98,6 +108,8 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Groups without a reward difference** aren't trained on. They count in every denominator and metric.
 - **Rewards** are called for one group at a time. The signature is TRL's.
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
+- **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
+  `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
 - **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`) are refused
   together with `vllm_importance_sampling_correction`, whose ratio they would bias.
 

@@ -20,11 +20,11 @@ from datasets import Dataset
 from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
-from colograd.data import load_datasets, tokenize_prompts
+from colograd.data import StepOrder, load_datasets, tokenize_prompts
 from colograd.engine import check_sampling, check_vllm
+from colograd.engine_arguments import engine_kwargs
 from colograd.policy import load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
-from colograd.trainer import step_order
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
 
@@ -250,6 +250,18 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "FSDP isn't available",
         r"launch with .*ddp\.yaml",
     ),
+    "a share of the GPU that is none": (
+        lambda _: config(vllm_gpu_memory_utilization=35),
+        "vllm_gpu_memory_utilization is 35",
+        r"must be in \(0, 1\]",
+        "remove it to have the KV cache planned",
+    ),
+    "vLLM's own sleep mode": (
+        lambda _: engine_kwargs("m", config(vllm_engine_kwargs={"enable_sleep_mode": True}), torch.float32, None, 1),
+        "vllm_engine_kwargs sets",
+        "'enable_sleep_mode'",
+        "set vllm_enable_sleep_mode instead",
+    ),
     "a loss that doesn't exist": (
         lambda _: config(loss_type="gspo"),
         "loss_type 'gspo'",
@@ -300,7 +312,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "set dtype",
     ),
     "fewer prompts than a step takes": (
-        lambda _: step_order(3, config(prompts_per_step=4)),
+        lambda _: StepOrder.of(config(prompts_per_step=4), 3),
         "has 3 prompts",
         "one generation takes 4",
         "Lower one",

@@ -97,6 +97,19 @@ def test_log_probabilities_stay_under_the_memory_limit(tmp_path: Path) -> None:
     assert found["tiles"]["beyond_bytes"] < 0.3e9 < found["full"]["beyond_bytes"]
 
 
+def test_steps_of_the_optimizer_are_timed_in_turns(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "optimizer.py"), "--shapes", "300x200", "77", "--steps", "3"]
+    command += ["--limit", "1000", "--out", str(tmp_path / "f.json")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=tiny.clean_environment())
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("\n| ") == 6  # header, rule, four contestants
+    found = json.loads((tmp_path / "f.json").read_text())
+    sizes = {name: figures["state_bytes_per_parameter"] for name, figures in found["variants"].items()}
+    assert sizes == {"split": 10, "compiled": 10, "foreach": 8, "fused": 8}
+    assert all(len(figures["steps"]) == 2 and figures["step_s"] > 0 for figures in found["variants"].values())
+    assert 0 < found["ratio"]["compiled"] < 1000
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 def test_both_trainers_run_side_by_side(tiny_model: Path, tmp_path: Path) -> None:

@@ -238,10 +238,12 @@ def test_an_empty_recipe_leaves_every_default(tmp_path: Path) -> None:
 DIFFERENT_DEFAULTS = {
     "optim": "adamw_split wherever the policy is bfloat16",
     "use_vllm": "there is no other way to generate",
+    "vllm_gpu_memory_utilization": "the KV cache is planned where nothing is said",
 }
 NEW = {
     "prompts_per_step",
     "max_prompt_tokens",
+    "offload_optimizer",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",

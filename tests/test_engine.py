@@ -25,7 +25,7 @@ def engine(tiny_model: Path, config):
 
     process.prepare_ranks()
     before = torch.get_rng_state()
-    built = Engine(str(tiny_model), config, torch.float32, context=64, sequences=32)
+    built = Engine(str(tiny_model), config, torch.float32, context=64, kv_bytes=2**22)
     built.left_the_random_state_alone = torch.equal(before, torch.get_rng_state())
     built.stamp(0)
     yield built
@@ -172,6 +172,29 @@ def test_a_refused_cache_reset_is_an_error(engine, monkeypatch) -> None:
         engine.stamp(0)
     monkeypatch.undo()
     engine.stamp(0)
+
+
+def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkeypatch) -> None:
+    """vLLM's scheduler and executor are the real ones; only the worker's unmapping, which a CPU hasn't, is left out."""
+    executor = engine.core.model_executor
+    theirs, asked = executor.collective_rpc, []
+
+    def collective_rpc(method, *args, **kwargs):
+        asked.append(method)
+        return None if method in ("discard", "wake_up") else theirs(method, *args, **kwargs)
+
+    monkeypatch.setattr(executor, "collective_rpc", collective_rpc)
+    monkeypatch.setattr(engine, "sleeps", True)
+    before = sample(engine, config, prompts)
+    engine.sleep()
+    assert engine.core.is_sleeping() and executor.sleeping_tags == {"kv_cache"} and "discard" in asked
+    with pytest.raises(AssertionError, match="wake it first"):
+        next(engine.generate(prompts, Sampling(2, 4, 1.0, {}), version=0, seed=0))
+    engine.stamp(0)  # weights may be published meanwhile
+    engine.wake()
+    assert not engine.core.is_sleeping() and asked[-1] == "wake_up"
+    after = sample(engine, config, prompts)
+    assert [tokens(after[p]) for p in range(4)] == [tokens(before[p]) for p in range(4)]
 
 
 def test_the_global_random_state_survives_building_an_engine(engine) -> None:

@@ -225,3 +225,24 @@ def test_the_sample_of_the_proof_has_distinct_completions() -> None:
     """`_in_order` tells completions apart by their tokens."""
     rollouts = [r for g in parity._samples(make(PACKED["llama"])) for r in g.group.rollouts]
     assert len({r.completion_ids for r in rollouts}) == len(rollouts) == 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "state space"])
+def test_differences_are_to_the_sampler_s_and_to_the_model_s_own(kind: str) -> None:
+    """Two groups may have the same completion: each is compared after its own prompt."""
+    model = {**PACKED, **{name: made for name, (made, _) in PADDED.items()}}[kind]()
+    shared = not choose_rows(model.train())
+    prompts, completion = ((5, 6, 7), (8, 9)), (3, 4)
+    rollouts = [
+        Rollout(prompt, completion, torch.full((2,), -1.0), torch.ones(2).bool(), FinishReason.STOP, 0)
+        for prompt in prompts
+    ]
+    groups = [ScoredGroup(Group({}, (r, r), n), torch.zeros(2, 1), torch.ones(2)) for n, r in enumerate(rollouts)]
+    rows = pack(groups, 1000, False, torch.device("cpu"), share_prompts=shared)
+    chosen = model.config._attn_implementation
+    to_sampler, to_own = parity.differences(model, rows, temperature=0.7)
+    assert to_own.shape == to_sampler.shape == (8,) and to_own.max() < 1e-5
+    model.eval()
+    found = torch.cat([policy_logprobs(model, row, 0.7)[0] for row in rows])
+    torch.testing.assert_close(to_sampler, (found + 1.0).abs().detach())
+    assert model.config._attn_implementation == chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -172,6 +173,29 @@ def test_groups_without_a_reward_difference_cost_no_forward_and_the_step_is_take
     decayed = trainer.get_decay_parameter_names(trainer.model)
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name not in decayed), "decay acts, nothing else does"
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_leaving_out_groups_without_a_signal_changes_no_update(tiny_model, tmp_path, loss_type) -> None:
+    """Half of the groups have no reward difference: packed or not, each step's loss and the weights are the same."""
+
+    def half(completions, answer, **kwargs):
+        return [1.0] * len(completions) if ord(answer[0]) % 2 else tiny.vowels(completions)
+
+    found = []
+    for skipped in (True, False):
+        trainer = make_trainer(tiny_model, tmp_path / str(skipped), reward=half, loss_type=loss_type, max_steps=3)
+        trainer.rules = dataclasses.replace(trainer.rules, skip_without_signal=skipped)
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+        weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
+        found.append(([entry["loss"] for entry in logs], [entry["train/packed_tokens"] for entry in logs], weights))
+        assert all(0 < entry["frac_reward_zero_std"] < 1 for entry in logs)
+        trainer.close()
+    (few, packed, left_out), (all_losses, all_packed, kept) = found
+    assert all(a < b for a, b in zip(packed, all_packed, strict=True))
+    assert few == pytest.approx(all_losses, rel=1e-6, abs=1e-6)  # sums of terms near 1 that cancel
+    assert (left_out - kept).norm() < 1e-6 * kept.norm()
 
 
 def test_several_steps_per_generation_train_on_the_old_logprobs(tiny_model, tmp_path, closing) -> None:

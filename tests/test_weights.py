@@ -78,13 +78,61 @@ def test_policy_and_engine_are_one_memory_and_what_is_saved_is_what_sampled(fami
             loaded(torch.tensor([probe])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(probe[1:])[:, None])
         )
     torch.testing.assert_close(theirs[:, 0], logprobs, rtol=0, atol=1e-4)
-    fresh = Engine(str(tmp_path / "saved"), trainer.args, torch.float32, context=64, sequences=8)
+    fresh = Engine(str(tmp_path / "saved"), trainer.args, torch.float32, context=64, kv_bytes=2**22)
     try:
         fresh.stamp(20)
         assert greedy(fresh, 20) == after
         torch.testing.assert_close(fresh.prompt_logprobs(probe), logprobs, rtol=0, atol=0)
     finally:
         fresh.close()
+
+
+@pytest.mark.engine
+def test_plain_vllm_loads_what_was_saved(tiny_qwen: Path, tmp_path, closing) -> None:
+    trainer = closing(build(str(tiny_qwen), tmp_path, max_steps=3))
+    trainer.train()
+    trainer.publish()
+    probe = proof.probe(trainer.engine, 40)
+    trainer.save_model(str(tmp_path / "saved"))
+    found = tiny.plain_vllm(tmp_path / "saved", probe, tmp_path)
+    torch.testing.assert_close(found, trainer.engine.prompt_logprobs(probe), rtol=0, atol=1e-4)
+
+
+SMOLLM2 = Path(__file__).resolve().parents[1] / "models" / "SmolLM2-135M-Instruct"
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_smollm2_shares_every_parameter_and_saves_what_it_sampled(tmp_path) -> None:
+    """The quickstart's model in float32, 20 steps: all 272 parameters in the engine's memory, 0 bytes moved, and the
+    saved folder says the same in transformers, in an engine of its own and in plain vLLM."""
+    trainer = build(str(SMOLLM2), tmp_path, max_steps=20, num_generations=2, prompts_per_step=2, learning_rate=1e-5)
+    try:
+        assert len(trainer.weights.shared) == 272 and not trainer.weights.copied
+        assert storages(trainer.model) <= storages(trainer.engine.model)
+        moved = []
+        publish = trainer.weights.publish
+        trainer.weights.publish = lambda version: moved.append(publish(version))
+        trainer.train()
+        trainer.publish()
+        assert moved == [0] * 21
+        after, probe = greedy(trainer.engine, 20), proof.probe(trainer.engine, 60)
+        logprobs = trainer.engine.prompt_logprobs(probe)
+        trainer.save_model(str(tmp_path / "saved"))
+    finally:
+        trainer.close()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    with torch.no_grad():
+        rows = loaded(torch.tensor([probe])).logits[0, :-1].log_softmax(-1)
+    theirs = rows.gather(1, torch.tensor(probe[1:])[:, None])[:, 0]
+    torch.testing.assert_close(theirs, logprobs, rtol=0, atol=1e-3)
+    fresh = Engine(str(tmp_path / "saved"), trainer.args, torch.float32, context=96, kv_bytes=2**27)
+    try:
+        fresh.stamp(20)
+        assert greedy(fresh, 20) == after
+    finally:
+        fresh.close()
+    torch.testing.assert_close(tiny.plain_vllm(tmp_path / "saved", probe, tmp_path), logprobs, rtol=0, atol=1e-3)
 
 
 @pytest.mark.engine
@@ -177,7 +225,7 @@ class TestProof:
 
     @pytest.fixture
     def engine(self, tiny_model: Path, tmp_path):
-        built = Engine(str(tiny_model), tiny.config(tmp_path), torch.float32, context=64, sequences=8)
+        built = Engine(str(tiny_model), tiny.config(tmp_path), torch.float32, context=64, kv_bytes=2**22)
         yield built
         built.close()
 

@@ -164,6 +164,13 @@ def test_the_saved_adapter_is_peft_s(trained, tiny_model) -> None:
     torch.testing.assert_close(loaded, logits(trained.model), rtol=0, atol=1e-5)
 
 
+def test_plain_vllm_serves_the_saved_adapter(trained, tiny_model, tmp_path) -> None:
+    trained.publish()
+    ids = list(range(1, 30))
+    found = tiny.plain_vllm(tiny_model, ids, tmp_path, adapter=Path(trained.args.output_dir))
+    torch.testing.assert_close(found, trained.engine.prompt_logprobs(ids), rtol=0, atol=1e-4)
+
+
 def test_a_resumed_run_ends_with_the_same_adapter_on_the_same_base(trained, tiny_model, tmp_path) -> None:
     shutil.copytree(Path(trained.args.output_dir) / "checkpoint-2", tmp_path / "checkpoint-2")
     resumed = make_trainer(str(tiny_model), tmp_path, save_strategy="steps", save_steps=2)

@@ -179,9 +179,10 @@ def check_process(config: GRPOConfig) -> None:
             f"vllm_tensor_parallel_size is {tensor_parallel}: engines over several ranks aren't available in this "
             "version. Set it to 1: every rank then has an engine of its own."
         )
-    if config.vllm_enable_sleep_mode:
+    share = config.vllm_gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
         raise ValueError(
-            "vllm_enable_sleep_mode isn't available in this version: remove it and lower vllm_gpu_memory_utilization."
+            f"vllm_gpu_memory_utilization is {share}, but must be in (0, 1]: remove it to have the KV cache planned."
         )
     if config.deepspeed is not None or config.fsdp:
         raise ValueError(

@@ -59,8 +59,9 @@ class GRPOConfig(TrainingArguments):
         default="auto",
         metadata={
             "help": "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on "
-            "an exact float32 master kept as the bfloat16 parameter and a 16-bit remainder. Or any optimizer name "
-            "of transformers."
+            "an exact float32 master kept as the bfloat16 parameter and a 16-bit remainder; "
+            "`optim_args: compiled=true` (or `false`) makes it one compiled pass, the default on a GPU. Or any "
+            "optimizer name of transformers."
         },
     )
 
@@ -131,8 +132,13 @@ class GRPOConfig(TrainingArguments):
     # -- the engine
     use_vllm: bool = field(default=True, metadata={"help": "Kept for TRL's files: generation always runs in vLLM."})
     vllm_mode: str = field(default="colocate", metadata={"help": "Kept for TRL's files: always `colocate`."})
-    vllm_gpu_memory_utilization: float = field(
-        default=0.3, metadata={"help": "Share of a GPU's memory for the engine: its weights and KV cache."}
+    vllm_gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of a GPU's memory for the engine: its weights, its activations and the KV cache. Unset, the "
+            "KV cache is planned: what policy, gradients, optimizer and a micro-batch leave, up to what one generation "
+            "can use (TRL takes 0.3 of the GPU, whatever the model)."
+        },
     )
     vllm_max_model_length: int | None = field(
         default=None,
@@ -142,7 +148,18 @@ class GRPOConfig(TrainingArguments):
         default=1, metadata={"help": "Ranks that share one engine. Only 1 in this version."}
     )
     vllm_enable_sleep_mode: bool = field(
-        default=False, metadata={"help": "Give the KV cache back while training (GPU). Not available in this version."}
+        default=False,
+        metadata={
+            "help": "On a GPU, give the KV cache's memory back while the policy trains. The engine's weights stay (TRL "
+            "moves or discards them too). Does nothing on a CPU."
+        },
+    )
+    offload_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "On a GPU, keep the optimizer's state in pinned host memory while the engine samples. Does nothing "
+            "on a CPU."
+        },
     )
     vllm_structured_outputs_regex: str | None = field(
         default=None, metadata={"help": "A regular expression that every completion matches."}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from ..config import GRPOConfig
 from .prompts import PromptDataset
 
 
@@ -18,6 +19,20 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     Example with 2 prompts a step, steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. What doesn't
     fill a round is left out of the epoch (another remainder in each, if shuffled).
     """
+
+    @classmethod
+    def of(cls, config: GRPOConfig, num_prompts: int) -> StepOrder:
+        """This rank's order in a run. Raises ValueError for fewer prompts than one round takes."""
+        return cls(
+            num_prompts,
+            config.prompts_per_step or 1,
+            rank=config.process_index,
+            world_size=config.world_size,
+            steps_per_generation=config.steps_per_generation or 1,
+            num_iterations=config.num_iterations,
+            shuffle=bool(config.shuffle_dataset),
+            seed=config.data_seed if config.data_seed is not None else config.seed,
+        )
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ A way is a class with ``publish(version) -> int`` (bytes moved), which leaves th
 the engine isn't the policy's.
 """
 
-from .plan import Publisher, check_choice, publisher
-from .shared import state_dict_on_host
+from .plan import Publisher, check_choice, expects_sharing, publisher
+from .shared import bytes_apart, state_dict_on_host
 
-__all__ = ["Publisher", "check_choice", "publisher", "state_dict_on_host"]
+__all__ = ["Publisher", "bytes_apart", "check_choice", "expects_sharing", "publisher", "state_dict_on_host"]

@@ -7,8 +7,11 @@ from typing import Protocol
 
 import torch
 
+from ..config import GRPOConfig
 from ..engine import Engine
+from ..engine_arguments import engine_dtype
 from ..lora import Adapter
+from ..policy import Policy
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights
@@ -43,6 +46,18 @@ def check_choice(wanted: str, adapter: Adapter | None) -> Adapter | None:
     if wanted != "auto" and adapter.why_merged:
         raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto (merged copies).")
     return None if adapter.why_merged else adapter
+
+
+def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
+    """Whether the policy will be found able to share the engine's memory, as far as that can be said before both are
+    loaded: for the plan of that memory."""
+    adapter, dtype = policy.adapter, policy.model.dtype
+    return (
+        config.weights != "copied"
+        and not (adapter and adapter.why_merged)
+        and engine_dtype(config, dtype) == dtype
+        and config.vllm_tensor_parallel_size == 1
+    )
 
 
 def publisher(

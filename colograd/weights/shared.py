@@ -101,6 +101,12 @@ class SharedWeights:
         return [part.name for part in self.slices if not part.equal()]
 
 
+def bytes_apart(policy: torch.nn.Module, engine_model: torch.nn.Module) -> int:
+    """Bytes of the policy's parameters that lie outside the engine's tensors."""
+    shared = {parameter.untyped_storage().data_ptr() for parameter in engine_model.parameters()}
+    return sum(p.nbytes for p in policy.parameters() if p.untyped_storage().data_ptr() not in shared)
+
+
 def state_dict_on_host(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's state dict with every tensor whole and by itself in host memory; tied ones stay one tensor.
 

@@ -196,7 +196,7 @@ def run_colograd(job: Job) -> dict[str, Any]:
         Path(job.rollouts).write_text(json.dumps([_as_json(group) for group in trainer.last]))
     recorded = []
     trainer.recorded = [_group(saved) for saved in json.loads(Path(job.rollouts).read_text())]
-    for _ in range(job.repeats + 1):
+    for _ in range(job.repeats and job.repeats + 1):  # the first warms up
         recorded.append(_train_recorded(trainer, meter))
     trainer.close()
     return {"steps": clock.steps[1:], "recorded": recorded[1:]}
@@ -310,7 +310,7 @@ def run_trl(job: Job) -> dict[str, Any]:
     _replay(trainer, saved)
     rows = [group["example"] for group in saved for _ in range(job.num_generations)]
     recorded = []
-    for _ in range(job.repeats + 1):
+    for _ in range(job.repeats and job.repeats + 1):  # the first warms up
         meter.take()
         cpu = time.process_time()
         for _ in range(config.gradient_accumulation_steps):

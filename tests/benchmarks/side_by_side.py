@@ -66,9 +66,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--rows-per-microbatch {options.rows_per_microbatch} doesn't divide the {completions} completions"
         )
-    for name in ("steps", "trials", "repeats"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}, but must be at least 1")
+    for name, least in (("steps", 1), ("trials", 1), ("repeats", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} is {getattr(options, name)}, but must be at least {least}")
     return options
 
 
@@ -178,12 +178,11 @@ def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the counted steps of all trials of one trainer."""
     steps = [step for trial in trials for step in trial["steps"]]
     recorded = [step for trial in trials for step in trial["recorded"]]
+    names = {"train_recorded_s": "train_s", "cpu_recorded_s": "cpu_s", "tokens_recorded": "tokens_through_model"}
     return {
         **{name: statistics.median(step[name] for step in steps) for name in FIGURES},
         "completion_tokens": statistics.median(step["completion_tokens"] for step in steps),
-        "train_recorded_s": statistics.median(step["train_s"] for step in recorded),
-        "cpu_recorded_s": statistics.median(step["cpu_s"] for step in recorded),
-        "tokens_recorded": statistics.median(step["tokens_through_model"] for step in recorded),
+        **{to: statistics.median(step[name] for step in recorded) for to, name in names.items() if recorded},
         "steps": steps,
         "recorded": recorded,
     }
@@ -199,7 +198,8 @@ def ratios(trainers: dict[str, dict[str, Any]]) -> dict[str, float]:
         "memory": "peak_memory_bytes",
         "tokens": "tokens_through_model",
     }
-    return {name: trainers["trl"][key] / trainers["colograd"][key] for name, key in names.items()}
+    ours, theirs = trainers["colograd"], trainers["trl"]
+    return {name: theirs[key] / ours[key] for name, key in names.items() if key in ours}
 
 
 def report(trainers: dict[str, dict[str, Any]], settings: dict[str, Any]) -> str:
@@ -220,6 +220,8 @@ def report(trainers: dict[str, dict[str, Any]], settings: dict[str, Any]) -> str
         ("completion_tokens", "mean completion, tokens", ".1f", 1.0),
         ("peak_memory_bytes", "peak memory, GB", ".2f", GB),
     ):
+        if key not in trainers["colograd"]:
+            continue  # without --repeats
         ours, theirs = (trainers[trainer][key] / unit for trainer in TRAINERS)
         rows.append([name, f"{ours:{form}}", f"{theirs:{form}}", f"{theirs / ours:.1f}" if ours else ""])
     head = (

@@ -1,0 +1,30 @@
+"""What vLLM alone, without Colograd, says of a model folder: the log-probabilities of a prompt's tokens as JSON.
+
+python plain_vllm.py FOLDER IDS.json OUT.json [ADAPTER]
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def main(folder: str, ids: str, out: str, adapter: str = "") -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(folder, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**26, enable_lora=bool(adapter))
+    tokens = json.loads(Path(ids).read_text())
+    (output,) = llm.generate(
+        [{"prompt_token_ids": tokens}],
+        SamplingParams(max_tokens=1, prompt_logprobs=0),
+        lora_request=LoRARequest("adapter", 1, adapter) if adapter else None,
+    )
+    entries = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+    Path(out).write_text(json.dumps([entry[token].logprob for entry, token in entries]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

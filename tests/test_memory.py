@@ -1,0 +1,279 @@
+"""The memory plan: its parts from a model's sizes, the KV cache from what they leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from colograd import memory
+from colograd.config import GRPOConfig
+from colograd.engine_arguments import engine_dtype, engine_kwargs
+from colograd.memory import GIB, CacheNeed, MemoryPlan, Shape
+
+LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 3, 64, 160, 4, 2, 16, 100
+LLAMA = {
+    "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
+    "num_key_value_heads": KEYS, "head_dim": HEAD, "vocab_size": VOCABULARY,
+}  # fmt: skip
+PLAN = MemoryPlan(
+    device="a GPU", total=100 * GIB, available=98 * GIB, engine_weights=10 * GIB, policy_weights=0, gradients=20 * GIB,
+    optimizer=30 * GIB, activations=15 * GIB, engine=3 * GIB, tokens=4096,
+)  # fmt: skip
+
+
+def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA)).to(dtype)
+
+
+# -- the parts
+
+
+def test_a_shape_is_read_from_the_configuration() -> None:
+    assert Shape.of(LlamaConfig(**LLAMA)) == Shape(LAYERS, HIDDEN, INNER, HEADS * HEAD, KEYS * HEAD, VOCABULARY)
+    plain = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=None, head_dim=None)
+    assert (Shape.of(plain).queries, Shape.of(plain).keys) == (64, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_estimate_of_activations_is_near_what_a_forward_keeps(dtype: torch.dtype, checkpointing: bool) -> None:
+    """Against the bytes that autograd really holds for the backward pass of a Llama, each storage once."""
+    tokens, model = 512, llama(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.model(torch.randint(VOCABULARY, (1, tokens)), use_cache=False)
+    assert output.last_hidden_state.requires_grad
+    shape = Shape.of(model.config)
+    layer = memory.layer_bytes(shape, dtype.itemsize)
+    expected = LAYERS * HIDDEN * dtype.itemsize if checkpointing else LAYERS * layer
+    expected += HIDDEN * (4 + dtype.itemsize)  # the final norm
+    assert 0.75 < sum(kept.values()) / (tokens * expected) < 1.25
+    whole = memory.activation_bytes(shape, tokens, dtype.itemsize, checkpointing, "cpu")
+    assert whole > tokens * expected
+
+
+def test_activations_grow_with_the_tokens_and_shrink_with_checkpointing() -> None:
+    shape = Shape.of(LlamaConfig(**LLAMA))
+    one, two = (memory.activation_bytes(shape, tokens, 2, False, "cpu") for tokens in (1000, 2000))
+    none = memory.activation_bytes(shape, 0, 2, False, "cpu")
+    assert two - one == one - none and none == 2 * 4 * 2**23 + 4 * VOCABULARY * HIDDEN
+    assert memory.activation_bytes(shape, 1000, 2, True, "cpu") < one
+
+
+def test_gradients_and_optimizer_state_of_each_optimizer() -> None:
+    model = llama()
+    numel = sum(p.numel() for p in model.parameters())
+    assert memory.gradient_bytes(model) == 2 * numel
+    assert memory.optimizer_bytes(model, "adamw_split") == 10 * numel
+    assert memory.optimizer_bytes(model, "adamw_torch") == 4 * numel, "two moments in the parameter's dtype"
+    assert memory.optimizer_bytes(model, "adamw_8bit") == 2 * numel
+    assert memory.optimizer_bytes(model, "sgd") == 0
+    assert memory.optimizer_bytes(model.float(), "adamw_torch") == 8 * numel
+    model.model.requires_grad_(False)
+    head = model.lm_head.weight.numel()
+    assert memory.gradient_bytes(model) == 4 * head and memory.optimizer_bytes(model, "adamw_torch") == 8 * head
+
+
+def test_the_planned_state_of_an_optimizer_is_what_it_keeps() -> None:
+    from colograd.optim import AdamWSplit, accumulate_in_float32
+
+    for dtype, made, name in (
+        (torch.bfloat16, AdamWSplit, "adamw_split"),
+        (torch.float32, AdamWSplit, "adamw_split"),
+        (torch.float32, torch.optim.AdamW, "adamw_torch"),
+        (torch.bfloat16, torch.optim.AdamW, "adamw_torch"),
+    ):
+        model = llama(dtype)
+        if made is AdamWSplit:
+            accumulate_in_float32(model.parameters())
+        optimizer = made(model.parameters(), lr=1e-3)
+        model(torch.ones(1, 4, dtype=torch.long)).logits.float().sum().backward()
+        planned = memory.gradient_bytes(model)
+        assert planned == sum(p.grad.nbytes for p in model.parameters())
+        optimizer.step()
+        state = [value for entry in optimizer.state.values() for value in entry.values() if value.dim()]
+        assert memory.optimizer_bytes(model, name) == sum(value.nbytes for value in state)
+
+
+# -- the KV cache
+
+
+def test_a_generation_needs_its_sequences_and_at_least_one() -> None:
+    shape = Shape.of(LlamaConfig(**LLAMA))
+    need = CacheNeed.of(shape, 2, length=1000, sequences=64, block=16)
+    per_token = 2 * LAYERS * KEYS * HEAD * 2  # key and value
+    assert need == CacheNeed(per_token, (1000 + 32) * per_token, 65 * 1016 * per_token)
+
+
+def test_the_cache_gets_what_is_left_in_every_phase_in_which_it_exists() -> None:
+    sampling = 98 - 10 - 30 - 3 - 8  # weights, optimizer, the engine's own, margin
+    training = 98 - 10 - 20 - 30 - 15 - 8  # gradients and activations besides
+    assert PLAN.room == pytest.approx(min(sampling, training) * GIB, rel=1e-9) and training < sampling
+    asleep = dataclasses.replace(PLAN, sleeps=True)
+    assert asleep.room == pytest.approx(sampling * GIB, rel=1e-9), "it shares the space of gradients and activations"
+    both = dataclasses.replace(PLAN, sleeps=True, offloads=True)
+    assert both.room == pytest.approx((sampling + 30) * GIB, rel=1e-9)
+    assert dataclasses.replace(PLAN, policy_weights=10 * GIB).room == PLAN.room - 10 * GIB
+    assert dataclasses.replace(PLAN, kv_bytes=GIB).room == PLAN.room, "of itself it takes nothing away"
+
+
+def test_the_cache_is_no_larger_than_a_generation_can_use() -> None:
+    assert PLAN.with_cache(CacheNeed(1000, GIB, 4 * GIB)).kv_bytes == 4 * GIB
+    assert PLAN.with_cache(CacheNeed(1000, GIB, 400 * GIB)).kv_bytes == PLAN.room
+    assert PLAN.with_cache(CacheNeed(1000, PLAN.room, 400 * GIB)).kv_bytes == PLAN.room
+    for phase in memory.PHASES:
+        assert PLAN.with_cache(CacheNeed(1000, GIB, 400 * GIB)).remains(phase) >= 0
+
+
+def test_a_sequence_that_does_not_fit_is_one_error_with_figures_and_remedies() -> None:
+    with pytest.raises(ValueError) as raised:
+        PLAN.with_cache(CacheNeed(1000, 16 * GIB, 400 * GIB))
+    said = str(raised.value)
+    assert "\n" not in said
+    for part in (
+        "one full sequence takes 16.00 GiB, but 15.00 of 100.00 GiB are left",
+        "weights of the engine 10.00",
+        "gradients 20.00",
+        "at least one must fit",
+        "Lower vllm_max_model_length or max_tokens_per_microbatch",
+        "set vllm_enable_sleep_mode: true",
+        "set offload_optimizer: true",
+    ):
+        assert part in said, said
+    with pytest.raises(ValueError) as raised:
+        dataclasses.replace(PLAN, sleeps=True, offloads=True).with_cache(CacheNeed(1, 99 * GIB, 99 * GIB))
+    assert "set vllm_enable_sleep_mode" not in str(raised.value) and "set offload" not in str(raised.value)
+
+
+def test_on_a_cpu_it_takes_a_quarter_of_what_is_free_and_one_sequence_always() -> None:
+    assert PLAN.with_cpu_cache(CacheNeed(1, GIB, 4 * GIB)).kv_bytes == 4 * GIB
+    assert PLAN.with_cpu_cache(CacheNeed(1, GIB, 400 * GIB)).kv_bytes == 98 * GIB // 4
+    assert PLAN.with_cpu_cache(CacheNeed(1, 90 * GIB, 400 * GIB)).kv_bytes == 90 * GIB
+
+
+# -- the table
+
+
+def test_the_table_is_aligned_and_adds_up() -> None:
+    plan = dataclasses.replace(PLAN, kv_bytes=5 * GIB, kv_tokens=40_960, sleeps=True)
+    head, *lines = plan.table().splitlines()
+    assert head.split() == ["memory", "of", "a", "rank:", "a", "GPU,", "100.00", "GiB", "sampling", "training"]
+    assert len({len(line) for line in (head, *lines)}) == 1, "aligned"
+    figures = {line[:-20].strip(): tuple(float(word) for word in line[-20:].split()) for line in lines}
+    assert figures == {
+        "held by others": (2, 2),
+        "weights of the engine": (10, 10),
+        "weights of the policy (shared)": (0, 0),
+        "gradients": (0, 20),
+        "optimizer state": (30, 30),
+        "activations, 4,096 tokens (estimated)": (3, 15),
+        "KV cache, 40,960 tokens": (5, 0),
+        "kept free": (8, 8),
+        "remains": (42, 15),
+    }
+    for column in (0, 1):
+        assert sum(pair[column] for pair in figures.values()) == 100
+    assert "(measured)" in dataclasses.replace(plan, measured=True).table()
+
+
+def test_a_plan_that_does_not_fit_says_so() -> None:
+    assert "more is planned than there is" in dataclasses.replace(PLAN, activations=40 * GIB).table()
+    assert "more is planned" not in PLAN.table()
+
+
+# -- from a configuration
+
+
+class Cuda(GRPOConfig):
+    """A configuration as it would be on a GPU."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of a GPU of 10 GiB, of which 9 are free and 0.5 hold this process's tensors."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * GIB, 10 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+
+def made(cls: type[GRPOConfig], **changes: Any) -> GRPOConfig:
+    config = GRPOConfig(output_dir="unused", report_to="none", **({"optim": "adamw_split"} | changes))
+    config.__class__ = cls  # constructed as one, it would look for the GPU
+    return config
+
+
+def test_a_gpu_s_plan_counts_this_process_s_tensors_as_free(gpu: None) -> None:
+    config, model = made(Cuda, max_tokens_per_microbatch=2048), llama()
+    plan = memory.plan(config, model, length=200, sequences=16, tokens=2048, shared=False)
+    numel = sum(p.numel() for p in model.parameters())
+    assert (plan.total, plan.available, plan.tokens) == (10 * GIB, 19 * GIB // 2, 2048)
+    assert (plan.engine_weights, plan.policy_weights, plan.optimizer) == (2 * numel, 2 * numel, 10 * numel)
+    assert plan.kv_bytes == 17 * 216 * 2 * LAYERS * KEYS * HEAD * 2, "16 sequences and one to spare, blocks of 16"
+    shared = memory.plan(config, model, length=200, sequences=16, tokens=2048, shared=True)
+    assert shared.policy_weights == 0
+
+
+def test_before_it_is_measured_a_budget_is_planned(gpu: None) -> None:
+    plan = memory.plan(made(Cuda), llama(), length=200, sequences=16, tokens=0, shared=True)
+    assert plan.tokens == memory.PLANNED_TOKENS
+    assert memory.plan(made(Cuda), llama(), 50_000, 16, tokens=0, shared=True).tokens == 50_000
+
+
+def test_vllm_gpu_memory_utilization_overrules_the_plan(gpu: None) -> None:
+    config = made(Cuda, vllm_gpu_memory_utilization=0.3)
+    plan = memory.plan(config, llama(), 200, 16, 2048, True)
+    assert plan.kv_bytes == 0
+    kwargs = engine_kwargs("m", config, torch.bfloat16, 200, plan.kv_bytes)
+    assert kwargs["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in kwargs
+    per_token = 2 * LAYERS * KEYS * HEAD * 2
+    assert plan.with_engine(weights=7, apart=0, kv_tokens=320).kv_bytes == 320 * per_token, (
+        "known once the engine is built"
+    )
+
+
+def test_a_planned_cache_is_given_to_vllm_whose_own_check_of_free_memory_is_not_in_the_way() -> None:
+    kwargs = engine_kwargs("m", made(Cuda, vllm_enable_sleep_mode=True), torch.bfloat16, 200, 12345)
+    assert kwargs["kv_cache_memory_bytes"] == 12345 and kwargs["enable_sleep_mode"]
+    assert kwargs["gpu_memory_utilization"] == 0.01
+    on_cpu = engine_kwargs("m", made(GRPOConfig, vllm_enable_sleep_mode=True), torch.bfloat16, 200, 12345)
+    assert on_cpu["kv_cache_memory_bytes"] == 12345
+    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(on_cpu)
+
+
+def test_what_the_user_gives_vllm_is_planned_with(gpu: None) -> None:
+    config = made(
+        Cuda, vllm_engine_kwargs={"kv_cache_memory_bytes": 999, "dtype": "float32", "max_num_seqs": 4, "x": 1}
+    )
+    plan = memory.plan(config, llama(), 200, 16, 2048, True)
+    assert plan.kv_bytes == 999 and plan.engine_weights == 4 * sum(p.numel() for p in llama().parameters())
+    assert engine_dtype(config, torch.bfloat16) is torch.float32
+    few = made(Cuda, vllm_engine_kwargs={"max_num_seqs": 4, "kv_cache_dtype": "fp8_e4m3"})
+    assert memory.plan(few, llama(), 200, 16, 2048, True).kv_bytes == 5 * 216 * 2 * LAYERS * KEYS * HEAD
+
+
+def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any) -> None:
+    config = tiny.config(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True)
+    plan = memory.plan(config, llama(), 64, 8, 4096, False)
+    assert not plan.sleeps and not plan.offloads and plan.device.startswith("cpu")
+    assert plan.kv_bytes == 9 * (64 + 32) * 2 * LAYERS * KEYS * HEAD * 2
+    assert 0 < plan.available <= plan.total

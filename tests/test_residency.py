@@ -1,0 +1,262 @@
+"""Who has the device: the order in which the KV cache and the optimizer's state come and go."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from colograd import GRPOTrainer
+from colograd import engine as engine_module
+from colograd.engine import Engine, weights_stay
+from colograd.metrics import PhaseTimes
+from colograd.optim import AdamWSplit, accumulate_in_float32
+from colograd.residency import OptimizerOffload, Residency
+
+
+def trained(steps: int = 2, cls: Any = AdamWSplit) -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4).to(torch.bfloat16)
+    accumulate_in_float32(model.parameters())
+    optimizer = cls(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: Any) -> None:
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- the optimizer's state
+
+
+def test_the_state_comes_back_bit_for_bit_and_scalars_stay() -> None:
+    _, optimizer = trained()
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    scalars = {id(value): value.data_ptr() for value in state if value.dim() == 0}
+    before, places = copy.deepcopy(state), {id(value): value.data_ptr() for value in state if value.dim()}
+    offload = OptimizerOffload()
+    moved = offload.out(optimizer)
+    assert moved == sum(value.nbytes for value in state if value.dim()) == (8 * 4 + 4) * 10
+    assert all(value.data_ptr() != places[id(value)] for value in state if value.dim()), "it left"
+    assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True)), "and may be read where it is"
+    assert offload.back() == moved
+    assert [id(v) for entry in optimizer.state.values() for v in entry.values()] == [id(v) for v in state]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(state, before, strict=True))
+    assert all(value.data_ptr() == scalars[id(value)] for value in state if value.dim() == 0)
+
+
+def test_training_goes_on_as_if_nothing_had_moved() -> None:
+    (kept, optimizer), (moved, other) = trained(), trained()
+    offload = OptimizerOffload()
+    for _ in range(3):
+        offload.out(other)
+        assert offload.out(other) == 0, "it is there already"
+        offload.back()
+        step(kept, optimizer)
+        step(moved, other)
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), moved.parameters(), strict=True))
+
+
+def test_the_host_s_copies_are_made_once() -> None:
+    _, optimizer = trained()
+    offload, places = OptimizerOffload(), []
+    for _ in range(2):
+        offload.out(optimizer)
+        places.append([v.data_ptr() for entry in optimizer.state.values() for v in entry.values() if v.dim()])
+        offload.back()
+    assert places[0] == places[1]
+
+
+def test_an_optimizer_without_state_moves_nothing() -> None:
+    _, optimizer = trained(steps=0)
+    offload = OptimizerOffload()
+    assert offload.out(optimizer) == 0 and offload.back() == 0
+
+
+# -- the order
+
+
+class Core:
+    """vLLM's LLMEngine, as far as sleeping goes; writes down what it is asked."""
+
+    def __init__(self, calls: list[str], in_flight: int = 0) -> None:
+        self.calls, self.in_flight, self.stays_asleep = calls, in_flight, False
+        scheduler = SimpleNamespace(has_requests=lambda: self.in_flight > 0)
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler, batch_queue=None))
+
+    def step(self) -> None:
+        self.in_flight -= 1
+        self.calls.append("step")
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def release_kv_cache_memory(self) -> None:
+        self.calls.append("release")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {tags}")
+
+    def is_sleeping(self) -> bool:
+        return self.stays_asleep
+
+
+def sleeping_engine(core: Core, sleeps: bool = True) -> Engine:
+    engine = Engine.__new__(Engine)
+    engine.sleeps, engine.asleep, engine.version = sleeps, False, 3
+    engine.llm = SimpleNamespace(llm_engine=core)
+    return engine
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("empty cache"))
+    return said
+
+
+def test_only_the_kv_cache_sleeps_and_the_version_stays(calls: list[str]) -> None:
+    engine = sleeping_engine(Core(calls, in_flight=1))
+    engine.sleep()
+    assert calls == ["step", "sleep 0", "release"] and engine.asleep
+    engine.sleep()
+    assert len(calls) == 3, "it sleeps already"
+    engine.wake()
+    assert calls[3:] == ["empty cache", "wake ['kv_cache']"] and not engine.asleep and engine.version == 3
+    engine.wake()
+    assert len(calls) == 5
+
+
+def test_an_engine_that_stays_asleep_is_an_error(calls: list[str]) -> None:
+    core = Core(calls)
+    engine = sleeping_engine(core)
+    engine.sleep()
+    core.stays_asleep = True
+    with pytest.raises(RuntimeError, match="vllm_enable_sleep_mode: false"):
+        engine.wake()
+
+
+def test_an_engine_that_was_not_built_to_sleep_does_nothing(calls: list[str]) -> None:
+    engine = sleeping_engine(Core(calls), sleeps=False)
+    engine.sleep()
+    engine.wake()
+    assert calls == []
+
+
+def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
+    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config(tmp_path, offload_optimizer=True, vllm_enable_sleep_mode=True)
+    monkeypatch.setattr(type(config), "on_cpu", False)
+    times = PhaseTimes()
+    residency = Residency(sleeping_engine(Core(calls)), config, times)
+    assert calls == ["sleep 0", "release"], "the first micro-batch is measured without it"
+    _, optimizer = trained()
+    assert residency.offload is not None
+    monkeypatch.setattr(residency.offload, "out", lambda given: calls.append("out"))
+    monkeypatch.setattr(residency.offload, "back", lambda: calls.append("back"))
+    calls.clear()
+    with residency.sampling(optimizer):
+        calls.append("sample")
+    assert calls == ["out", "empty cache", "wake ['kv_cache']", "sample", "sleep 0", "release", "back"]
+    assert set(times.take()) == {"time/offload", "time/wake", "time/sleep"}
+    with pytest.raises(KeyError), residency.sampling(None):
+        raise KeyError("requests are in flight")
+    assert residency.engine.asleep is False
+
+
+def test_on_a_cpu_nothing_moves_and_a_line_says_so(calls: list[str], tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, offload_optimizer=True, vllm_enable_sleep_mode=True)
+    residency = Residency(sleeping_engine(Core(calls), sleeps=False), config, PhaseTimes())
+    with residency.sampling(trained()[1]):
+        pass
+    assert calls == [] and residency.offload is None
+    assert [note.split()[1] for note in residency.notes] == ["vllm_enable_sleep_mode", "offload_optimizer"]
+    quiet = Residency(sleeping_engine(Core(calls), sleeps=False), tiny.config(tmp_path), PhaseTimes())
+    assert not quiet.notes
+
+
+@pytest.mark.engine
+def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: Path, tmp_path: Path) -> None:
+    """As on a GPU, but for the worker's unmapping: vLLM's scheduler refuses what comes in the wrong order."""
+    seen: list[tuple[str, bool, bool]] = []
+
+    class Watched(GRPOTrainer):
+        def look(self, what: str) -> None:
+            offload = self.residency.offload
+            seen.append((what, self.engine.asleep, offload is not None and bool(offload._out)))
+
+        def generate(self, prompts: Any) -> Any:
+            self.look("generate")
+            return super().generate(prompts)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.look("loss")
+            return super().compute_loss(*args, **kwargs)
+
+    def weights(sleeping: bool) -> list[torch.Tensor]:
+        config = tiny.config(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=2)
+        trainer = Watched(
+            str(tiny_model), tiny.vowels, config, train_dataset=tiny.prompts(), eval_dataset=tiny.prompts(4)
+        )
+        if sleeping:
+            executor = trainer.engine.core.model_executor
+            theirs = executor.collective_rpc
+            executor.collective_rpc = lambda method, *args, **kwargs: (
+                None if method in ("discard", "wake_up") else theirs(method, *args, **kwargs)
+            )
+            trainer.engine.sleeps = True
+            trainer.residency.offload = OptimizerOffload()
+            trainer.engine.sleep()
+        trainer.train()
+        assert not sleeping or trainer.engine.asleep, "also after the evaluation"
+        found = [p.detach().clone() for p in trainer.model.parameters()]
+        trainer.close()
+        return found
+
+    awake = weights(sleeping=False)
+    assert {entry[1:] for entry in seen} == {(False, False)}
+    seen.clear()
+    assert all(torch.equal(a, b) for a, b in zip(awake, weights(sleeping=True), strict=True))
+    assert {entry for entry in seen if entry[0] == "loss"} == {("loss", True, False)}
+    assert [entry[1:] for entry in seen if entry[0] == "generate"] == [(False, False), (False, True), (False, True)]
+
+
+# -- vLLM's pool
+
+
+@pytest.mark.engine
+def test_weights_are_loaded_outside_the_pool_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On vLLM's own worker: its pool is asked for the KV cache only, and only while the engine is built."""
+    worker = pytest.importorskip("vllm.v1.worker.gpu_worker").Worker
+    asked: list[str] = []
+
+    def theirs(self: Any, tag: str) -> str:
+        asked.append(tag)
+        return "the pool"
+
+    monkeypatch.setattr(worker, "_maybe_get_memory_pool_context", theirs)
+    with weights_stay():
+        with worker._maybe_get_memory_pool_context(None, "weights"):
+            pass
+        assert worker._maybe_get_memory_pool_context(None, "kv_cache") == "the pool"
+    assert asked == ["kv_cache"] and worker._maybe_get_memory_pool_context is theirs
+
+
+@pytest.mark.engine
+def test_a_vllm_that_can_not_release_the_cache_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    monkeypatch.delattr(LLMEngine, "release_kv_cache_memory")
+    with pytest.raises(RuntimeError, match=r"can't give back its KV cache.*vllm_enable_sleep_mode: false"):
+        with engine_module.weights_stay():
+            pass
