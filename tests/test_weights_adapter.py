@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from colograd import GRPOTrainer, slots
 from colograd.engine import Sampling, StaleWeights
 from colograd.lora import adapted_layers, unwrap
+from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
 from colograd.weights.merged import MergedWeights
 
@@ -184,7 +185,21 @@ def test_a_resumed_run_ends_with_the_same_adapter_on_the_same_base(trained, tiny
         resumed.close()
 
 
-def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, capfd) -> None:
+@pytest.fixture
+def probed(monkeypatch) -> list[str]:
+    """Names of the parameters that are perturbed to see whether the engine reads them."""
+    names: list[str] = []
+    unread = proof.unread
+
+    def recorded(slices: Any, engine: Any) -> Any:
+        names.extend(part.name for part in slices)
+        return unread(slices, engine)
+
+    monkeypatch.setattr(proof, "unread", recorded)
+    return names
+
+
+def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, capfd, probed) -> None:
     trainer = make_trainer(
         str(tiny_model), tmp_path, Counting, ALL_LINEAR | {"use_dora": True, "modules_to_save": ["norm"]}
     )
@@ -195,6 +210,7 @@ def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, ca
             "vLLM doesn't serve DoRA, modules_to_save (input_layernorm, norm, post_att" in said
             and "weights: copied" in said
         )
+        assert len(probed) == 14 + 5, "what is written later on is shown to be read"
         before, _ = base_bytes(trainer)
         trainer.train()
         trainer.publish()
@@ -249,11 +265,12 @@ def test_some_projections_of_a_peft_model_with_biases_in_bfloat16(tiny_qwen, tmp
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_other_families_agree_with_their_sampler_too(family, tmp_path) -> None:
+def test_other_families_agree_with_their_sampler_too(family, tmp_path, probed) -> None:
     model = tiny.make_model(tmp_path / "model", family)
     trainer = make_trainer(str(model), tmp_path / "run", max_steps=2)
     try:
         assert isinstance(trainer.weights, AdapterWeights)
+        assert probed == [], "a base that is equal and stays so needs no more proof"
         trainer.train()
         assert max(mismatch(trainer)) < 1e-5, "with an adapter that does something in the second step"
     finally:

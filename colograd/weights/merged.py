@@ -33,6 +33,7 @@ class MergedWeights:
         places = {base_name(part.name) or part.name: part for part in slices}
         trained = [part for name, part in places.items() if part.source.requires_grad and name not in adapted]
         moving = {*adapted, *copies, *(base_name(part.name) for part in trained)}
+        self.moving = [part for name, part in places.items() if name in moving]  # what each publish writes
         self._still = [part for name, part in places.items() if name not in moving]
         self._merged = [(layer, places[name].destination) for name, layer in adapted.items()]
         self._whole = [Slice(name, copy, places[name].destination) for name, copy in copies.items()] + trained

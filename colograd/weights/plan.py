@@ -84,29 +84,37 @@ def publisher(
     """
     _check_vocabulary(policy, engine)
     slices = map_parameters(policy, engine.model)
-    if untouched and engine.dtype == next(policy.parameters()).dtype:
+    equal = untouched and engine.dtype == next(policy.parameters()).dtype
+    if equal:
         proof.check_equal(slices)
     if adapter is None:
         return _whole(wanted, policy, engine, slices, device)
+    # A base that both loaded and nobody changes is right wherever the engine reads it from: equality is proof enough.
     why = adapter.why_merged or "as asked"
     if check_choice(wanted, adapter) is not None:
         try:
             map_adapter(policy, engine)
-            base = _whole("shared" if wanted == "shared" else "auto", policy, engine, slices, device)
+            base = _whole("shared" if wanted == "shared" else "auto", policy, engine, slices, device, constant=equal)
             return AdapterWeights(policy, engine, base)
         except Unserved as unserved:
             if wanted != "auto":
                 raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
             why = str(unserved)
     _place(policy, device)
-    _unproved(slices, policy, engine)
-    return MergedWeights(policy, engine, slices, why)
+    merged = MergedWeights(policy, engine, slices, why)
+    _unproved(merged.moving if equal else slices, policy, engine)
+    return merged
 
 
 def _whole(
-    wanted: str, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], device: torch.device
+    wanted: str,
+    policy: torch.nn.Module,
+    engine: Engine,
+    slices: Sequence[Slice],
+    device: torch.device,
+    constant: bool = False,
 ) -> SharedWeights | CopiedWeights:
-    """The publisher of a policy's own weights, or of a LoRA's base."""
+    """The publisher of a policy's own weights, or of a LoRA's base (``constant``: equal now and for good)."""
     reasons = [(part, shared.obstacle(part)) for part in slices]
     able = [part for part, reason in reasons if not reason]
     rest = [(part, reason) for part, reason in reasons if reason]
@@ -119,11 +127,12 @@ def _whole(
     if wanted == "copied" or not able:
         _place(policy, device)
         why = "as asked" if wanted == "copied" else rest[0][1]
-        _unproved(slices, policy, engine)
+        if not constant:
+            _unproved(slices, policy, engine)
         return CopiedWeights(policy, engine, slices, why)
     shared.bind(able)
     _place(policy, device)  # what isn't bound: buffers, and the parameters that are copied
-    for part in _unproved(able, policy, engine):
+    for part in [] if constant else _unproved(able, policy, engine):
         shared.unbind(part)
         able.remove(part)
         rest.append((part, "no output depends on it, so that sharing it can't be proved"))
