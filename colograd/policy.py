@@ -140,8 +140,12 @@ def _from_adapter(
             f"{folder!r} holds an adapter that doesn't name its base: set base_model_name_or_path in its "
             "adapter_config.json."
         )
-    import peft
-
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(
+            f"{folder!r} holds an adapter, but peft can't be imported ({error}): pip install peft."
+        ) from None
     try:
         loaded = _from_name(base, config)
     except ValueError as error:

@@ -122,6 +122,7 @@ class AdapterWeights:
         moved = self.nbytes
         if not self._base_is_there:
             moved += self.base.publish(version)
+            self.engine.version = None  # not before the adapter is there too
             self._base_is_there = True
         self._write()
         self.engine.stamp(version)
