@@ -180,13 +180,15 @@ class Engine:
         self.version = None
         if self.core.has_unfinished_requests():
             raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
+        self._forget_prefixes(version)
+        self.version = version
+
+    def _forget_prefixes(self, version: int | None) -> None:
         if not self.core.reset_prefix_cache():
             raise RuntimeError(
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
-                "reused. "
-                "Set vllm_engine_kwargs: {enable_prefix_caching: false}."
+                "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
-        self.version = version
 
     # -- memory
 
@@ -200,10 +202,14 @@ class Engine:
         inner = self.core.engine_core.engine_core
         # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
         # may have a batch in flight.
-        while inner.scheduler.has_requests() or inner.batch_queue:
+        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
             self.core.step()
-        self.core.sleep(level=0)  # pauses the scheduler, which the release asks for; higher levels touch the weights
-        self.core.release_kv_cache_memory()
+        self._forget_prefixes(self.version)  # older versions leave that to the caller
+        if self._releases:
+            self.core.sleep(level=0)  # pauses the scheduler, which the release asks for
+            self.core.release_kv_cache_memory()
+        else:
+            self.core.sleep(level=1)  # which reaches the KV cache only: see `weights_stay`
         self.asleep = True
 
     def wake(self) -> None:
@@ -215,10 +221,15 @@ class Engine:
         if not self.asleep:
             return
         torch.cuda.empty_cache()  # the cache is mapped past torch's allocator, which must not keep what it needs
-        self.core.wake_up(tags=["kv_cache"])
+        self.core.wake_up(tags=["kv_cache"] if self._releases else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
         self.asleep = False
+
+    @property
+    def _releases(self) -> bool:
+        """Whether this vLLM can release the KV cache by name; older ones sleep at level 1."""
+        return hasattr(self.core, "release_kv_cache_memory")
 
     # -- sampling
 
@@ -391,17 +402,16 @@ def weights_stay() -> Iterator[None]:
     long as such views live. In torch's ordinary memory no sleep reaches them; only the KV cache is in the pool.
 
     Raises:
-        RuntimeError: this vLLM can't release the KV cache alone.
+        RuntimeError: this vLLM doesn't let the two be told apart.
     """
     from vllm import __version__ as found
-    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu_worker import Worker
 
     theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
-    if theirs is None or not hasattr(LLMEngine, "release_kv_cache_memory"):
+    if theirs is None:
         raise RuntimeError(
             f"vLLM {found} can't give back its KV cache while the weights stay: set vllm_enable_sleep_mode: false, or "
-            "install a newer vLLM (0.31 can)."
+            "install vLLM 0.31."
         )
 
     def pool(self: Any, tag: str) -> Any:

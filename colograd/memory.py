@@ -53,19 +53,22 @@ class Shape:
     def of(cls, model_config: Any) -> Shape:
         """From a transformers configuration; what it doesn't name is guessed as GPT-2 has it."""
         config = model_config.get_text_config()
-        hidden = int(config.hidden_size)
-        heads = int(getattr(config, "num_attention_heads", None) or 1)
-        head = int(getattr(config, "head_dim", None) or hidden // heads)
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
-        if per_token := getattr(config, "num_experts_per_tok", None):
-            inner = per_token * (getattr(config, "moe_intermediate_size", None) or inner)
+
+        def size(name: str, default: int) -> int:
+            value = getattr(config, name, None) or default
+            return int(max(value) if isinstance(value, list | tuple) else value)  # some have one per layer
+
+        hidden, heads = size("hidden_size", 0), size("num_attention_heads", 1)
+        head, inner = size("head_dim", hidden // heads), size("intermediate_size", 4 * hidden)
+        if experts := size("num_experts_per_tok", 0):
+            inner = experts * size("moe_intermediate_size", inner)
         return cls(
-            layers=int(config.num_hidden_layers),
+            layers=size("num_hidden_layers", 0),
             hidden=hidden,
-            intermediate=int(inner),
+            intermediate=inner,
             queries=heads * head,
-            keys=int(getattr(config, "num_key_value_heads", None) or heads) * head,
-            vocabulary=int(config.vocab_size),
+            keys=size("num_key_value_heads", heads) * head,
+            vocabulary=size("vocab_size", 0),
         )
 
 
