@@ -73,6 +73,8 @@ def report(trainer: GRPOTrainer) -> int:
     """Say what each check found; 0 if all is well on all ranks, else 1."""
     from .ranks import gather, together
 
+    if not trainer.rules.max_tokens:
+        trainer._measure_budget()  # forward and backward of rows without a signal; no optimizer step
     with together("the checks"):
         own = [*checks(trainer)]
     of_ranks = gather(own)

@@ -31,7 +31,7 @@ from .ranks import gather
 MARGIN = 0.08  # of the device, for CUDA graphs, NCCL and fragmentation; vLLM's own default leaves as much
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memory
-BLOCK = {"cpu": 128}  # tokens of a KV block in vLLM, 16 elsewhere
+BLOCK = 128  # tokens of a KV block in vLLM, at most: 128 on a CPU, less in most attention backends of a GPU
 # vLLM's defaults for `LLM` on large GPUs: tokens of one engine step, and sequences decoded at once.
 ENGINE_TOKENS, ENGINE_SEQUENCES = 16384, 1024
 PHASES = ("sampling", "training")
@@ -144,15 +144,15 @@ class CacheNeed:
     wanted: int  # every sequence of a generation at full length: more would never be used
 
     @classmethod
-    def of(cls, shape: Shape, itemsize: int, length: int, sequences: int, block: int) -> CacheNeed:
-        """Of ``sequences`` sequences of up to ``length`` tokens, kept in blocks of ``block`` tokens.
+    def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
+        """Of ``sequences`` sequences of up to ``length`` tokens.
 
         One token takes a key and a value per layer: 2 * layers * key heads * head size * itemsize. (An upper bound
         where a layer keeps a window only.)
         """
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM keeps a block for itself, and a sequence's last block is partly empty.
-        return cls(per_token, (length + 2 * block) * per_token, (sequences + 1) * (length + block) * per_token)
+        return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)
 
 
 # -- the plan
@@ -315,7 +315,7 @@ def plan(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: in
         offloads=config.offload_optimizer and device == "cuda",
     )
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
-    need = CacheNeed.of(shape, 1 if eight_bit else of_engine, length, sequences, BLOCK.get(device, 16))
+    need = CacheNeed.of(shape, 1 if eight_bit else of_engine, length, sequences)
     found = dataclasses.replace(
         found, kv_per_token=need.per_token, kv_bytes=int(given.get("kv_cache_memory_bytes") or 0)
     )
