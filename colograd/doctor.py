@@ -137,7 +137,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     yield Check(
         "memory",
         ", ".join(f"{size / 2**30:.2f} GiB remain while {phase}" for phase, size in left.items()),
-        min(left.values()) >= 0 or trainer.args.on_cpu,  # where pages can be swapped and caches dropped
+        plan.fits or trainer.args.on_cpu,  # where pages can be swapped and caches dropped
         "Lower max_tokens_per_microbatch, vllm_max_model_length or vllm_gpu_memory_utilization.",
     )
     trainer.publish()

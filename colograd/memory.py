@@ -243,6 +243,16 @@ class MemoryPlan:
         off = [("vllm_enable_sleep_mode", self.sleeps), ("offload_optimizer", self.offloads)]
         return "".join(f", set {name}: true" for name, on in off if not on)
 
+    def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
+        """The plan with a measured budget: ``peak`` bytes of forward and backward, gradients included."""
+        return dataclasses.replace(self, tokens=tokens, activations=max(peak - self.gradients, 0), measured=True)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for all of it. What is measured may go into the part that is kept free."""
+        slack = self.margin if self.measured else 0
+        return min(self.remains(phase) for phase in PHASES) + slack >= 0
+
     def table(self) -> str:
         """The plan as aligned lines, in GiB."""
         rows = [*self.rows(), ("remains", self.remains("sampling"), self.remains("training"))]
@@ -250,7 +260,7 @@ class MemoryPlan:
         width = max(len(head), *(len(name) + 2 for name, _, _ in rows))
         lines = [f"{head:<{width}} {PHASES[0]:>9} {PHASES[1]:>9}"]
         lines += [f"{f'  {name}':<{width}} {_gib(a):>9} {_gib(b):>9}" for name, a, b in rows]
-        if min(self.remains(phase) for phase in PHASES) < 0:
+        if not self.fits:
             lines.append(
                 "  more is planned than there is: lower max_tokens_per_microbatch or vllm_max_model_length, or keep "
                 "gradient_checkpointing: true"

@@ -271,8 +271,10 @@ class GRPOTrainer(ResumableTrainer):
             pending = budget.optimizer_bytes(self.model, self.optimizer, args.optim)
             tokens, size = budget.measure(self.model.train(), loss, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
-        self.memory = dataclasses.replace(self.memory, tokens=tokens, activations=size, measured=True)
-        self.console.say(f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB as measured")
+        self.memory = self.memory.with_measured(tokens, size)
+        self.console.say(
+            f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
+        )
 
     def publish(self) -> None:
         """Give the engine the policy's present weights, unless it has them."""

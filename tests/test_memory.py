@@ -199,6 +199,16 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
     assert "more is planned" not in PLAN.table()
 
 
+def test_a_measured_budget_has_its_gradients_in_it_and_may_use_what_is_kept_free() -> None:
+    plan = dataclasses.replace(PLAN, kv_bytes=15 * GIB)
+    assert plan.fits and plan.remains("training") == pytest.approx(0, abs=2)
+    measured = plan.with_measured(tokens=8192, peak=40 * GIB)
+    assert (measured.activations, measured.tokens, measured.measured) == (20 * GIB, 8192, True)
+    assert measured.remains("training") < 0 and measured.fits
+    assert not dataclasses.replace(measured, measured=False).fits
+    assert not plan.with_measured(tokens=8192, peak=44 * GIB).fits
+
+
 # -- from a configuration
 
 
