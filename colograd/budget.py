@@ -134,9 +134,9 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
     return dummy(device, groups)
 
 
-def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str) -> int:
-    """What the optimizer is still to allocate."""
-    return 0 if optimizer.state else memory.optimizer_bytes(model, name)
+def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, name: str) -> int:
+    """What the optimizer is still to allocate. (None: it isn't made yet.)"""
+    return 0 if optimizer is not None and optimizer.state else memory.optimizer_bytes(model, name)
 
 
 def back_off(

@@ -73,6 +73,8 @@ def report(trainer: GRPOTrainer) -> int:
     """Say what each check found; 0 if all is well on all ranks, else 1."""
     from .ranks import gather, together
 
+    if not trainer.rules.max_tokens:
+        trainer._measure_budget()  # forward and backward of rows without a signal; no optimizer step
     with together("the checks"):
         own = [*checks(trainer)]
     of_ranks = gather(own)
@@ -135,7 +137,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     yield Check(
         "memory",
         ", ".join(f"{size / 2**30:.2f} GiB remain while {phase}" for phase, size in left.items()),
-        min(left.values()) >= 0 or trainer.args.on_cpu,  # where pages can be swapped and caches dropped
+        plan.fits or trainer.args.on_cpu,  # where pages can be swapped and caches dropped
         "Lower max_tokens_per_microbatch, vllm_max_model_length or vllm_gpu_memory_utilization.",
     )
     trainer.publish()
@@ -205,8 +207,8 @@ def sample(trainer: GRPOTrainer) -> tuple[tuple, int]:
     import torch
 
     from .batch import ScoredGroup
-    from .engine import Sampling
     from .packing import pack
+    from .sampling import Sampling
 
     asked = Sampling.for_training(trainer.args)
     sampling = dataclasses.replace(asked, n=min(asked.n, COMPLETIONS), max_tokens=min(asked.max_tokens, TOKENS))

@@ -8,15 +8,11 @@ the engine itself and hands out each group when its last completion ends.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gc
-import hashlib
-import inspect
 import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,53 +26,9 @@ from .cpu_kernels import live_weights, one_adapter, one_draw_per_token
 from .engine_arguments import engine_kwargs
 from .lora import Adapter
 from .memory import GIB
+from .sampling import Sampling, request_seed
 
 SUPPORTED_VLLM = ("0.25", "0.33")
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How completions are drawn."""
-
-    n: int  # G: completions per prompt
-    max_tokens: int
-    temperature: float
-    options: dict[str, Any]  # further vllm.SamplingParams
-
-    @classmethod
-    def for_training(cls, config: GRPOConfig) -> Sampling:
-        return cls._from(config, config.num_generations or 1, config.max_completion_length, config.temperature)
-
-    @classmethod
-    def for_evaluation(cls, config: GRPOConfig) -> Sampling:
-        temperature = config.temperature if config.temperature_eval is None else config.temperature_eval
-        max_tokens = config.max_completion_length_eval or config.max_completion_length
-        return cls._from(config, config.eval_generations(), max_tokens, temperature)
-
-    @classmethod
-    def _from(cls, config: GRPOConfig, n: int, max_tokens: int | None, temperature: float) -> Sampling:
-        options: dict[str, Any] = {
-            "top_p": config.top_p,
-            "top_k": config.top_k,
-            "min_p": config.min_p or 0.0,
-            "repetition_penalty": config.repetition_penalty,
-        }
-        if config.vllm_structured_outputs_regex is not None:
-            from vllm.sampling_params import StructuredOutputsParams
-
-            options["structured_outputs"] = StructuredOutputsParams(regex=config.vllm_structured_outputs_regex)
-        options |= config.generation_kwargs or {}  # type: ignore[arg-type]
-        return cls(n, int(max_tokens or 512), temperature, options)
-
-
-def request_seed(seed: int, position: int, purpose: str = "train") -> int:
-    """The seed of one prompt's request, from the run's seed and the prompt's place in the stream.
-
-    A hash and not a running number: vLLM seeds the i-th of n completions with seed + i, so neighbouring numbers would
-    give neighbouring prompts the same draws. 62 bits leave room for that sum.
-    """
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
 
 
 class StaleWeights(RuntimeError):
@@ -200,13 +152,15 @@ class Engine:
         self.version = None
         if self.core.has_unfinished_requests():
             raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
+        self._forget_prefixes(version)
+        self.version = version
+
+    def _forget_prefixes(self, version: int | None) -> None:
         if not self.core.reset_prefix_cache():
             raise RuntimeError(
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
-                "reused. "
-                "Set vllm_engine_kwargs: {enable_prefix_caching: false}."
+                "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
-        self.version = version
 
     # -- LoRA
 
@@ -241,10 +195,14 @@ class Engine:
         inner = self.core.engine_core.engine_core
         # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
         # may have a batch in flight.
-        while inner.scheduler.has_requests() or inner.batch_queue:
+        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
             self.core.step()
-        self.core.sleep(level=0)  # pauses the scheduler, which the release asks for; higher levels touch the weights
-        self.core.release_kv_cache_memory()
+        self._forget_prefixes(self.version)  # older versions leave that to the caller
+        if self._releases:
+            self.core.sleep(level=0)  # pauses the scheduler, which the release asks for
+            self.core.release_kv_cache_memory()
+        else:
+            self.core.sleep(level=1)  # which reaches the KV cache only: see `weights_stay`
         self.asleep = True
 
     def wake(self) -> None:
@@ -256,10 +214,15 @@ class Engine:
         if not self.asleep:
             return
         torch.cuda.empty_cache()  # the cache is mapped past torch's allocator, which must not keep what it needs
-        self.core.wake_up(tags=["kv_cache"])
+        self.core.wake_up(tags=["kv_cache"] if self._releases else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
         self.asleep = False
+
+    @property
+    def _releases(self) -> bool:
+        """Whether this vLLM can release the KV cache by name; older ones sleep at level 1."""
+        return hasattr(self.core, "release_kv_cache_memory")
 
     # -- sampling
 
@@ -408,42 +371,6 @@ def check_vllm() -> None:
         )
 
 
-# Sampling parameters that the trainer sets for each request.
-RESERVED = ("n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "detokenize", "output_kind")
-
-
-def check_sampling(config: GRPOConfig) -> None:
-    """Check ``generation_kwargs`` against vLLM's sampling parameters.
-
-    Raises:
-        ValueError: a name that vLLM doesn't know, or that the trainer sets itself.
-    """
-    from vllm import SamplingParams
-
-    known = inspect.signature(SamplingParams).parameters
-    for name in config.generation_kwargs or {}:
-        if name in RESERVED:
-            raise ValueError(
-                f"generation_kwargs sets {name!r}, which the trainer sets itself: use num_generations, seed, "
-                "max_completion_length or temperature."
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, list(known), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else " Remove it."
-            raise ValueError(f"generation_kwargs sets {name!r}, which vLLM's SamplingParams doesn't have.{hint}")
-    try:
-        sampling = Sampling.for_training(config)
-        SamplingParams(
-            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, **sampling.options
-        )
-        evaluated = Sampling.for_evaluation(config)
-        SamplingParams(
-            n=evaluated.n, max_tokens=evaluated.max_tokens, temperature=evaluated.temperature, **evaluated.options
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
-
-
 @contextlib.contextmanager
 def weights_stay() -> Iterator[None]:
     """While an engine that sleeps is built, keep its weights out of the memory that sleeping unmaps.
@@ -453,17 +380,16 @@ def weights_stay() -> Iterator[None]:
     long as such views live. In torch's ordinary memory no sleep reaches them; only the KV cache is in the pool.
 
     Raises:
-        RuntimeError: this vLLM can't release the KV cache alone.
+        RuntimeError: this vLLM doesn't let the two be told apart.
     """
     from vllm import __version__ as found
-    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu_worker import Worker
 
     theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
-    if theirs is None or not hasattr(LLMEngine, "release_kv_cache_memory"):
+    if theirs is None:
         raise RuntimeError(
             f"vLLM {found} can't give back its KV cache while the weights stay: set vllm_enable_sleep_mode: false, or "
-            "install a newer vLLM (0.31 can)."
+            "install vLLM 0.31."
         )
 
     def pool(self: Any, tag: str) -> Any:

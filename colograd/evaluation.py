@@ -10,11 +10,12 @@ import torch
 from .batch import Group, ScoredGroup
 from .config import GRPOConfig
 from .data import PromptDataset
-from .engine import Engine, Sampling
+from .engine import Engine
 from .experience import RolloutStatistics
 from .progress import Console
 from .ranks import gather, rank, together, world_size
 from .rewards import RewardFunction
+from .sampling import Sampling
 
 
 class Evaluated(Protocol):

@@ -24,14 +24,14 @@ import torch
 
 from . import process
 from .config import GRPOConfig
-from .engine_arguments import CPU_BLOCK, engine_dtype, share_is_given
+from .engine_arguments import engine_dtype, share_is_given
 from .logprobs import TILE_ELEMENTS
 from .ranks import gather
 
 MARGIN = 0.08  # of the device, for CUDA graphs, NCCL and fragmentation; vLLM's own default leaves as much
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memory
-BLOCK = {"cpu": CPU_BLOCK}  # tokens of a KV block in vLLM, 16 elsewhere
+BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention backends
 # vLLM's defaults for `LLM` on large GPUs: tokens of one engine step, and sequences decoded at once.
 ENGINE_TOKENS, ENGINE_SEQUENCES = 16384, 1024
 PHASES = ("sampling", "training")
@@ -53,19 +53,22 @@ class Shape:
     def of(cls, model_config: Any) -> Shape:
         """From a transformers configuration; what it doesn't name is guessed as GPT-2 has it."""
         config = model_config.get_text_config()
-        hidden = int(config.hidden_size)
-        heads = int(getattr(config, "num_attention_heads", None) or 1)
-        head = int(getattr(config, "head_dim", None) or hidden // heads)
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
-        if per_token := getattr(config, "num_experts_per_tok", None):
-            inner = per_token * (getattr(config, "moe_intermediate_size", None) or inner)
+
+        def size(name: str, default: int) -> int:
+            value = getattr(config, name, None) or default
+            return int(max(value) if isinstance(value, list | tuple) else value)  # some have one per layer
+
+        hidden, heads = size("hidden_size", 0), size("num_attention_heads", 1)
+        head, inner = size("head_dim", hidden // heads), size("intermediate_size", 4 * hidden)
+        if experts := size("num_experts_per_tok", 0):
+            inner = experts * size("moe_intermediate_size", inner)
         return cls(
-            layers=int(config.num_hidden_layers),
+            layers=size("num_hidden_layers", 0),
             hidden=hidden,
-            intermediate=int(inner),
+            intermediate=inner,
             queries=heads * head,
-            keys=int(getattr(config, "num_key_value_heads", None) or heads) * head,
-            vocabulary=int(config.vocab_size),
+            keys=size("num_key_value_heads", heads) * head,
+            vocabulary=size("vocab_size", 0),
         )
 
 
@@ -141,15 +144,15 @@ class CacheNeed:
     wanted: int  # every sequence of a generation at full length: more would never be used
 
     @classmethod
-    def of(cls, shape: Shape, itemsize: int, length: int, sequences: int, block: int) -> CacheNeed:
-        """Of ``sequences`` sequences of up to ``length`` tokens, kept in blocks of ``block`` tokens.
+    def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
+        """Of ``sequences`` sequences of up to ``length`` tokens.
 
         One token takes a key and a value per layer: 2 * layers * key heads * head size * itemsize. (An upper bound
         where a layer keeps a window only.)
         """
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM keeps a block for itself, and a sequence's last block is partly empty.
-        return cls(per_token, (length + 2 * block) * per_token, (sequences + 1) * (length + block) * per_token)
+        return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)
 
 
 # -- the plan
@@ -242,6 +245,16 @@ class MemoryPlan:
         off = [("vllm_enable_sleep_mode", self.sleeps), ("offload_optimizer", self.offloads)]
         return "".join(f", set {name}: true" for name, on in off if not on)
 
+    def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
+        """The plan with a measured budget: ``peak`` bytes of forward and backward, gradients included."""
+        return dataclasses.replace(self, tokens=tokens, activations=max(peak - self.gradients, 0), measured=True)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for all of it. What is measured may go into the part that is kept free."""
+        slack = self.margin if self.measured else 0
+        return min(self.remains(phase) for phase in PHASES) + slack >= 0
+
     def table(self) -> str:
         """The plan as aligned lines, in GiB."""
         rows = [*self.rows(), ("remains", self.remains("sampling"), self.remains("training"))]
@@ -249,7 +262,7 @@ class MemoryPlan:
         width = max(len(head), *(len(name) + 2 for name, _, _ in rows))
         lines = [f"{head:<{width}} {PHASES[0]:>9} {PHASES[1]:>9}"]
         lines += [f"{f'  {name}':<{width}} {_gib(a):>9} {_gib(b):>9}" for name, a, b in rows]
-        if min(self.remains(phase) for phase in PHASES) < 0:
+        if not self.fits:
             lines.append(
                 "  more is planned than there is: lower max_tokens_per_microbatch or vllm_max_model_length, or keep "
                 "gradient_checkpointing: true"
@@ -314,7 +327,7 @@ def plan(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: in
         offloads=config.offload_optimizer and device == "cuda",
     )
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
-    need = CacheNeed.of(shape, 1 if eight_bit else of_engine, length, sequences, BLOCK.get(device, 16))
+    need = CacheNeed.of(shape, 1 if eight_bit else of_engine, length, sequences)
     found = dataclasses.replace(
         found, kv_per_token=need.per_token, kv_bytes=int(given.get("kv_cache_memory_bytes") or 0)
     )

@@ -33,7 +33,9 @@ class OptimizerOffload:
         """Move the state to the host. Returns the bytes moved: 0 if it is there already, or not made yet."""
         if self._out:
             return 0
-        for tensor in _state_tensors(optimizer):
+        state = _state_tensors(optimizer)
+        self._host = {id(tensor): self._host[id(tensor)] for tensor in state if id(tensor) in self._host}
+        for tensor in state:
             copy = self._host.get(id(tensor))
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -31,7 +31,7 @@ from .completions import print_table
 from .config import GRPOConfig
 from .config.check import check_trainer
 from .data import PromptDataset, PromptLoader, StepOrder, tokenize_prompts
-from .engine import Engine, Sampling, check_sampling, check_vllm
+from .engine import Engine, check_vllm
 from .experience import collect
 from .logprobs import policy_logprobs, with_old_logprobs
 from .losses import LOSSES
@@ -43,6 +43,7 @@ from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .residency import Residency
 from .resumable import ResumableTrainer
 from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
+from .sampling import Sampling, check_sampling
 from .weights import bytes_apart, check_choice, expects_sharing, publisher, state_dict_on_host
 
 
@@ -288,8 +289,10 @@ class GRPOTrainer(ResumableTrainer):
             pending = budget.optimizer_bytes(self.model, self.optimizer, args.optim)
             tokens, size = budget.measure(self.model.train(), loss, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
-        self.memory = dataclasses.replace(self.memory, tokens=tokens, activations=size, measured=True)
-        self.console.say(f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB as measured")
+        self.memory = self.memory.with_measured(tokens, size)
+        self.console.say(
+            f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
+        )
 
     def publish(self) -> None:
         """Give the engine the policy's present weights, unless it has them."""

@@ -72,9 +72,9 @@ cache follows from it: what weights, gradients, optimizer and a micro-batch leav
 generation can use, and at least one full sequence. `vllm_gpu_memory_utilization` overrules that.
 
 With `vllm_enable_sleep_mode` the KV cache exists only while the engine samples, and shares its space with gradients and
-activations. Weights stay where they are. It wants a vLLM that can release the cache alone (0.31 can).
-`offload_optimizer` moves the optimizer's state to pinned host memory meanwhile, which costs two transfers of it per
-generation. Both are off by default: a model that fits needs neither."""
+activations. Weights stay where they are. `offload_optimizer` moves the optimizer's state to pinned host memory
+meanwhile, which costs two transfers of it per generation. Both are off by default: a
+model that fits needs neither."""
 
 GROUPS = (
     (GRPOConfig, "The run: `GRPOConfig`", "Its own fields, and those whose default differs from transformers'."),

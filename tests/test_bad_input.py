@@ -21,10 +21,11 @@ from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
 from colograd.data import StepOrder, load_datasets, tokenize_prompts
-from colograd.engine import check_sampling, check_vllm
+from colograd.engine import check_vllm
 from colograd.engine_arguments import engine_kwargs
 from colograd.policy import load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
+from colograd.sampling import check_sampling
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
 

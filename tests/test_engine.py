@@ -9,7 +9,8 @@ import tiny
 import torch
 
 from colograd.batch import FinishReason, Prompt, ScoredGroup
-from colograd.engine import Engine, Sampling, StaleWeights, engine_kwargs, request_seed
+from colograd.engine import Engine, StaleWeights, engine_kwargs
+from colograd.sampling import Sampling, request_seed
 
 pytestmark = pytest.mark.engine
 
@@ -174,20 +175,24 @@ def test_a_refused_cache_reset_is_an_error(engine, monkeypatch) -> None:
     engine.stamp(0)
 
 
-def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkeypatch) -> None:
+@pytest.mark.parametrize("releases", [True, False])
+def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkeypatch, releases) -> None:
     """vLLM's scheduler and executor are the real ones; only the worker's unmapping, which a CPU hasn't, is left out."""
     executor = engine.core.model_executor
     theirs, asked = executor.collective_rpc, []
 
     def collective_rpc(method, *args, **kwargs):
         asked.append(method)
-        return None if method in ("discard", "wake_up") else theirs(method, *args, **kwargs)
+        return None if method in ("discard", "sleep", "wake_up") else theirs(method, *args, **kwargs)
 
     monkeypatch.setattr(executor, "collective_rpc", collective_rpc)
     monkeypatch.setattr(engine, "sleeps", True)
+    if not releases:
+        monkeypatch.delattr(type(engine.core), "release_kv_cache_memory")
     before = sample(engine, config, prompts)
     engine.sleep()
-    assert engine.core.is_sleeping() and executor.sleeping_tags == {"kv_cache"} and "discard" in asked
+    assert engine.core.is_sleeping() and ("discard" if releases else "sleep") in asked
+    assert executor.sleeping_tags == ({"kv_cache"} if releases else {"kv_cache", "weights"})
     with pytest.raises(AssertionError, match="wake it first"):
         next(engine.generate(prompts, Sampling(2, 4, 1.0, {}), version=0, seed=0))
     engine.stamp(0)  # weights may be published meanwhile

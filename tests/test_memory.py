@@ -118,9 +118,9 @@ def test_the_planned_state_of_an_optimizer_is_what_it_keeps() -> None:
 
 def test_a_generation_needs_its_sequences_and_at_least_one() -> None:
     shape = Shape.of(LlamaConfig(**LLAMA))
-    need = CacheNeed.of(shape, 2, length=1000, sequences=64, block=16)
+    need = CacheNeed.of(shape, 2, length=1000, sequences=64)
     per_token = 2 * LAYERS * KEYS * HEAD * 2  # key and value
-    assert need == CacheNeed(per_token, (1000 + 32) * per_token, 65 * 1016 * per_token)
+    assert need == CacheNeed(per_token, (1000 + 2 * 128) * per_token, 65 * (1000 + 128) * per_token)
 
 
 def test_the_cache_gets_what_is_left_in_every_phase_in_which_it_exists() -> None:
@@ -199,6 +199,16 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
     assert "more is planned" not in PLAN.table()
 
 
+def test_a_measured_budget_has_its_gradients_in_it_and_may_use_what_is_kept_free() -> None:
+    plan = dataclasses.replace(PLAN, kv_bytes=15 * GIB)
+    assert plan.fits and plan.remains("training") == pytest.approx(0, abs=2)
+    measured = plan.with_measured(tokens=8192, peak=40 * GIB)
+    assert (measured.activations, measured.tokens, measured.measured) == (20 * GIB, 8192, True)
+    assert measured.remains("training") < 0 and measured.fits
+    assert not dataclasses.replace(measured, measured=False).fits
+    assert not plan.with_measured(tokens=8192, peak=44 * GIB).fits
+
+
 # -- from a configuration
 
 
@@ -228,7 +238,7 @@ def test_a_gpu_s_plan_counts_this_process_s_tensors_as_free(gpu: None) -> None:
     numel = sum(p.numel() for p in model.parameters())
     assert (plan.total, plan.available, plan.tokens) == (10 * GIB, 19 * GIB // 2, 2048)
     assert (plan.engine_weights, plan.policy_weights, plan.optimizer) == (2 * numel, 2 * numel, 10 * numel)
-    assert plan.kv_bytes == 17 * 216 * 2 * LAYERS * KEYS * HEAD * 2, "16 sequences and one to spare, blocks of 16"
+    assert plan.kv_bytes == 17 * (200 + 128) * 2 * LAYERS * KEYS * HEAD * 2, "16 sequences and one to spare"
     shared = memory.plan(config, model, length=200, sequences=16, tokens=2048, shared=True)
     assert shared.policy_weights == 0
 
@@ -268,12 +278,12 @@ def test_what_the_user_gives_vllm_is_planned_with(gpu: None) -> None:
     assert plan.kv_bytes == 999 and plan.engine_weights == 4 * sum(p.numel() for p in llama().parameters())
     assert engine_dtype(config, torch.bfloat16) is torch.float32
     few = made(Cuda, vllm_engine_kwargs={"max_num_seqs": 4, "kv_cache_dtype": "fp8_e4m3"})
-    assert memory.plan(few, llama(), 200, 16, 2048, True).kv_bytes == 5 * 216 * 2 * LAYERS * KEYS * HEAD
+    assert memory.plan(few, llama(), 200, 16, 2048, True).kv_bytes == 5 * (200 + 128) * 2 * LAYERS * KEYS * HEAD
 
 
 def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any) -> None:
     config = tiny.config(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True)
     plan = memory.plan(config, llama(), 64, 8, 4096, False)
     assert not plan.sleeps and not plan.offloads and plan.device.startswith("cpu")
-    assert plan.kv_bytes == 9 * (64 + 32) * 2 * LAYERS * KEYS * HEAD * 2
+    assert plan.kv_bytes == 9 * (64 + 128) * 2 * LAYERS * KEYS * HEAD * 2
     assert 0 < plan.available <= plan.total

@@ -12,7 +12,6 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd import engine as engine_module
 from colograd.engine import Engine, weights_stay
 from colograd.metrics import PhaseTimes
 from colograd.optim import AdamWSplit, accumulate_in_float32
@@ -93,6 +92,10 @@ class Core:
         scheduler = SimpleNamespace(has_requests=lambda: self.in_flight > 0)
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler, batch_queue=None))
 
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("forget")
+        return True
+
     def step(self) -> None:
         self.in_flight -= 1
         self.calls.append("step")
@@ -103,7 +106,7 @@ class Core:
     def release_kv_cache_memory(self) -> None:
         self.calls.append("release")
 
-    def wake_up(self, tags: list[str]) -> None:
+    def wake_up(self, tags: list[str] | None) -> None:
         self.calls.append(f"wake {tags}")
 
     def is_sleeping(self) -> bool:
@@ -127,13 +130,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_only_the_kv_cache_sleeps_and_the_version_stays(calls: list[str]) -> None:
     engine = sleeping_engine(Core(calls, in_flight=1))
     engine.sleep()
-    assert calls == ["step", "sleep 0", "release"] and engine.asleep
+    assert calls == ["step", "forget", "sleep 0", "release"] and engine.asleep
     engine.sleep()
-    assert len(calls) == 3, "it sleeps already"
+    assert len(calls) == 4, "it sleeps already"
     engine.wake()
-    assert calls[3:] == ["empty cache", "wake ['kv_cache']"] and not engine.asleep and engine.version == 3
+    assert calls[4:] == ["empty cache", "wake ['kv_cache']"] and not engine.asleep and engine.version == 3
     engine.wake()
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 def test_an_engine_that_stays_asleep_is_an_error(calls: list[str]) -> None:
@@ -143,6 +146,16 @@ def test_an_engine_that_stays_asleep_is_an_error(calls: list[str]) -> None:
     core.stays_asleep = True
     with pytest.raises(RuntimeError, match="vllm_enable_sleep_mode: false"):
         engine.wake()
+
+
+def test_an_older_vllm_sleeps_at_level_1_which_finds_the_cache_only(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Core, "release_kv_cache_memory")
+    engine = sleeping_engine(Core(calls))
+    engine.sleep()
+    engine.wake()
+    assert calls == ["forget", "sleep 1", "empty cache", "wake None"]
 
 
 def test_an_engine_that_was_not_built_to_sleep_does_nothing(calls: list[str]) -> None:
@@ -159,7 +172,7 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
     monkeypatch.setattr(type(config), "on_cpu", False)
     times = PhaseTimes()
     residency = Residency(sleeping_engine(Core(calls)), config, times)
-    assert calls == ["sleep 0", "release"], "the first micro-batch is measured without it"
+    assert calls == ["forget", "sleep 0", "release"], "the first micro-batch is measured without it"
     _, optimizer = trained()
     assert residency.offload is not None
     monkeypatch.setattr(residency.offload, "out", lambda given: calls.append("out"))
@@ -167,7 +180,7 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
     calls.clear()
     with residency.sampling(optimizer):
         calls.append("sample")
-    assert calls == ["out", "empty cache", "wake ['kv_cache']", "sample", "sleep 0", "release", "back"]
+    assert calls == ["out", "empty cache", "wake ['kv_cache']", "sample", "forget", "sleep 0", "release", "back"]
     assert set(times.take()) == {"time/offload", "time/wake", "time/sleep"}
     with pytest.raises(KeyError), residency.sampling(None):
         raise KeyError("requests are in flight")
@@ -253,10 +266,10 @@ def test_weights_are_loaded_outside_the_pool_that_sleeps(monkeypatch: pytest.Mon
 
 
 @pytest.mark.engine
-def test_a_vllm_that_can_not_release_the_cache_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.engine.llm_engine import LLMEngine
+def test_a_vllm_whose_weights_can_not_stay_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
 
-    monkeypatch.delattr(LLMEngine, "release_kv_cache_memory")
+    monkeypatch.delattr(Worker, "_maybe_get_memory_pool_context")
     with pytest.raises(RuntimeError, match=r"can't give back its KV cache.*vllm_enable_sleep_mode: false"):
-        with engine_module.weights_stay():
+        with weights_stay():
             pass

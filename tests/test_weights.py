@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer
 from colograd.batch import Prompt
-from colograd.engine import Engine, Sampling
+from colograd.engine import Engine
+from colograd.sampling import Sampling
 from colograd.weights import proof, publisher, state_dict_on_host
 from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.shared import SharedWeights

@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer, slots
-from colograd.engine import Sampling, StaleWeights
+from colograd.engine import StaleWeights
 from colograd.lora import adapted_layers, unwrap
+from colograd.sampling import Sampling
 from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
 from colograd.weights.merged import MergedWeights
