@@ -9,6 +9,7 @@ USAGE = """usage: colograd COMMAND ...
 
   train --config recipes/X.yaml [--any_flag value]    train by a recipe
   doctor --config recipes/X.yaml [--any_flag value]   check a recipe on this machine, without training
+  show RUN [--step N]                                 print a step's completions
   version                                             print the version
 """
 
@@ -24,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .doctor import main as doctor
 
         return doctor(words[1:])
+    if words and words[0] == "show":
+        from .show import main as show
+
+        return show(words[1:])
     if words and words[0] in ("version", "--version"):
         from . import __version__
 

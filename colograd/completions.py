@@ -1,4 +1,4 @@
-"""The completions log and its table."""
+"""Completions as rows, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +23,45 @@ TEXT_LINES = 6  # lines a cell of text is meant to have
 _CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
+@dataclass(frozen=True, slots=True)
+class CompletionRow:
+    """One completion, as it is logged."""
+
+    step: int  # the optimizer step that trains on it, from 1
+    position: int  # the prompt's place in the stream of prompts: one per group
+    prompt: Any  # text, or messages
+    completion: str
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+    rewards: tuple[float, ...]  # [R], NaN where a function abstained
+    advantage: float  # the mean over its tokens where there is one per token
+
+
+def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]], step: int) -> list[CompletionRow]:
+    """The rows of a step's groups; ``texts[g][i]`` is the decoded completion i of group g."""
+    rows = []
+    for scored, of_group in zip(groups, texts, strict=True):
+        group = scored.group
+        for i, (rollout, text) in enumerate(zip(group.rollouts, of_group, strict=True)):
+            rows.append(
+                CompletionRow(
+                    step=step,
+                    position=group.position,
+                    prompt=group.example.get("prompt", ""),
+                    completion=text,
+                    prompt_tokens=len(rollout.prompt_ids),
+                    completion_tokens=len(rollout.completion_ids),
+                    finish_reason=rollout.finish_reason.value,
+                    rewards=tuple(scored.rewards[i].tolist()),
+                    advantage=_advantage(scored, i),
+                )
+            )
+    return rows
+
+
 def completions_table(
-    groups: Sequence[ScoredGroup],
-    texts: Sequence[Sequence[str]],
+    rows: Sequence[CompletionRow],
     reward_names: Sequence[str],
     step: int,
     limit: int | None,
@@ -34,9 +71,8 @@ def completions_table(
     """A table of completions with their rewards and advantages.
 
     Args:
-        groups: the step's groups.
-        texts: ``texts[g][i]`` is the decoded completion i of group g.
-        reward_names: [R], in the order of the columns of ``ScoredGroup.rewards``.
+        rows: the step's completions, group by group.
+        reward_names: [R], in the order of ``CompletionRow.rewards``.
         step: the optimizer step, for the title.
         limit: rows at most, one of each group before the second of any; None is all.
         unique_prompts: show one completion per group only.
@@ -53,23 +89,20 @@ def completions_table(
         table.add_column(Text(name), justify="right", overflow="fold")
     for name in ("Advantage", "Tokens", "End"):
         table.add_column(name, justify="right", no_wrap=True)
-    for g, i in _rows([len(group.group.rollouts) for group in groups], limit, unique_prompts):
-        scored = groups[g]
-        rollout = scored.group.rollouts[i]
+    for row in _chosen(rows, limit, unique_prompts):
         table.add_row(
-            Text(_shorten(_prompt_text(scored.group.example.get("prompt", "")), prompt_limit)),
-            Text(_shorten(texts[g][i], completion_limit)),
-            *(_number(value) for value in scored.rewards[i].tolist()),
-            _number(_advantage(scored, i)),
-            str(len(rollout.completion_ids)),
-            rollout.finish_reason.value,
+            Text(_shorten(_prompt_text(row.prompt), prompt_limit)),
+            Text(_shorten(row.completion, completion_limit)),
+            *(_number(value) for value in row.rewards),
+            _number(row.advantage),
+            str(row.completion_tokens),
+            row.finish_reason,
         )
     return table
 
 
 def print_table(
-    groups: Sequence[ScoredGroup],
-    texts: Sequence[Sequence[str]],
+    rows: Sequence[CompletionRow],
     reward_names: Sequence[str],
     step: int,
     limit: int | None,
@@ -80,7 +113,7 @@ def print_table(
     terminal = sys.stdout.isatty()
     if width is None:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns if terminal else DEFAULT_WIDTH
-    table = completions_table(groups, texts, reward_names, step, limit, unique_prompts, width)
+    table = completions_table(rows, reward_names, step, limit, unique_prompts, width)
     buffer = io.StringIO()
     Console(file=buffer, width=width, force_terminal=terminal).print(table)
     # A log that can't encode a character must not end the run.
@@ -89,10 +122,15 @@ def print_table(
     sys.stdout.flush()
 
 
-def _rows(sizes: Sequence[int], limit: int | None, unique_prompts: bool) -> list[tuple[int, int]]:
-    """(group, completion) of the rows to show, by group; those chosen first are the first of each group."""
-    by_turn = sorted((i, g) for g, size in enumerate(sizes) for i in range(min(size, 1) if unique_prompts else size))
-    return sorted((g, i) for i, g in by_turn[:limit])
+def _chosen(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
+    """The rows to show, by group; those chosen first are the first of each group."""
+    turns: dict[int, int] = {}  # completions of each group so far
+    by_turn = []
+    for index, row in enumerate(rows):
+        turn = turns[row.position] = turns.get(row.position, -1) + 1
+        if not (unique_prompts and turn):
+            by_turn.append((turn, index))
+    return [rows[index] for index in sorted(index for _, index in sorted(by_turn)[:limit])]
 
 
 def _prompt_text(prompt: Any) -> str:

@@ -139,8 +139,8 @@ def collect(
     rules: PackingRules,
     reward_names: Sequence[str],
     times: PhaseTimes,
-) -> tuple[list[StepBatch], list[ScoredGroup]]:
-    """One round: the prompts of each optimizer step on this rank -> one `StepBatch` each, and the groups for the log.
+) -> tuple[list[StepBatch], list[list[ScoredGroup]]]:
+    """One round: the prompts of each optimizer step on this rank -> one `StepBatch` each, and its groups for the log.
 
     Raises:
         Exception: what a stage raised, on every rank (see `together`).
@@ -177,7 +177,7 @@ def collect(
         batches.append(
             StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0, tuple(groups))
         )
-    return batches, [group for of_step in of_steps for group, _ in of_step]
+    return batches, [[group for group, _ in of_step] for of_step in of_steps]
 
 
 def _trained(groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules) -> list[ScoredGroup]:

@@ -25,9 +25,9 @@ from transformers.trainer_utils import TrainOutput
 
 from . import budget, evaluation, memory, process
 from .advantages import group_advantages
-from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
+from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .card import SETTINGS, RunFacts, write_card
-from .completions import print_table
+from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
 from .data import PromptDataset, PromptLoader, StepOrder, tokenize_prompts
@@ -117,6 +117,7 @@ class GRPOTrainer(ResumableTrainer):
             self.remove_callback(shown)
         self.add_callback(self.console)
         self.add_callback(_Timekeeper(self))
+        self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
         self._round: list[StepBatch] = []  # what is left of the present round
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
         self._step_started = 0.0
@@ -257,6 +258,7 @@ class GRPOTrainer(ResumableTrainer):
         return [self._round.pop(0)], None
 
     def _collect(self, steps: list[list[Prompt]]) -> list[StepBatch]:
+        args: GRPOConfig = self.args
         self.publish()
         if not self.rules.max_tokens:
             self._measure_budget()
@@ -264,7 +266,10 @@ class GRPOTrainer(ResumableTrainer):
         with self.residency.sampling(self.optimizer):
             batches, groups = collect(self, steps, self.rules, names, self.times)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
-        self._show_completions(groups)
+        if self.completion_log is not None:
+            with self.times.phase("log"):
+                every = args.log_completions_steps or max(int(self.state.logging_steps), 1)
+                self.completion_log.add(groups, self.decode, self.state.global_step, every)
         if self.args.round_length == 1:
             return batches
         with (
@@ -420,19 +425,6 @@ class GRPOTrainer(ResumableTrainer):
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
             self._logs = []
         super().log(logs, start_time)
-
-    def _show_completions(self, groups: Sequence[ScoredGroup]) -> None:
-        args: GRPOConfig = self.args
-        every = args.log_completions_steps or max(int(self.state.logging_steps), 1)
-        if args.log_completions and self.is_world_process_zero() and self.state.global_step % every == 0:
-            print_table(
-                groups,
-                [self.decode(group.group) for group in groups],
-                [reward.name for reward in self.rewards],
-                self.state.global_step,
-                args.num_completions_to_print,
-                args.log_unique_prompts,
-            )
 
     # -- saving
 

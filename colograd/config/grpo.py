@@ -233,9 +233,15 @@ class GRPOConfig(TrainingArguments):
     )
 
     # -- people
-    log_completions: bool = field(default=False, metadata={"help": "Print a table of sample completions."})
+    log_completions: bool = field(
+        default=False,
+        metadata={
+            "help": "Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), "
+            "send the table to wandb or trackio, and print a sample."
+        },
+    )
     log_completions_steps: int | None = field(
-        default=None, metadata={"help": "Steps between two such tables; default `logging_steps`."}
+        default=None, metadata={"help": "Steps between two printed tables; default `logging_steps`."}
     )
     num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows of the table; default all."})
     log_unique_prompts: bool = field(default=False, metadata={"help": "Show one completion per prompt only."})

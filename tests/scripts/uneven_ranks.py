@@ -60,7 +60,7 @@ def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -
         for i in range(rank() * share, (rank() + 1) * share)
     ]
     rules = PackingRules(max_tokens, False, True, True, balance_ranks, equal_counts, 1e-3, torch.device("cpu"))
-    (batch,), groups = collect(Outcomes(), [prompts], rules, ["outcome"], PhaseTimes())
+    (batch,), (groups,) = collect(Outcomes(), [prompts], rules, ["outcome"], PhaseTimes())
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for row in batch.micro_batches:

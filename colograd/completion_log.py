@@ -1,0 +1,129 @@
+"""The completions log: one parquet file per optimizer step, and tables for trackers.
+
+Files are named as TRL names them (``completions/completions_00001.parquet``) and have its columns, and more: where a
+prompt stands in the stream, token counts, and how each completion ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .batch import Group, ScoredGroup
+from .completions import CompletionRow, completion_rows, print_table
+from .config import GRPOConfig
+from .ranks import gather
+
+FOLDER = "completions"
+FIXED = (
+    "step", "position", "prompt", "completion", "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
+)  # fmt: skip
+NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
+
+
+class CompletionLog:
+    """Writes what ``log_completions`` asks for."""
+
+    def __init__(self, config: GRPOConfig, reward_names: Sequence[str]) -> None:
+        self.config, self.names = config, list(reward_names)
+
+    def add(
+        self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], done: int, every: int
+    ) -> None:
+        """Log the completions of a round, of all ranks: a collective.
+
+        Args:
+            steps: this rank's groups of each of the round's optimizer steps.
+            decode: a group's texts.
+            done: optimizer steps before the round.
+            every: print a table at each so many steps.
+        """
+        config = self.config
+        for step, groups in enumerate(steps, start=done + 1):
+            parts = gather(completion_rows(groups, [decode(group.group) for group in groups], step))
+            rows = sorted((row for part in parts for row in part), key=lambda row: row.position)
+            if config.process_index != 0:
+                continue
+            write_log(str(config.output_dir), rows, self.names, step)
+            send_to_trackers(list(config.report_to or ()), rows, self.names)
+            if (step - 1) % every == 0:
+                limit = config.num_completions_to_print
+                print_table(rows, self.names, step, limit, config.log_unique_prompts)
+
+
+def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[str, list[Any]]:
+    """Rows as columns; a reward function's column has its name."""
+    found = {name: [getattr(row, name) for row in rows] for name in FIXED}
+    for index, name in enumerate(column_names(reward_names)):
+        found[name] = [row.rewards[index] for row in rows]
+    return found
+
+
+def column_names(reward_names: Sequence[str]) -> list[str]:
+    """The rewards' columns: their names, unless a fixed column has it."""
+    return [f"rewards/{name}" if name in FIXED else name for name in reward_names]
+
+
+def write_log(run_dir: str | Path, rows: Sequence[CompletionRow], reward_names: Sequence[str], step: int) -> Path:
+    """Write a step's completions; a file is complete or not there.
+
+    Prompts that parquet has no type for (messages of different shapes) are written as JSON.
+    """
+    data = columns(rows, reward_names)
+    try:
+        table = pa.table(data)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        table = pa.table(data | {"prompt": [json.dumps(prompt) for prompt in data["prompt"]]})
+    table = table.replace_schema_metadata({NAMES_KEY: json.dumps(list(reward_names)).encode()})
+    folder = Path(run_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"completions_{step:05d}.parquet"
+    aside = path.with_suffix(".partial")
+    pq.write_table(table, aside)
+    os.replace(aside, path)
+    return path
+
+
+def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
+    """The rows of a file, and the names of their rewards."""
+    table = pq.read_table(path)
+    names = json.loads((table.schema.metadata or {}).get(NAMES_KEY, b"[]"))
+    data = table.to_pydict()
+    rewards = [data[name] for name in column_names(names)]
+    return [
+        CompletionRow(
+            **{name: data[name][i] for name in FIXED},
+            rewards=tuple(float("nan") if column[i] is None else column[i] for column in rewards),
+        )
+        for i in range(table.num_rows)
+    ], names
+
+
+def logged_steps(run_dir: Path) -> dict[int, Path]:
+    """The steps whose completions a run has logged, in order."""
+    found = {}
+    for path in (run_dir / FOLDER).glob("completions_*.parquet"):
+        number = path.stem.removeprefix("completions_")
+        if number.isdigit():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def send_to_trackers(report_to: Sequence[str], rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> None:
+    """Log a table ``completions`` with wandb and trackio, where the run reports to them."""
+    import pandas as pd
+
+    frame = None
+    for name in ("wandb", "trackio"):
+        tracker = sys.modules.get(name)  # transformers' callback has imported and started it
+        if name not in report_to or tracker is None or (name == "wandb" and tracker.run is None):
+            continue
+        frame = pd.DataFrame(columns(rows, reward_names)) if frame is None else frame
+        tracker.log({"completions": tracker.Table(dataframe=frame)})

@@ -1,0 +1,103 @@
+"""The completions log: what is in a file, that it is whole, what trackers get, and what `colograd show` prints."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import tiny
+
+from colograd import GRPOTrainer, completion_log
+from colograd.cli import main
+from colograd.completion_log import logged_steps, read_log, write_log
+from colograd.completions import CompletionRow
+
+
+def row(position: int, **changes: Any) -> CompletionRow:
+    settings: dict[str, Any] = {
+        "step": 3,
+        "position": position,
+        "prompt": [{"role": "user", "content": f"question {position}"}],
+        "completion": f"answer {position}",
+        "prompt_tokens": 5,
+        "completion_tokens": 7,
+        "finish_reason": "stop",
+        "rewards": (1.0, math.nan),
+        "advantage": 0.5,
+    }
+    return CompletionRow(**(settings | changes))
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    rows = [row(0), row(0, completion="zwölf\n", advantage=-0.5, rewards=(0.0, 2.0)), row(1, finish_reason="length")]
+    path = write_log(tmp_path, rows, ["right", "step"], 3)
+    assert path == tmp_path / "completions" / "completions_00003.parquet"
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing half-written is left"
+    table = pq.read_table(path)
+    assert {"step", "prompt", "completion", "right", "advantage"} <= set(table.column_names), "TRL's columns"
+    assert table.column("rewards/step").to_pylist()[1] == 2.0, "a function named like a column keeps its values"
+    found, names = read_log(path)
+    assert names == ["right", "step"] and str(found) == str(rows)
+
+
+def test_prompts_of_different_shapes_are_written_as_json(tmp_path: Path) -> None:
+    rows = [row(0), row(1, prompt="plain text")]
+    found, _ = read_log(write_log(tmp_path, rows, ["right", "short"], 1))
+    assert [r.prompt for r in found] == ['[{"role": "user", "content": "question 0"}]', '"plain text"']
+
+
+def test_trackers_that_run_get_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    wandb = types.SimpleNamespace(run=object(), log=sent.append, Table=lambda dataframe: list(dataframe.columns))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    completion_log.send_to_trackers(["wandb"], [row(0)], ["right", "short"])
+    assert sent == [{"completions": [*completion_log.FIXED, "right", "short"]}]
+    wandb.run = None
+    completion_log.send_to_trackers(["wandb", "trackio"], [row(0)], ["right", "short"])
+    completion_log.send_to_trackers([], [row(0)], ["right", "short"])
+    assert len(sent) == 1, "not to one that isn't started, nor to one that isn't asked for"
+
+
+def test_show_prints_a_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2, 3, 7):
+        rows = [row(p, step=step, completion=f"said {step}.{p}", advantage=float(p)) for p in range(3)]
+        write_log(tmp_path, rows, ["right", "short"], step)
+    assert main(["show", str(tmp_path), "--step", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "Step 2" in shown and all(f"said 2.{p}" in shown for p in range(3)) and "right" in shown
+    assert main(["show", str(tmp_path), "--limit", "1", "--best"]) == 0
+    shown = capsys.readouterr().out
+    assert "said 7.2" in shown and "said 7.1" not in shown, "the last step, the best of it"
+    assert main(["show", str(tmp_path), "--step", "5"]) == 2
+    assert "step 5 isn't in the log" in (said := capsys.readouterr().err) and "1-3, 7" in said
+    assert main(["show", str(tmp_path / "elsewhere")]) == 2
+    assert "log_completions: true" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_a_run_logs_every_completion_of_every_step(tiny_model: Path, tmp_path: Path, capfd) -> None:
+    """Two steps a round: each file holds the completions that its own step trains on."""
+    changes = {"log_completions": True, "steps_per_generation": 2, "log_completions_steps": 4}
+    trainer = GRPOTrainer(str(tiny_model), tiny.vowels, tiny.config(tmp_path, **changes), tiny.prompts())
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    steps = logged_steps(tmp_path)
+    assert list(steps) == [1, 2, 3, 4]
+    assert capfd.readouterr().out.count("Completion") == 1, "printed at every fourth step"
+    history = {entry["step"]: entry for entry in trainer.state.log_history if "reward" in entry}
+    positions = []
+    for step, path in steps.items():
+        rows, names = read_log(path)
+        assert names == ["vowels"] and len(rows) == 16 and {r.step for r in rows} == {step}
+        assert sum(r.rewards[0] for r in rows) / 16 == pytest.approx(history[step]["reward"], rel=1e-5)
+        lengths = sum(r.completion_tokens for r in rows) / 16
+        assert lengths == pytest.approx(history[step]["completions/mean_length"])
+        positions += [r.position for r in rows[::4]]
+    assert len(set(positions)) == 16
