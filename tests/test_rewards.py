@@ -266,7 +266,7 @@ def test_a_function_that_raises_is_named_with_its_traceback(function: Any) -> No
     message = str(caught.value)
     assert f"reward function {function.__name__!r}, prompt 4: it raised KeyError: 'no such test case'" in message
     assert "Traceback" in message and "test_rewards.py" in message
-    assert "colograd/rewards.py" not in message
+    assert "colograd/rewards/" not in message
 
 
 @pytest.mark.parametrize(

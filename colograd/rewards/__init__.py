@@ -1,0 +1,34 @@
+"""Reward functions: resolve, call, time, isolate, check.
+
+A reward function has TRL's signature, called with keywords only and for one group at a time:
+
+    f(prompts, completions, completion_ids, trainer_state, **columns) -> list[float | None]    # G numbers
+
+``columns`` are the dataset's other columns, each repeated G times; ``None`` means that the function abstains. A
+function without ``**kwargs`` gets only what it names. ``async def`` functions of a group run concurrently.
+
+The built-in functions are in `BUILTIN_REWARDS`.
+"""
+
+from .builtin import (
+    BUILTIN_REWARDS,
+    accuracy_reward,
+    get_soft_overlong_punishment,
+    last_number,
+    think_format_reward,
+)
+from .calling import score_group, weighted_sum
+from .functions import RewardError, RewardFunction, resolve_rewards
+
+__all__ = [
+    "BUILTIN_REWARDS",
+    "RewardError",
+    "RewardFunction",
+    "accuracy_reward",
+    "get_soft_overlong_punishment",
+    "last_number",
+    "resolve_rewards",
+    "score_group",
+    "think_format_reward",
+    "weighted_sum",
+]

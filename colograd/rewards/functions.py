@@ -1,0 +1,155 @@
+"""Reward functions: found by name, import path or as callables; with the name and weight they go by."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import reprlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .builtin import BUILTIN_REWARDS
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function with the name its metrics carry and its weight in the sum."""
+
+    name: str
+    function: Callable[..., Any]
+    weight: float
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned what can't be a reward.
+
+    Attributes:
+        function: the function's name.
+        position: the prompt's place in the stream of prompts.
+        completion: the completion's index in its group, 0 ... G-1; None where the whole group is concerned.
+        problem: the value, the rule and the remedy, with the traceback's text when the function raised.
+    """
+
+    def __init__(self, function: str, position: int, completion: int | None, problem: str) -> None:
+        # All of them in `args`, so that the error can be pickled and sent to other ranks.
+        super().__init__(function, position, completion, problem)
+        self.function, self.position, self.completion, self.problem = function, position, completion, problem
+
+    def __str__(self) -> str:
+        where = f"prompt {self.position}" + ("" if self.completion is None else f", completion {self.completion}")
+        return f"reward function {self.function!r}, {where}: {self.problem}"
+
+
+def resolve_rewards(
+    reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]], weights: list[float] | None
+) -> list[RewardFunction]:
+    """Turn names, import paths and callables into functions with unique names and weights.
+
+    Args:
+        reward_funcs: one or several of: a key of `BUILTIN_REWARDS`, an import path (``package.module:function`` or
+            ``package.module.function``; modules in the current directory are found), a callable.
+        weights: one per function; None is 1 for each.
+
+    Raises:
+        ValueError: there is no function, one can't be found or isn't a function, or the number of weights differs.
+    """
+    single = isinstance(reward_funcs, str) or callable(reward_funcs)
+    given: list[Any] = [reward_funcs] if single else list(reward_funcs or ())  # type: ignore[arg-type]
+    if not given:
+        raise ValueError(
+            "there is no reward function, but GRPO needs at least one: set reward_funcs to a built-in "
+            f"({', '.join(BUILTIN_REWARDS)}), an import path (package.module:function) or a callable."
+        )
+    if weights is not None and len(weights) != len(given):
+        raise ValueError(
+            f"reward_weights has {len(weights)} weights {list(weights)} for {len(given)} reward functions: give "
+            "exactly one weight per function, or none for 1 each."
+        )
+    functions = [_find(item) if isinstance(item, str) else item for item in given]
+    resolved: list[RewardFunction] = []
+    for item, function, weight in zip(given, functions, weights or [1.0] * len(given), strict=True):
+        _check_function(item, function)
+        name = _unique(_name_of(function), [r.name for r in resolved])
+        resolved.append(RewardFunction(name, function, float(weight)))
+    return resolved
+
+
+def _find(spec: str) -> Any:
+    """The built-in or the object at the import path ``spec``."""
+    if spec in BUILTIN_REWARDS:
+        return BUILTIN_REWARDS[spec]
+    if "/" in spec and ":" not in spec:
+        raise ValueError(
+            f"reward function {spec!r} looks like a model id, but reward models aren't available in this version: "
+            "wrap it in a function and give its import path (package.module:function)."
+        )
+    module_name, colon, attribute = spec.partition(":")
+    if not colon:
+        module_name, _, attribute = spec.rpartition(".")
+    if not module_name or not attribute:
+        near = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"reward function {spec!r} isn't one of the built-in ones ({', '.join(BUILTIN_REWARDS)}): the nearest is "
+            f"{near!r}. For a function of your own give its import path: package.module:function."
+        )
+    module = _import(spec, module_name)
+    try:
+        return functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        names = [n for n, value in vars(module).items() if inspect.isroutine(value)]
+        near_names = difflib.get_close_matches(attribute, names, n=1)
+        hint = f" Did you mean {near_names[0]!r}?" if near_names else ""
+        raise ValueError(
+            f"reward function {spec!r}: module {module_name!r} ({getattr(module, '__file__', 'no file')}) has no "
+            f"attribute {attribute!r}.{hint}"
+        ) from None
+
+
+def _import(spec: str, module_name: str) -> Any:
+    # Scripts that are installed (`colograd`, `torchrun`) don't have the current directory on the path, `python -m` has.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()  # the file may be younger than the directory listing Python keeps
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module does while it is imported
+        raise ValueError(
+            f"reward function {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). "
+            f"It is looked for in the current directory ({os.getcwd()}) and among the installed packages."
+        ) from error
+
+
+def _check_function(item: Any, function: Any) -> None:
+    shown = item if isinstance(item, str) else reprlib.repr(item)
+    if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
+        raise ValueError(
+            f"reward function {shown!r} is a model ({_name_of(function)}), but reward models aren't available in "
+            "this version: wrap it in a function."
+        )
+    if inspect.isclass(function):
+        raise ValueError(f"reward function {shown!r} is a class, but must be a function: give an instance of it.")
+    if not callable(function):
+        raise ValueError(
+            f"reward function {shown!r} is of type {type(function).__name__}, but must be callable: give a function "
+            "f(prompts, completions, **kwargs) -> list[float]."
+        )
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _unique(name: str, taken: Sequence[str]) -> str:
+    candidate, number = name, 2
+    while candidate in taken:
+        candidate, number = f"{name}_{number}", number + 1
+    return candidate
