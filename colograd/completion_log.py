@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import TrainerState
 
 from .batch import Group, ScoredGroup
 from .completions import CompletionRow, completion_rows, print_table
@@ -35,18 +36,18 @@ class CompletionLog:
         self.config, self.names = config, list(reward_names)
 
     def add(
-        self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], done: int, every: int
+        self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
     ) -> None:
         """Log the completions of a round, of all ranks: a collective.
 
         Args:
             steps: this rank's groups of each of the round's optimizer steps.
             decode: a group's texts.
-            done: optimizer steps before the round.
-            every: print a table at each so many steps.
+            state: as it is before the round.
         """
         config = self.config
-        for step, groups in enumerate(steps, start=done + 1):
+        every = config.log_completions_steps or max(int(state.logging_steps), 1)
+        for step, groups in enumerate(steps, start=state.global_step + 1):
             parts = gather(completion_rows(groups, [decode(group.group) for group in groups], step))
             rows = sorted((row for part in parts for row in part), key=lambda row: row.position)
             if config.process_index != 0:

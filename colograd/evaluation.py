@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,9 @@ class Evaluated(Protocol):
 
     def publish(self) -> None: ...
 
-    def score(self, group: Group) -> torch.Tensor: ...
+    def begin_score(self, groups: Sequence[Group]) -> Callable[[], torch.Tensor]: ...
+
+    def take_counts(self) -> dict[str, float]: ...
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
 
@@ -40,16 +43,20 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
     config: GRPOConfig = trainer.args
     mine = prompts.prompts()[rank() :: world_size()]
     local = RolloutStatistics()
+    begun: list[tuple[Group, Callable[[], torch.Tensor]]] = []
     with together("the evaluation"):
         trainer.publish()
         bar = trainer.console.generation(len(mine), "evaluate")
         sampling, version = Sampling.for_evaluation(config), trainer.state.global_step
         for group in trainer.engine.generate(mine, sampling, version=version, seed=config.seed, purpose="eval"):
-            rewards = trainer.score(group)
-            scored = ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))
-            local.add(scored, trainer.combine(rewards), mask_truncated=False)
+            begun.append((group, trainer.begin_score([group])))
             bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
         bar.close()
+        for group, finish in begun:
+            rewards = finish()
+            scored = ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))
+            local.add(scored, trainer.combine(rewards), mask_truncated=False)
+        local.counts.update(trainer.take_counts())
     whole = RolloutStatistics.join(gather(local))
     metrics = whole.metrics([reward.name for reward in trainer.rewards])
     return metrics | {"runtime": time.perf_counter() - started, "completions": float(len(whole.lengths))}

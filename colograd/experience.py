@@ -8,7 +8,8 @@ errors) is exchanged once, at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +28,9 @@ class Stages(Protocol):
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]: ...
 
-    def score(self, group: Group) -> torch.Tensor: ...
+    def begin_score(self, groups: Sequence[Group]) -> Callable[[], torch.Tensor]: ...
+
+    def take_counts(self) -> dict[str, float]: ...
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
 
@@ -48,6 +51,7 @@ class RolloutStatistics:
     packed_tokens: int = 0  # through the model in one forward
     micro_batches: int = 0
     moved_groups: int = 0  # trained here and sampled on another rank
+    counts: Counter[str] = field(default_factory=Counter)  # further metrics that add up
 
     def add(self, group: ScoredGroup, totals: torch.Tensor, mask_truncated: bool) -> None:
         for rollout in group.group.rollouts:
@@ -82,6 +86,7 @@ class RolloutStatistics:
             whole.packed_tokens += part.packed_tokens
             whole.micro_batches += part.micro_batches
             whole.moved_groups += part.moved_groups
+            whole.counts.update(part.counts)
         return whole
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
@@ -104,6 +109,7 @@ class RolloutStatistics:
         if (~totals.isnan()).any():
             result["reward"] = float(totals.nanmean())
             result["reward_std"] = float(group_std(totals))
+        result |= {name: float(value) for name, value in self.counts.items()}
         if self.flat_groups:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)
         return result
@@ -117,18 +123,35 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     return {name.format(key): float(value) for key, value in found.items()}
 
 
-def roll_out(stages: Stages, prompts: Sequence[Prompt], times: PhaseTimes) -> list[tuple[ScoredGroup, torch.Tensor]]:
+def roll_out(
+    stages: Stages, prompts: Sequence[Prompt], times: PhaseTimes, one_call: bool = False
+) -> list[tuple[ScoredGroup, torch.Tensor]]:
     """Sample and score: groups with their weighted reward sums [G], in the order of the prompts.
 
-    Rewards run between two engine steps; their time is charged to ``reward`` and not to ``generate``.
+    A group's scoring begins when it leaves the engine, which then goes on decoding the others. What runs in this
+    process does so between two engine steps. Both that and the waiting for the rest are charged to ``reward``.
+
+    Args:
+        one_call: score all groups together, when the last one is there.
     """
-    done: list[tuple[ScoredGroup, torch.Tensor]] = []
+    groups: list[Group] = []
+    begun: list[tuple[list[Group], Callable[[], torch.Tensor]]] = []
     with times.phase("generate"):
         for group in stages.generate(prompts):
-            started = time.perf_counter()
-            rewards = stages.score(group)
-            done.append((ScoredGroup(group, rewards, torch.zeros(len(group.rollouts))), stages.combine(rewards)))
-            times.move("generate", "reward", time.perf_counter() - started)
+            groups.append(group)
+            if not one_call:
+                started = time.perf_counter()
+                begun.append(([group], stages.begin_score([group])))
+                times.move("generate", "reward", time.perf_counter() - started)
+    done: list[tuple[ScoredGroup, torch.Tensor]] = []
+    with times.phase("reward"):
+        if one_call:
+            groups.sort(key=lambda group: group.position)
+            begun.append((groups, stages.begin_score(groups)))
+        for of_call, finish in begun:
+            parts = finish().split([len(group.rollouts) for group in of_call])
+            for group, rewards in zip(of_call, parts, strict=True):
+                done.append((ScoredGroup(group, rewards, torch.zeros(len(group.rollouts))), stages.combine(rewards)))
     # Groups finish in any order: everything after this point must not depend on it.
     return sorted(done, key=lambda pair: pair[0].group.position)
 
@@ -139,6 +162,7 @@ def collect(
     rules: PackingRules,
     reward_names: Sequence[str],
     times: PhaseTimes,
+    one_call: bool = False,
 ) -> tuple[list[StepBatch], list[list[ScoredGroup]]]:
     """One round: the prompts of each optimizer step on this rank -> one `StepBatch` each, and its groups for the log.
 
@@ -147,7 +171,7 @@ def collect(
     """
     prompts = [prompt for step in steps for prompt in step]
     with together("the rollout"):
-        pairs = roll_out(stages, prompts, times)
+        pairs = roll_out(stages, prompts, times, one_call)
         with times.phase("pack"):
             scored = [
                 (ScoredGroup(g.group, g.rewards, stages.compute_advantages(g.group, g.rewards)), totals)
@@ -158,6 +182,7 @@ def collect(
         with times.phase("pack"):
             trained = [_trained(of_step, rules) for of_step in of_steps]
             locals_ = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in of_steps]
+            locals_[0].counts.update(stages.take_counts())
     batches = []
     for index, (own, local) in enumerate(zip(trained, locals_, strict=True)):
         with times.phase("pack"):

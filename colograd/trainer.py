@@ -14,7 +14,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from .progress import Console
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .residency import Residency
 from .resumable import ResumableTrainer
-from .rewards import RewardFunction, resolve_rewards, score_group, weighted_sum
+from .rewards import RewardFunction, Scorer, resolve_rewards, weighted_sum
 from .sampling import Sampling, check_sampling
 from .weights import bytes_apart, check_choice, expects_sharing, publisher, state_dict_on_host
 
@@ -88,6 +88,7 @@ class GRPOTrainer(ResumableTrainer):
             check_vllm()
             check_sampling(args)
             self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
+            self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
             args.settle_precision(self.policy.model.dtype)
@@ -196,7 +197,7 @@ class GRPOTrainer(ResumableTrainer):
         say = self.console.say
         say(self.engine.describe())
         say(self.weights.describe())
-        for line in (*self.memory.table().splitlines(), *self.residency.notes):
+        for line in (*self.memory.table().splitlines(), *self.residency.notes, *self.scorer.notes):
             say(line)
         for line in self.policy.describe(args, self.rules.max_tokens):
             say(line)
@@ -218,8 +219,18 @@ class GRPOTrainer(ResumableTrainer):
 
     def score(self, group: Group) -> torch.Tensor:
         """Rewards [G, R] float32 of one group, NaN where a function abstains. Override for rewards of your own."""
-        rewards, _ = score_group(self.rewards, group, self.decode(group), self.state)
-        return rewards
+        return self.scorer.submit([group], [self.decode(group)], self.state).result()
+
+    def begin_score(self, groups: Sequence[Group]) -> Callable[[], torch.Tensor]:
+        """Begin to score groups while the engine goes on; the call that is returned waits for [completions, R]."""
+        if type(self).score is not GRPOTrainer.score:
+            rewards = torch.cat([self.score(group) for group in groups])
+            return lambda: rewards
+        return self.scorer.submit(groups, [self.decode(group) for group in groups], self.state).result
+
+    def take_counts(self) -> dict[str, float]:
+        """Sums for the metrics of the rollouts since the last call."""
+        return self.scorer.take_counts()
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         """[G, R] rewards -> [G] weighted sums."""
@@ -264,12 +275,11 @@ class GRPOTrainer(ResumableTrainer):
             self._measure_budget()
         names = [reward.name for reward in self.rewards]
         with self.residency.sampling(self.optimizer):
-            batches, groups = collect(self, steps, self.rules, names, self.times)
+            batches, groups = collect(self, steps, self.rules, names, self.times, args.reward_call == "all")
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         if self.completion_log is not None:
             with self.times.phase("log"):
-                every = args.log_completions_steps or max(int(self.state.logging_steps), 1)
-                self.completion_log.add(groups, self.decode, self.state.global_step, every)
+                self.completion_log.add(groups, self.decode, self.state)
         if self.args.round_length == 1:
             return batches
         with (
@@ -459,6 +469,7 @@ class GRPOTrainer(ResumableTrainer):
         """Free the engine: another trainer may then be made in the same process."""
         self.stop_signal.remove()
         del self.weights  # views of the engine's tensors, which would stay in memory
+        self.scorer.close()
         self.engine.close()
 
     def _finish_step(self) -> None:

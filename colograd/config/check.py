@@ -107,6 +107,14 @@ def check_values(config: GRPOConfig) -> None:
         raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
     _one_of("loss_type", config.loss_type, LOSSES, " in this version")
     _one_of("scale_rewards", config.scale_rewards, ("group", "none"), " in this version")
+    _one_of("reward_on_error", config.reward_on_error, ("raise", "abstain"))
+    _one_of("reward_call", config.reward_call, ("group", "all"))
+    _at_least("reward_workers", config.reward_workers, 0)
+    if config.reward_timeout is not None and not config.reward_timeout > 0:
+        raise ValueError(
+            f"reward_timeout is {config.reward_timeout}, but must be a positive number of seconds: leave it out for no "
+            "limit."
+        )
     _one_of("vllm_importance_sampling_mode", config.vllm_importance_sampling_mode, CORRECTIONS)
     _one_of("importance_sampling_level", config.importance_sampling_level, ("token",), " in this version")
     _one_of("overlong_prompts", config.overlong_prompts, ("drop", "error"))

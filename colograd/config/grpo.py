@@ -176,6 +176,31 @@ class GRPOConfig(TrainingArguments):
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight per reward function; default 1 each."}
     )
+    reward_workers: int = field(
+        default=0,
+        metadata={
+            "help": "Processes per rank that call reward functions while the engine decodes. 0: they run in the "
+            "trainer's process, between two engine steps. `async` functions always run beside the engine."
+        },
+    )
+    reward_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that one call of a reward function may take. A late one is an abstention, and its worker "
+            "is replaced; one that runs in the trainer's process ends the run."
+        },
+    )
+    reward_on_error: str = field(
+        default="raise",
+        metadata={"help": "A reward function that fails ends the run (`raise`), or has no opinion (`abstain`)."},
+    )
+    reward_call: str = field(
+        default="group",
+        metadata={
+            "help": "What one call of a reward function gets: the completions of a prompt (`group`), or all of the "
+            "rank's generation (`all`), for functions that compare across prompts."
+        },
+    )
     scale_rewards: str = field(
         default="group",
         metadata={"help": "Divide advantages by the group's standard deviation (`group`), or not (`none`)."},

@@ -17,13 +17,16 @@ from .builtin import (
     last_number,
     think_format_reward,
 )
-from .calling import score_group, weighted_sum
+from .calling import weighted_sum
 from .functions import RewardError, RewardFunction, resolve_rewards
+from .scoring import Scorer, Scoring, score_group
 
 __all__ = [
     "BUILTIN_REWARDS",
     "RewardError",
     "RewardFunction",
+    "Scorer",
+    "Scoring",
     "accuracy_reward",
     "get_soft_overlong_punishment",
     "last_number",

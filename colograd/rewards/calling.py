@@ -1,18 +1,18 @@
-"""Calling a reward function on a group: its keywords, its time, what it raised, and whether it returned rewards."""
+"""One call of a reward function: its keywords, what it raised, and whether what it returned are rewards."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import copy
 import functools
 import inspect
 import math
 import numbers
+import os
 import reprlib
-import threading
-import time
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,62 +23,37 @@ from .functions import RewardError, RewardFunction
 
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "trainer_state")
 FLOAT32_MAX = torch.finfo(torch.float32).max
+# Where code lies that stands between the trainer and a reward function in a traceback.
+PLUMBING = tuple(os.path.dirname(file) for file in (__file__, asyncio.__file__, concurrent.futures.__file__))
 
 
-def score_group(
-    functions: Sequence[RewardFunction], group: Group, completions: Sequence[str], trainer_state: Any = None
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Call every function on one group.
+def keywords_for(
+    reward: RewardFunction, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any
+) -> dict[str, Any]:
+    """The keywords of one call, made of copies: a function that changes its arguments changes nobody else's.
 
     Args:
-        functions: R of them.
-        group: G rollouts of one prompt. Where ``group.example["prompt"]`` is a list of messages, functions get each
-            completion as ``[{"role": "assistant", "content": text}]``, otherwise as text.
-        completions: [G] decoded texts.
+        groups: those that the call judges, one or all of a rank. Where ``group.example["prompt"]`` is a list of
+            messages, functions get each completion as ``[{"role": "assistant", "content": text}]``, else as text.
+        texts: the decoded completions of each group.
         trainer_state: the Trainer's state, for rewards that follow the training's progress.
 
-    Returns:
-        Rewards [G, R] float32, NaN where a function abstained, and each function's seconds by name.
-
     Raises:
-        RewardError: a function raised, or didn't return G numbers.
+        RewardError: the function needs a column that the example hasn't.
     """
-    assert len(completions) == len(group.rollouts), (len(completions), len(group.rollouts))
-    values: list[Any] = []
-    seconds: dict[str, float] = {}
-    for reward in functions:
-        start = time.perf_counter()
-        try:
-            keywords = _keywords(reward, group, completions, trainer_state)
-            values.append(reward.function(**keywords))
-        except Exception as error:
-            _close(values)
-            raise _raised(reward, group, error) from None
-        seconds[reward.name] = time.perf_counter() - start
-    pending = {index: value for index, value in enumerate(values) if inspect.isawaitable(value)}
-    for index, (outcome, elapsed) in _gather(pending).items():
-        if isinstance(outcome, BaseException):
-            raise _raised(functions[index], group, outcome) from None
-        values[index] = outcome
-        seconds[functions[index].name] += elapsed
-    columns = [_checked(reward, group, value) for reward, value in zip(functions, values, strict=True)]
-    return torch.tensor(columns, dtype=torch.float32).reshape(len(functions), -1).T.contiguous(), seconds
-
-
-def _keywords(reward: RewardFunction, group: Group, completions: Sequence[str], trainer_state: Any) -> dict[str, Any]:
-    """The keywords of one call, made of copies: a function that changes its arguments changes nobody else's."""
-    size = len(completions)
-    prompt = group.example["prompt"]
-    conversational = isinstance(prompt, list)
-    keywords: dict[str, Any] = {
-        "prompts": [[dict(message) for message in prompt] if conversational else prompt for _ in range(size)],
-        "completions": [[{"role": "assistant", "content": c}] if conversational else c for c in completions],
-        "completion_ids": [list(rollout.completion_ids) for rollout in group.rollouts],
-        "trainer_state": trainer_state,
-    }
-    for column, value in group.example.items():
-        if column not in RESERVED:
-            keywords[column] = [copy.copy(value) for _ in range(size)]
+    keywords: dict[str, Any] = {"prompts": [], "completions": [], "completion_ids": [], "trainer_state": trainer_state}
+    columns = [name for name in groups[0].example if name not in RESERVED]
+    keywords |= {name: [] for name in columns}
+    for group, of_group in zip(groups, texts, strict=True):
+        assert len(of_group) == len(group.rollouts), (len(of_group), len(group.rollouts))
+        prompt = group.example["prompt"]
+        conversational = isinstance(prompt, list)
+        keywords["completions"] += [[{"role": "assistant", "content": c}] if conversational else c for c in of_group]
+        keywords["completion_ids"] += [list(rollout.completion_ids) for rollout in group.rollouts]
+        for _ in of_group:
+            keywords["prompts"].append([dict(message) for message in prompt] if conversational else prompt)
+            for name in columns:
+                keywords[name].append(copy.copy(group.example.get(name)))
     try:
         parameters = inspect.signature(reward.function).parameters.values()
     except (TypeError, ValueError):  # some callables written in C don't tell
@@ -93,67 +68,43 @@ def _keywords(reward: RewardFunction, group: Group, completions: Sequence[str], 
     if missing:
         raise RewardError(
             reward.name,
-            group.position,
+            groups[0].position,
             None,
             f"it needs {', '.join(map(repr, missing))}, but the example has the columns "
-            f"{', '.join(map(repr, group.example))}: add the column to the dataset, or give the parameter a default.",
+            f"{', '.join(map(repr, groups[0].example))}: add the column to the dataset, or give the parameter a "
+            "default.",
         )
     return keywords
 
 
-def _raised(reward: RewardFunction, group: Group, error: BaseException) -> RewardError:
+def raised(reward: RewardFunction, position: int, error: BaseException) -> RewardError:
+    """The error of a function that raised in this process."""
     if isinstance(error, RewardError):
         return error
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next  # the user's own frames are what helps
+    frames = step = error.__traceback__
+    while step is not None:  # the user's own frames are what helps: those after the last of ours and of the event loop
+        if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
+            frames = step.tb_next or frames
+        step = step.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-    return RewardError(
-        reward.name, group.position, None, f"it raised {type(error).__name__}: {error}. Its traceback:\n{text}"
-    )
+    return raised_elsewhere(reward, position, f"{type(error).__name__}: {error}", text)
 
 
-def _close(values: Sequence[Any]) -> None:
-    for value in values:
-        if inspect.iscoroutine(value):
-            value.close()
-
-
-def _gather(pending: Mapping[int, Awaitable[Any]]) -> dict[int, tuple[Any, float]]:
-    """Await all concurrently: {index: (value or exception, seconds)}. The caller may be in a loop (a notebook)."""
-
-    async def timed(awaitable: Awaitable[Any]) -> tuple[Any, float]:
-        start = time.perf_counter()
-        try:
-            outcome: Any = await awaitable
-        except (Exception, asyncio.CancelledError) as error:
-            outcome = error
-        return outcome, time.perf_counter() - start
-
-    async def together() -> list[tuple[Any, float]]:
-        return await asyncio.gather(*(timed(awaitable) for awaitable in pending.values()))
-
-    if not pending:
-        return {}
-    outcomes = asyncio.run_coroutine_threadsafe(together(), _event_loop()).result()
-    return dict(zip(pending, outcomes, strict=True))
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    # One loop for the whole run, not one per group: HTTP clients that users keep between calls are bound to their loop.
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="colograd-rewards", daemon=True).start()
-    return loop
+def raised_elsewhere(reward: RewardFunction, position: int, line: str, text: str) -> RewardError:
+    """The same from the exception's line and its traceback's text."""
+    return RewardError(reward.name, position, None, f"it raised {line}. Its traceback:\n{text}")
 
 
 # -- what they return
 
 
-def _checked(reward: RewardFunction, group: Group, values: Any) -> list[float]:
-    """The [G] numbers a function returned, NaN for None."""
-    size = len(group.rollouts)
-    fail = functools.partial(RewardError, reward.name, group.position)
+def checked(reward: RewardFunction, position: int, size: int, values: Any) -> list[float]:
+    """The numbers a function returned for ``size`` completions, NaN for None.
+
+    Raises:
+        RewardError: they aren't that many numbers.
+    """
+    fail = functools.partial(RewardError, reward.name, position)
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):

@@ -42,6 +42,13 @@ class Outcomes:
                 rollouts.append(Rollout(prompt.prompt_ids, ids, logprobs, kept, FinishReason.STOP, 3))
             yield Group(prompt.example, tuple(rollouts), prompt.position)
 
+    def take_counts(self) -> dict[str, float]:
+        return {}
+
+    def begin_score(self, groups: Any) -> Any:
+        rewards = torch.cat([self.score(group) for group in groups])
+        return lambda: rewards
+
     def score(self, group: Group) -> torch.Tensor:
         return torch.tensor([[float(sum(r.completion_ids) % 7)] for r in group.rollouts])
 

@@ -1,0 +1,91 @@
+"""The process of a reward worker: runs user code on its main thread, so that signals, and time-outs made of them, work.
+
+    python worker.py FD
+
+Started as a file of its own and not by importing the user's script, which often has no ``__main__`` guard. Imports
+nothing of Colograd. Messages on the socket FD are pickles:
+
+    from the parent   (sys.path, functions), then (index, state or None, keywords) per call; state: a pickle to keep
+    to the parent     None or what went wrong while loading, then (kind, value, seconds) per call
+
+``kind`` is ``value`` (what the function returned) or ``raised`` (type and text of the exception, its traceback).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def main(descriptor: int) -> None:
+    """Serve calls until the parent closes the socket."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
+    connection = Connection(descriptor)
+    try:
+        path, functions = pickle.loads(connection.recv_bytes())
+        sys.path[:] = path
+        called = [pickle.loads(function) for function in functions]
+        connection.send_bytes(pickle.dumps(None))
+    except BaseException as error:
+        connection.send_bytes(pickle.dumps(_text(error)))
+        return
+    state: Any = None
+    while True:
+        try:
+            index, new_state, keywords = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if new_state is not None:
+            state = pickle.loads(new_state)
+        connection.send_bytes(_call(called[index], keywords, state))
+
+
+def _call(function: Any, keywords: dict[str, Any], state: Any) -> bytes:
+    if "trainer_state" in keywords:
+        keywords["trainer_state"] = state
+    started = time.perf_counter()
+    try:
+        value = function(**keywords)
+        if hasattr(value, "detach"):
+            value = value.detach()
+        if hasattr(value, "tolist"):
+            value = value.tolist()  # tensors and arrays travel as lists
+    except (Exception, SystemExit) as error:
+        return pickle.dumps(("raised", _text(error), time.perf_counter() - started))
+    seconds = time.perf_counter() - started
+    try:
+        return pickle.dumps(("value", value, seconds))
+    except Exception as error:  # its objects may raise anything
+        line = f"{type(error).__name__}: {error} (in what it returned)"
+        return pickle.dumps(("raised", (line, line), seconds))
+
+
+def _text(error: BaseException) -> tuple[str, str]:
+    """The exception in a line, and its traceback from the user's own frames on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this process when the trainer dies, even in the middle of a user's endless loop."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
+    try:
+        ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # threads that user code left behind don't keep it

@@ -1,0 +1,185 @@
+"""Reward workers: processes that call reward functions while the engine decodes, and that can be killed.
+
+Functions travel by cloudpickle: importable ones by name, those of a script or a notebook by value. A call that takes
+longer than its deadline is ended with its process, which is replaced; so is one that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+WORKER = Path(__file__).with_name("worker.py")
+START_SECONDS = 120.0  # for a worker to import what its functions need
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call in a worker ended."""
+
+    kind: str  # value, raised, late or died
+    value: Any  # what was returned; (line, traceback) of what was raised; the exit status of what died
+    seconds: float  # in the function
+
+
+class CannotTravel(ValueError):
+    """A function that can't be sent to another process."""
+
+
+def travelling(function: Callable[..., Any]) -> bytes:
+    """The function as bytes for a worker.
+
+    Raises:
+        CannotTravel: with the reason.
+    """
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:  # whatever the objects that it holds do when they are pickled
+        raise CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0]) from None
+
+
+class Worker:
+    """One process; started when it is first needed, and again after it ended."""
+
+    def __init__(self, functions: Sequence[bytes]) -> None:
+        self._functions = list(functions)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._state_key: Any = None  # which trainer state the process has
+
+    def start(self) -> None:
+        """Start the process and let it load the functions.
+
+        Raises:
+            CannotTravel: they can't be loaded there, with the reason.
+        """
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        self._connection = connection = Connection(ours.detach())
+        self._state_key = None
+        paths = [os.getcwd() if path == "" else path for path in sys.path]
+        connection.send_bytes(pickle.dumps((paths, self._functions)))
+        try:
+            problem = pickle.loads(connection.recv_bytes()) if connection.poll(START_SECONDS) else ("no answer", "")
+        except EOFError:
+            problem = (f"the worker ended with status {self._process.wait()} while loading it", "")
+        if problem is not None:
+            self.stop()
+            raise CannotTravel(problem[0])
+
+    def probe(self) -> None:
+        """Start and stop once. Raises CannotTravel where the functions can't be loaded."""
+        try:
+            self.start()
+        finally:
+            self.stop()
+
+    def call(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes], timeout: float | None) -> Outcome:
+        """Call function ``index`` with ``keywords``.
+
+        Args:
+            state: a key and the pickled trainer state, which is sent only where the key is new to the process.
+            timeout: seconds; None waits for ever.
+        """
+        if self._connection is None:
+            self.start()
+        assert self._connection is not None and self._process is not None
+        key, pickled = state
+        message = pickle.dumps((index, None if key == self._state_key else pickled, keywords))
+        try:
+            self._connection.send_bytes(message)
+            if not self._connection.poll(timeout):
+                self.stop()
+                return Outcome("late", None, timeout or 0.0)
+            kind, value, seconds = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            status = self._process.wait()
+            self.stop()
+            return Outcome("died", status, 0.0)
+        self._state_key = key
+        return Outcome(kind, value, seconds)
+
+    def stop(self) -> None:
+        """Kill the process, if there is one."""
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+_Queued = tuple[Future[Outcome], tuple[int, dict[str, Any], tuple[Any, bytes]]]
+
+
+class WorkerPool:
+    """Some workers with one queue.
+
+    Each is driven by a thread of this process that sleeps until its worker answers. The threads are daemons: a function
+    that never returns doesn't keep the trainer from ending.
+
+    Args:
+        functions: by which calls are numbered, from `travelling`.
+        size: processes.
+        timeout: seconds that one call may take; None: any.
+    """
+
+    def __init__(self, functions: Sequence[bytes], size: int, timeout: float | None) -> None:
+        self._timeout = timeout
+        self._queue: queue.SimpleQueue[tuple[Future[Outcome], tuple[int, dict[str, Any], tuple[Any, bytes]]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._workers = [Worker(functions) for _ in range(size)]
+        self._threads = [threading.Thread(target=self._serve, args=[w], daemon=True) for w in self._workers]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes]) -> Future[Outcome]:
+        """Queue a call; see `Worker.call`. The future fails only where the worker can't be started or sent to."""
+        future: Future[Outcome] = Future()
+        self._queue.put((future, (index, keywords, state)))
+        return future
+
+    def _serve(self, worker: Worker) -> None:
+        while (item := self._queue.get()) is not None:
+            future, (index, keywords, state) = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(worker.call(index, keywords, state, self._timeout))
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Kill the workers; calls that are queued are dropped."""
+        with contextlib.suppress(queue.Empty):
+            while (item := self._queue.get_nowait()) is not None:
+                item[0].cancel()
+        for _ in self._threads:
+            self._queue.put(None)
+        for worker in self._workers:
+            worker.stop()
+        for thread in self._threads:
+            thread.join()

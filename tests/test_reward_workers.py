@@ -1,0 +1,258 @@
+"""Rewards in workers: every way a function can end, and that none of them holds up or ends what it shouldn't."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from reward_cases import dying, hanging, leaving, lengths, loud, process_id, raising, with_alarm
+
+from colograd import GRPOTrainer
+from colograd.batch import FinishReason, Group, Rollout
+from colograd.experience import roll_out
+from colograd.metrics import PhaseTimes
+from colograd.rewards import RewardError, Scorer, resolve_rewards
+
+NAN = math.nan
+
+
+def make_group(size: int = 3, position: int = 17) -> Group:
+    rollouts = tuple(
+        Rollout(
+            (1, 2), tuple(range(i + 1)), torch.zeros(i + 1), torch.ones(i + 1, dtype=torch.bool), FinishReason.STOP, 0
+        )
+        for i in range(size)
+    )
+    return Group({"prompt": "2 + 2 =", "answer": 4}, rollouts, position)
+
+
+def texts(size: int = 3) -> list[str]:
+    return [f"text {i}" for i in range(size)]
+
+
+@pytest.fixture
+def scorer_of():
+    made: list[Scorer] = []
+
+    def make(*functions: Any, workers: int = 1, **settings: Any) -> Scorer:
+        made.append(Scorer(resolve_rewards(list(functions), None), workers, **settings))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()
+
+
+def run(scorer: Scorer, state: Any = None) -> list[list[float]]:
+    """Rewards by function."""
+    return scorer.submit([make_group()], [texts()], state).result().T.tolist()
+
+
+def test_a_function_runs_in_another_process_with_the_same_result(scorer_of) -> None:
+    scorer = scorer_of(lengths, process_id)
+    assert run(scorer)[0] == [10.0, 10.0, 10.0]
+    (first, *_), (second, *_) = run(scorer)[1], run(scorer)[1]
+    assert first == second != os.getpid(), "one process, kept"
+    assert scorer.notes == ["rewards: lengths, process_id in 1 worker process(es)"]
+    assert scorer.take_counts().keys() == {"rewards/lengths/seconds", "rewards/process_id/seconds"}
+
+
+def test_two_workers_work_at_the_same_time(scorer_of) -> None:
+    """Each of two calls waits until the other has begun."""
+
+    def meeting(completions: list[str], answer: list[int], **kwargs: Any) -> list[float]:
+        folder, mine = os.environ["MEETING"], str(os.getpid())
+        open(os.path.join(folder, mine), "w").close()
+        deadline = time.monotonic() + 30
+        while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return [float(len(os.listdir(folder)))] * len(completions)
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MEETING"] = folder
+        scorer = scorer_of(meeting, workers=2)
+        calls = [scorer.submit([make_group()], [texts()]) for _ in range(2)]
+        assert [call.result().mean().item() for call in calls] == [2.0, 2.0]
+
+
+def test_a_late_function_abstains_and_its_worker_is_replaced(scorer_of) -> None:
+    scorer = scorer_of(hanging, process_id, timeout=1.0)
+    started = time.monotonic()
+    late, (first, *_) = run(scorer)
+    assert all(map(math.isnan, late)) and time.monotonic() - started < 10
+    assert scorer.take_counts()["rewards/hanging/timeouts"] == 1
+    late, (second, *_) = run(scorer)
+    assert first != second, "the process that hung is gone"
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (dying, "its worker process ended with status 7"),
+        (raising, "it raised KeyError: 'no such test case'. Its traceback:"),
+        (leaving, "it raised SystemExit: enough"),
+        (lambda **kwargs: None, r"it returned None \\(NoneType\\), but must return a list of 3 numbers"),
+        (lambda **kwargs: [1.0], "it returned 1 rewards for 3 completions"),
+        (lambda **kwargs: [1.0, NAN, 1.0], "completion 1: its reward is nan"),
+        (lambda **kwargs: [1.0, 2.0, "3"], "completion 2: its reward is '3'"),
+        (lambda **kwargs: [1.0, 2.0, threading.Lock()], "cannot pickle"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_with_its_name_and_abstains_where_asked(scorer_of, function, said) -> None:
+    with pytest.raises(RewardError, match=said.replace("\\\\", "\\")) as caught:
+        run(scorer_of(function))
+    assert repr(function.__name__) in str(caught.value) and "prompt 17" in str(caught.value)
+    assert "colograd/rewards/" not in str(caught.value)
+    forgiving = scorer_of(function, lengths, on_error="abstain")
+    nothing, judged = run(forgiving)
+    assert all(map(math.isnan, nothing)) and judged == [10.0] * 3
+    assert forgiving.take_counts()[f"rewards/{function.__name__}/errors"] == 1
+    assert run(forgiving)[1] == [10.0] * 3, "and goes on"
+
+
+def test_signals_work_and_a_megabyte_of_output_does_no_harm(scorer_of) -> None:
+    assert run(scorer_of(with_alarm, loud, timeout=20.0)) == [[0.5] * 3, [1.0] * 3]
+
+
+def test_the_trainer_state_crosses_over_once_per_step(scorer_of) -> None:
+    class State:
+        pickled = 0
+
+        def __init__(self, step: int) -> None:
+            self.global_step = step
+
+        def __reduce__(self) -> Any:
+            State.pickled += 1
+            return SimpleNamespace, (), {"global_step": self.global_step}
+
+    def step(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        return [float(trainer_state.global_step)] * len(completions)
+
+    scorer, state = scorer_of(step), State(3)
+    assert [run(scorer, state)[0][0] for _ in range(3)] == [3.0] * 3
+    state.global_step = 4
+    assert [run(scorer, state)[0][0] for _ in range(2)] == [4.0] * 2
+    assert State.pickled == 2
+
+
+def test_what_cannot_travel_stays_and_a_line_says_so(scorer_of) -> None:
+    lock = threading.Lock()
+
+    def guarded(completions: list[str], **kwargs: Any) -> list[float]:
+        with lock:
+            return [float(os.getpid())] * len(completions)
+
+    scorer = scorer_of(guarded, lengths)
+    assert run(scorer) == [[float(os.getpid())] * 3, [10.0] * 3]
+    assert scorer.notes[0] == "rewards: lengths in 1 worker process(es)"
+    assert scorer.notes[1].startswith("rewards: guarded runs in the trainer's process (TypeError: cannot pickle")
+
+
+@pytest.mark.parametrize("stuck", [hanging, lambda **kwargs: time.sleep(60)])
+def test_a_function_that_hangs_in_this_process_ends_with_its_name(scorer_of, stuck, monkeypatch) -> None:
+    """An endless loop is interrupted; a call that can't be is left with the process (here: seen, and not done)."""
+    left: list[int] = []
+    monkeypatch.setattr("colograd.rewards.scoring.GRACE", 0.5)
+    monkeypatch.setattr("colograd.rewards.scoring.os._exit", left.append)
+    if stuck is not hanging:
+        monkeypatch.setattr(time, "sleep", lambda seconds, wait=time.sleep: wait(1.5))
+    scorer = scorer_of(stuck, workers=0, timeout=0.3)
+    with pytest.raises(RewardError, match=r"took longer than reward_timeout \(0\.3 s\) in the trainer's process"):
+        run(scorer)
+    assert left == ([] if stuck is hanging else [1])
+
+
+def test_an_async_function_that_is_late_abstains(scorer_of) -> None:
+    async def slow(completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.sleep(30)
+        return [1.0] * len(completions)
+
+    scorer = scorer_of(slow, workers=0, timeout=0.2)
+    assert all(map(math.isnan, run(scorer)[0])) and scorer.take_counts()["rewards/slow/timeouts"] == 1
+
+
+def test_closing_leaves_no_process_even_of_a_function_that_never_returns(scorer_of) -> None:
+    scorer = scorer_of(process_id, hanging, workers=2)
+    (pid, *_) = scorer.submit([make_group()], [texts()])._calls[0].result().value
+    started = time.monotonic()
+    scorer.close()
+    assert time.monotonic() - started < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+class Stages:
+    """A roll-out of three groups without an engine: the order of calls is what counts."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer, self.sizes = scorer, [2, 3, 1]
+
+    def generate(self, prompts: Any) -> Any:
+        for position in (2, 0, 1):
+            yield make_group(self.sizes[position], position)
+
+    def begin_score(self, groups: Any) -> Any:
+        return self.scorer.submit(groups, [texts(len(g.rollouts)) for g in groups]).result
+
+    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
+        return rewards.sum(1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_may_get_all_completions_at_once(scorer_of, workers: int) -> None:
+    def ranked(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(i) for i in range(len(completions))]
+
+    stages = Stages(scorer_of(ranked, workers=workers))
+    for one_call, expected in ((True, [[0, 1], [2, 3, 4], [5]]), (False, [[0, 1], [0, 1, 2], [0]])):
+        done = roll_out(stages, (), PhaseTimes(), one_call)
+        assert [scored.group.position for scored, _ in done] == [0, 1, 2]
+        assert [totals.tolist() for _, totals in done] == expected
+
+
+@pytest.mark.engine
+def test_groups_are_scored_as_they_finish_while_others_decode(tiny_model, tmp_path) -> None:
+    """The real engine: events in order. Scoring a group begins before later ones have left, and not in prompt order."""
+    events: list[tuple[str, int]] = []
+
+    class Watching(GRPOTrainer):
+        def generate(self, prompts: Any) -> Any:
+            for group in super().generate(prompts):
+                events.append(("left", group.position))
+                yield group
+
+        def begin_score(self, groups: Any) -> Any:
+            events.append(("begun", groups[0].position))
+            finish = super().begin_score(groups)
+
+            def waited() -> torch.Tensor:
+                events.append(("waited for", groups[0].position))
+                return finish()
+
+            return waited
+
+    config = tiny.config(
+        tmp_path, max_steps=1, prompts_per_step=8, num_generations=2, max_completion_length=60, reward_workers=1,
+        reward_timeout=60.0,
+    )  # fmt: skip
+    trainer = Watching(str(tiny_model), tiny.vowels, config, tiny.prompts())
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    first, second = events[:16], events[16:]
+    assert [kind for kind, _ in first] == ["left", "begun"] * 8 and {kind for kind, _ in second} == {"waited for"}
+    order = [position for kind, position in first if kind == "left"]
+    assert sorted(order) != order, "some completions end early"
+    (entry,) = (entry for entry in trainer.state.log_history if "reward" in entry)
+    assert entry["rewards/vowels/seconds"] > 0
