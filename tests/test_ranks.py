@@ -79,6 +79,8 @@ def test_a_bfloat16_policy_with_its_split_master_stays_identical(tiny_model, tmp
     ("fault", "said"),
     [
         ("reward", "Rank 1 failed in the rollout: RewardError: .*the judge of rank 1 is out"),
+        ("dies", r"Rank 1 failed in the rollout: RewardError: .*'reward'.* its worker process ended with status 9"),
+        ("stuck", r"Rank 1 failed in the rollout: RewardError: .*'reward' took longer than reward_timeout \(5 s\)"),
         ("loss", r"Rank 1 failed in training: FloatingPointError: The loss of step 2, micro-batch 0 is nan"),
     ],
 )
@@ -90,6 +92,15 @@ def test_a_failure_on_one_rank_ends_all_ranks_with_its_message(tiny_model, tmp_p
     assert done.returncode != 0 and time.monotonic() - started < 120
     assert re.search(said, done.stderr, re.DOTALL), done.stderr[-3000:]
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_reward_that_hangs_on_one_rank_abstains_there_and_the_run_goes_on(tiny_model, tmp_path) -> None:
+    done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "hangs")
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = results(tmp_path, 2)
+    assert first["timeouts"] == [2] * 3, "two groups a step of rank 1, counted for all"
+    assert first["abstained"] == [8] * 3
+    assert [s["weights"] for s in first["seen"]] == [s["weights"] for s in second["seen"]]
 
 
 def test_a_rank_that_runs_out_of_memory_makes_all_repeat_the_step_with_the_same_result(

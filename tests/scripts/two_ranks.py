@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT]
 
 FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only), `memory` (rank 1 runs out of
-memory above 100 tokens).
+memory above 100 tokens); on rank 1 a reward that never returns in a worker (`hangs`) or in the trainer's process
+(`stuck`), or that ends its worker (`dies`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -25,7 +27,19 @@ RANK = int(os.environ.get("RANK", "0"))
 FAULT = sys.argv[5] if len(sys.argv) > 5 else ""
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hangs": {"reward_workers": 1, "reward_timeout": 5.0},
+    "stuck": {"reward_timeout": 5.0},
+    "dies": {"reward_workers": 1},
+}
+
+
 def reward(completions, **kwargs):
+    if FAULT in ("hangs", "stuck") and RANK == 1:
+        while True:
+            pass
+    if FAULT == "dies" and RANK == 1:
+        os._exit(9)
     if FAULT == "reward" and RANK == 1:
         raise RuntimeError("the judge of rank 1 is out")
     return tiny.vowels(completions)
@@ -66,7 +80,14 @@ def main() -> None:
     trainer = Watching(
         model=model,
         reward_funcs=reward,
-        args=tiny.config(run_dir, max_steps=3, model_init_kwargs={"dtype": dtype}, save_strategy="steps", save_steps=3),
+        args=tiny.config(
+            run_dir,
+            max_steps=3,
+            model_init_kwargs={"dtype": dtype},
+            save_strategy="steps",
+            save_steps=3,
+            **SETTINGS.get(FAULT, {}),
+        ),
         train_dataset=tiny.prompts(),
         eval_dataset=tiny.prompts(5),
     )
@@ -79,6 +100,8 @@ def main() -> None:
         "eval": metrics["eval_reward"],
         "count": metrics["eval_completions"],
         "losses": losses,
+        "abstained": [e["rewards/reward/abstained"] for e in trainer.state.log_history if "reward" in e],
+        "timeouts": [e.get("rewards/reward/timeouts", 0) for e in trainer.state.log_history if "reward" in e],
     }
     Path(out_dir, f"rank{RANK}-of-{os.environ.get('WORLD_SIZE', '1')}.json").write_text(json.dumps(result))
 
