@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from .batch import Group, ScoredGroup
 from .config import GRPOConfig
 from .data import PromptDataset
 from .engine import Engine
-from .experience import RolloutStatistics
+from .experience import Pending, RolloutStatistics
 from .progress import Console
 from .ranks import gather, rank, together, world_size
 from .rewards import RewardFunction
@@ -30,7 +30,7 @@ class Evaluated(Protocol):
 
     def publish(self) -> None: ...
 
-    def begin_score(self, groups: Sequence[Group]) -> Callable[[], torch.Tensor]: ...
+    def begin_score(self, groups: Sequence[Group]) -> Pending: ...
 
     def take_counts(self) -> dict[str, float]: ...
 
@@ -43,7 +43,7 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
     config: GRPOConfig = trainer.args
     mine = prompts.prompts()[rank() :: world_size()]
     local = RolloutStatistics()
-    begun: list[tuple[Group, Callable[[], torch.Tensor]]] = []
+    begun: list[tuple[Group, Pending]] = []
     with together("the evaluation"):
         trainer.publish()
         bar = trainer.console.generation(len(mine), "evaluate")
@@ -52,8 +52,8 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
             begun.append((group, trainer.begin_score([group])))
             bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
         bar.close()
-        for group, finish in begun:
-            rewards = finish()
+        for group, pending in begun:
+            rewards = pending.result()
             scored = ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))
             local.add(scored, trainer.combine(rewards), mask_truncated=False)
         local.counts.update(trainer.take_counts())

@@ -7,9 +7,10 @@ errors) is exchanged once, at the end.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,12 +24,22 @@ from .packing import PackingRules, has_signal, loss_tokens, pack_step
 from .ranks import gather, together
 
 
+class Pending(Protocol):
+    """Rewards on their way."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> torch.Tensor: ...
+
+
 class Stages(Protocol):
     """The stages that a subclass of the trainer may replace."""
 
-    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]: ...
+    def generate(self, prompts: Sequence[Prompt]) -> Generator[Group]: ...
 
-    def begin_score(self, groups: Sequence[Group]) -> Callable[[], torch.Tensor]: ...
+    def begin_score(self, groups: Sequence[Group]) -> Pending: ...
+
+    def more_prompts(self, drawn: int, count: int) -> list[Prompt]: ...
 
     def take_counts(self) -> dict[str, float]: ...
 
@@ -123,37 +134,107 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     return {name.format(key): float(value) for key, value in found.items()}
 
 
+Scored = tuple[ScoredGroup, torch.Tensor]  # a group with its advantages, and its weighted reward sums [G]
+
+
 def roll_out(
-    stages: Stages, prompts: Sequence[Prompt], times: PhaseTimes, one_call: bool = False
-) -> list[tuple[ScoredGroup, torch.Tensor]]:
-    """Sample and score: groups with their weighted reward sums [G], in the order of the prompts.
+    stages: Stages, prompts: Sequence[Prompt], times: PhaseTimes, one_call: bool = False, enough: int | None = None
+) -> list[Scored]:
+    """Sample and score: the groups in the order of the prompts, whose positions ascend.
 
     A group's scoring begins when it leaves the engine, which then goes on decoding the others. What runs in this
     process does so between two engine steps. Both that and the waiting for the rest are charged to ``reward``.
 
     Args:
         one_call: score all groups together, when the last one is there.
+        enough: groups with a reward difference after which no further prompt is needed: what is in flight is aborted,
+            and the list ends with the last of them. Which groups these are depends on the order of the prompts alone,
+            and not on what finishes first.
     """
-    groups: list[Group] = []
-    begun: list[tuple[list[Group], Callable[[], torch.Tensor]]] = []
+    if one_call:
+        with times.phase("generate"):
+            groups = sorted(stages.generate(prompts), key=lambda group: group.position)
+        with times.phase("reward"):
+            rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
+            return _first([_scored(stages, *pair) for pair in zip(groups, rewards, strict=True)], enough)
+    begun: dict[int, tuple[Group, Pending]] = {}
+    known: list[Scored] = []  # of the first prompts, as far as all before are known too
+    order = [prompt.position for prompt in prompts]
+
+    def advance(wait: bool) -> None:
+        started = time.perf_counter()
+        for position in order[len(known) :]:
+            if position not in begun or not (wait or begun[position][1].done()):
+                break
+            group, pending = begun[position]
+            known.append(_scored(stages, group, pending.result()))
+        if not wait:
+            times.move("generate", "reward", time.perf_counter() - started)
+
     with times.phase("generate"):
-        for group in stages.generate(prompts):
-            groups.append(group)
-            if not one_call:
-                started = time.perf_counter()
-                begun.append(([group], stages.begin_score([group])))
-                times.move("generate", "reward", time.perf_counter() - started)
-    done: list[tuple[ScoredGroup, torch.Tensor]] = []
+        generated = stages.generate(prompts)
+        for group in generated:
+            started = time.perf_counter()
+            begun[group.position] = (group, stages.begin_score([group]))
+            times.move("generate", "reward", time.perf_counter() - started)
+            if enough is not None:
+                advance(wait=False)
+                if sum(has_signal(scored) for scored, _ in known) >= enough:
+                    generated.close()  # aborts what is in flight
+                    break
     with times.phase("reward"):
-        if one_call:
-            groups.sort(key=lambda group: group.position)
-            begun.append((groups, stages.begin_score(groups)))
-        for of_call, finish in begun:
-            parts = finish().split([len(group.rollouts) for group in of_call])
-            for group, rewards in zip(of_call, parts, strict=True):
-                done.append((ScoredGroup(group, rewards, torch.zeros(len(group.rollouts))), stages.combine(rewards)))
-    # Groups finish in any order: everything after this point must not depend on it.
-    return sorted(done, key=lambda pair: pair[0].group.position)
+        advance(wait=True)
+    return _first(known, enough)
+
+
+def _scored(stages: Stages, group: Group, rewards: torch.Tensor) -> Scored:
+    return ScoredGroup(group, rewards, stages.compute_advantages(group, rewards)), stages.combine(rewards)
+
+
+def _first(pairs: Sequence[Scored], enough: int | None) -> list[Scored]:
+    """Up to the ``enough``-th group with a signal."""
+    found, taken = 0, []
+    for pair in pairs:
+        if enough is not None and found >= enough:
+            break
+        taken.append(pair)
+        found += has_signal(pair[0])
+    return taken
+
+
+def draw(
+    stages: Stages, steps: Sequence[Sequence[Prompt]], times: PhaseTimes, one_call: bool, max_rounds: int
+) -> tuple[list[list[Scored]], list[list[Scored]]]:
+    """A round's groups: those of each optimizer step, and beside them all that were sampled for it.
+
+    With ``max_rounds`` (dynamic sampling, arXiv 2503.14476, section 3.2) a step takes only groups with a reward
+    difference, and further prompts are drawn, at most so many times, until it has its number of them. They come in the
+    order in which they were drawn, so a step's groups need not be those of its own prompts.
+    """
+    prompts = [prompt for step in steps for prompt in step]
+    if not max_rounds:
+        by_position = {pair[0].group.position: pair for pair in roll_out(stages, prompts, times, one_call)}
+        of_steps = [[by_position[prompt.position] for prompt in step] for step in steps]
+        return of_steps, of_steps
+    wanted, sampled = len(prompts), roll_out(stages, prompts, times, one_call)
+    for _ in range(max_rounds):
+        found = sum(has_signal(scored) for scored, _ in sampled)
+        if found >= wanted:
+            break
+        # As many as will probably do, at most ten times those that are missing.
+        count = math.ceil((wanted - found) / max(found / len(sampled), 0.1))
+        more = stages.more_prompts(len(sampled) - wanted, count)
+        sampled += roll_out(stages, more, times, one_call, enough=wanted - found)
+    kept = [pair for pair in sampled if has_signal(pair[0])][:wanted]
+    sizes = [len(step) for step in steps]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    shares = _shares(sampled, len(steps))
+    return [kept[start : start + size] for start, size in zip(starts, sizes, strict=True)], shares
+
+
+def _shares(sampled: Sequence[Scored], steps: int) -> list[list[Scored]]:
+    """What was sampled, divided among the round's steps for their metrics."""
+    return [list(sampled[index::steps]) for index in range(steps)]
 
 
 def collect(
@@ -163,28 +244,26 @@ def collect(
     reward_names: Sequence[str],
     times: PhaseTimes,
     one_call: bool = False,
+    max_rounds: int = 0,
 ) -> tuple[list[StepBatch], list[list[ScoredGroup]]]:
     """One round: the prompts of each optimizer step on this rank -> one `StepBatch` each, and its groups for the log.
 
     Raises:
         Exception: what a stage raised, on every rank (see `together`).
     """
-    prompts = [prompt for step in steps for prompt in step]
     with together("the rollout"):
-        pairs = roll_out(stages, prompts, times, one_call)
-        with times.phase("pack"):
-            scored = [
-                (ScoredGroup(g.group, g.rewards, stages.compute_advantages(g.group, g.rewards)), totals)
-                for g, totals in pairs
-            ]
-        by_position = {group.group.position: (group, totals) for group, totals in scored}
-        of_steps = [[by_position[prompt.position] for prompt in step] for step in steps]
+        of_steps, sampled = draw(stages, steps, times, one_call, max_rounds)
         with times.phase("pack"):
             trained = [_trained(of_step, rules) for of_step in of_steps]
             locals_ = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in of_steps]
-            locals_[0].counts.update(stages.take_counts())
+            of_sampled = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in sampled]
+            of_sampled[0].counts.update(stages.take_counts())
+            if max_rounds:
+                for kept, all_ in zip(of_steps, sampled, strict=True):
+                    of_sampled[0].counts["dynamic_sampling/prompts"] += len(all_)
+                    of_sampled[0].counts["dynamic_sampling/groups"] += len(kept)
     batches = []
-    for index, (own, local) in enumerate(zip(trained, locals_, strict=True)):
+    for index, (own, local, drawn) in enumerate(zip(trained, locals_, of_sampled, strict=True)):
         with times.phase("pack"):
             groups = own
             if rules.balance_ranks:
@@ -192,17 +271,19 @@ def collect(
             micro_batches = pack_step(groups, rules)
         local.packed_tokens = sum(row.input_ids.numel() for row in micro_batches)
         local.micro_batches = len(micro_batches)
-        whole = RolloutStatistics.join(gather(local))
-        metrics = whole.metrics(reward_names)
+        parts = gather((local, drawn))
+        whole = RolloutStatistics.join(part for part, _ in parts)
+        everything = RolloutStatistics.join(part for _, part in parts)
+        metrics = everything.metrics(reward_names)
         metrics["train/packed_tokens"] = float(whole.packed_tokens)
         metrics["train/micro_batches"] = float(whole.micro_batches)
         metrics["train/moved_groups"] = float(whole.moved_groups)
-        metrics["train/sampled_tokens"] = float(sum(whole.lengths))
-        metrics["train/rollout_tokens"] = float(whole.prompt_tokens + sum(whole.lengths))
+        metrics["train/sampled_tokens"] = float(sum(everything.lengths))
+        metrics["train/rollout_tokens"] = float(everything.prompt_tokens + sum(everything.lengths))
         batches.append(
             StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0, tuple(groups))
         )
-    return batches, [[group for group, _ in of_step] for of_step in of_steps]
+    return batches, [[group for group, _ in of_step] for of_step in sampled]
 
 
 def _trained(groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules) -> list[ScoredGroup]:

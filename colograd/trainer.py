@@ -14,7 +14,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from .card import SETTINGS, RunFacts, write_card
 from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
-from .data import PromptDataset, PromptLoader, StepOrder, tokenize_prompts
+from .data import PromptDataset, PromptLoader, StepOrder, extra_prompts, tokenize_prompts
 from .engine import Engine, check_vllm
 from .experience import collect
 from .logprobs import policy_logprobs, with_old_logprobs
@@ -38,11 +38,11 @@ from .losses import LOSSES
 from .metrics import Metrics, PhaseTimes
 from .optim import accumulate_in_float32, optimizer_class
 from .policy import load_policy
-from .progress import Console
+from .progress import Console, Timekeeper
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .residency import Residency
 from .resumable import ResumableTrainer
-from .rewards import RewardFunction, Scorer, resolve_rewards, weighted_sum
+from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum
 from .sampling import Sampling, check_sampling
 from .weights import bytes_apart, check_choice, expects_sharing, publisher, state_dict_on_host
 
@@ -117,7 +117,7 @@ class GRPOTrainer(ResumableTrainer):
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         self.add_callback(self.console)
-        self.add_callback(_Timekeeper(self))
+        self.add_callback(Timekeeper(self.times, self._finish_step))
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
         self._round: list[StepBatch] = []  # what is left of the present round
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
@@ -208,7 +208,7 @@ class GRPOTrainer(ResumableTrainer):
 
     # -- stages: a subclass replaces any of these
 
-    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+    def generate(self, prompts: Sequence[Prompt]) -> Generator[Group]:
         """Sample each prompt's group; yield groups as they finish. Override to change how completions come about."""
         bar = self.console.generation(len(prompts))
         version, sampling = self.state.global_step, Sampling.for_training(self.args)
@@ -221,12 +221,15 @@ class GRPOTrainer(ResumableTrainer):
         """Rewards [G, R] float32 of one group, NaN where a function abstains. Override for rewards of your own."""
         return self.scorer.submit([group], [self.decode(group)], self.state).result()
 
-    def begin_score(self, groups: Sequence[Group]) -> Callable[[], torch.Tensor]:
-        """Begin to score groups while the engine goes on; the call that is returned waits for [completions, R]."""
+    def begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
+        """Begin to score groups while the engine goes on decoding; the result is [completions, R]."""
         if type(self).score is not GRPOTrainer.score:
-            rewards = torch.cat([self.score(group) for group in groups])
-            return lambda: rewards
-        return self.scorer.submit(groups, [self.decode(group) for group in groups], self.state).result
+            return Ready(torch.cat([self.score(group) for group in groups]))
+        return self.scorer.submit(groups, [self.decode(group) for group in groups], self.state)
+
+    def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
+        """Further prompts for the present round, after ``drawn`` others (dynamic sampling)."""
+        return extra_prompts(self.train_prompts, self.args, self.state.global_step, drawn, count)
 
     def take_counts(self) -> dict[str, float]:
         """Sums for the metrics of the rollouts since the last call."""
@@ -275,7 +278,8 @@ class GRPOTrainer(ResumableTrainer):
             self._measure_budget()
         names = [reward.name for reward in self.rewards]
         with self.residency.sampling(self.optimizer):
-            batches, groups = collect(self, steps, self.rules, names, self.times, args.reward_call == "all")
+            rounds = args.dynamic_sampling_max_rounds * args.dynamic_sampling
+            batches, groups = collect(self, steps, self.rules, names, self.times, args.reward_call == "all", rounds)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         if self.completion_log is not None:
             with self.times.phase("log"):
@@ -480,21 +484,3 @@ class GRPOTrainer(ResumableTrainer):
         explained = sum(value for name, value in entry.items() if name.startswith("time/"))
         entry["time/other"] = entry["step_time"] - explained
         self.console.step(self.state.global_step, self.state.max_steps, entry)
-
-
-class _Timekeeper(TrainerCallback):
-    """Marks the optimizer's phase and the end of a step."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self.trainer = trainer
-        self._phase: Any = None
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._phase = self.trainer.times.phase("optimizer")
-        self._phase.__enter__()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._phase.__exit__(None, None, None)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._finish_step()

@@ -85,7 +85,7 @@ def check_values(config: GRPOConfig) -> None:
             f"num_generations is {config.num_generations}, but a group needs at least 2 completions: an advantage "
             "compares completions of the same prompt. Set num_generations to 2 or more (8 is common)."
         )
-    for name in ("max_completion_length", "num_iterations", "num_generations_eval"):
+    for name in ("max_completion_length", "num_iterations", "num_generations_eval", "dynamic_sampling_max_rounds"):
         _at_least(name, getattr(config, name), 1)
     for name in ("epsilon", "epsilon_high", "beta", "temperature_eval"):
         _at_least(name, getattr(config, name), 0)

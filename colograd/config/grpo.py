@@ -201,6 +201,17 @@ class GRPOConfig(TrainingArguments):
             "rank's generation (`all`), for functions that compare across prompts."
         },
     )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={
+            "help": "Draw further prompts until a step has its number of groups with a reward difference (DAPO). "
+            "Reward metrics are of all that was sampled."
+        },
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=10,
+        metadata={"help": "How often further prompts are drawn at most; then the step trains on fewer groups."},
+    )
     scale_rewards: str = field(
         default="group",
         metadata={"help": "Divide advantages by the group's standard deviation (`group`), or not (`none`)."},

@@ -9,7 +9,7 @@ generator: a resumed run takes the same prompts, and any number of ranks takes t
 """
 
 from .loading import load_datasets
-from .order import PromptLoader, StepOrder
+from .order import PromptLoader, StepOrder, extra_prompts
 from .prompts import PromptDataset, tokenize_prompts
 
-__all__ = ["PromptDataset", "PromptLoader", "StepOrder", "load_datasets", "tokenize_prompts"]
+__all__ = ["PromptDataset", "PromptLoader", "StepOrder", "extra_prompts", "load_datasets", "tokenize_prompts"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
@@ -86,6 +87,24 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         digest = hashlib.sha256(f"{self.seed} {self.epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         return torch.randperm(self.num_rows, generator=generator).tolist()
+
+
+EXTRA = 2**40  # positions of prompts drawn beyond the stream, whose own positions stay far below
+
+
+def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
+    """Prompts ``drawn`` ... ``drawn + count`` of those that this rank draws in addition for an optimizer step.
+
+    A pure function of the seed and the step, so that a resumed run draws the same ones, and nothing has to be saved.
+    Ranks take turns in one hashed order of all rows, which begins anew where it ends.
+    """
+    ranks, rank = config.world_size, config.process_index
+    seed = config.data_seed if config.data_seed is not None else config.seed
+    digest = hashlib.sha256(f"{seed} extra {step}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    rows = torch.randperm(len(dataset), generator=generator).tolist()
+    places = [index * ranks + rank for index in range(drawn, drawn + count)]
+    return [dataset[rows[place % len(rows)], EXTRA * (step + 1) + place] for place in places]
 
 
 class PromptLoader(DataLoader):

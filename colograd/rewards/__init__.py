@@ -19,10 +19,11 @@ from .builtin import (
 )
 from .calling import weighted_sum
 from .functions import RewardError, RewardFunction, resolve_rewards
-from .scoring import Scorer, Scoring, score_group
+from .scoring import Ready, Scorer, Scoring, score_group
 
 __all__ = [
     "BUILTIN_REWARDS",
+    "Ready",
     "RewardError",
     "RewardFunction",
     "Scorer",

@@ -23,6 +23,7 @@ from colograd.logprobs import policy_logprobs
 from colograd.metrics import PhaseTimes
 from colograd.packing import PackingRules
 from colograd.ranks import rank, sum_gradients, world_size
+from colograd.rewards import Ready
 
 # (prompt tokens, completion tokens) of six groups: the first half is long.
 LENGTHS = [(60, (50, 40, 60)), (40, (60, 60, 50)), (50, (40, 30, 60)), (5, (3, 2, 1)), (4, (1, 6, 2)), (6, (2, 2, 2))]
@@ -46,8 +47,7 @@ class Outcomes:
         return {}
 
     def begin_score(self, groups: Any) -> Any:
-        rewards = torch.cat([self.score(group) for group in groups])
-        return lambda: rewards
+        return Ready(torch.cat([self.score(group) for group in groups]))
 
     def score(self, group: Group) -> torch.Tensor:
         return torch.tensor([[float(sum(r.completion_ids) % 7)] for r in group.rollouts])
