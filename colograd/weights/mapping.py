@@ -25,7 +25,7 @@ class Slice:
 
     def equal(self) -> bool:
         """Whether the engine holds the policy's value, cast to its dtype, bit for bit."""
-        return torch.equal(self.destination, self.source.detach().to(self.destination.dtype))
+        return torch.equal(self.destination, self.source.detach().to(self.destination))
 
 
 class UnmappedParameter(ValueError):
