@@ -28,6 +28,21 @@ def live_weights() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = packed
 
 
+def ranks_without_compiling() -> None:
+    """Let vLLM count how many tokens are likelier than the sampled one, which nobody here reads, in plain torch.
+
+    It has that one line compiled at the first request that asks for log-probabilities: some seconds, and on a machine
+    without a C++ compiler an error. Stays in force for the process.
+    """
+    from vllm.v1.sample import sampler
+
+    def count(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return (x >= values).sum(-1)
+
+    if hasattr(sampler, "batched_count_greater_than"):  # a later vLLM may have it elsewhere
+        sampler.batched_count_greater_than = count
+
+
 @contextlib.contextmanager
 def one_draw_per_token() -> Iterator[None]:
     """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.

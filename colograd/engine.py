@@ -22,7 +22,7 @@ from packaging.version import Version
 from . import slots
 from .batch import FinishReason, Group, Prompt, Rollout
 from .config import GRPOConfig
-from .cpu_kernels import live_weights, one_adapter, one_draw_per_token
+from .cpu_kernels import live_weights, one_adapter, one_draw_per_token, ranks_without_compiling
 from .engine_arguments import engine_kwargs
 from .lora import Adapter
 from .memory import GIB
@@ -75,6 +75,7 @@ class Engine:
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(_random_state_kept())
             if self.on_cpu:
+                ranks_without_compiling()
                 while_built.enter_context(live_weights())
                 while_built.enter_context(one_draw_per_token())
                 if adapter is not None:
