@@ -28,7 +28,7 @@ FAULT = sys.argv[5] if len(sys.argv) > 5 else ""
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "hangs": {"reward_workers": 1, "reward_timeout": 5.0},
+    "hangs": {"reward_workers": 1, "reward_timeout": 2.0},
     "stuck": {"reward_timeout": 5.0},
     "dies": {"reward_workers": 1},
 }
