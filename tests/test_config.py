@@ -251,6 +251,12 @@ NEW = {
     "max_tokens_per_microbatch",
     "balance_ranks",
     "weights",
+    "reward_workers",
+    "reward_timeout",
+    "reward_on_error",
+    "reward_call",
+    "dynamic_sampling",
+    "dynamic_sampling_max_rounds",
     "log_completions_steps",
     "verbose",
 }
@@ -292,3 +298,18 @@ def test_fields_that_trl_lacks_are_few_and_known(trl_defaults: dict[str, Any]) -
 def test_script_and_model_arguments_keep_trl_s_names(theirs: str, ours: type) -> None:
     trl = pytest.importorskip("trl")
     assert defaults(getattr(trl, theirs)).keys() - defaults(ours).keys() - REFUSED.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("reward_workers", -1, "reward_workers"),
+        ("reward_timeout", 0, "must be a positive number of seconds"),
+        ("reward_on_error", "ignore", "raise, abstain"),
+        ("reward_call", "row", "group, all"),
+        ("dynamic_sampling_max_rounds", 0, "dynamic_sampling_max_rounds"),
+    ],
+)
+def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        GRPOConfig(output_dir=str(tmp_path), **{name: value})
