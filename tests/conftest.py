@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +31,12 @@ def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tiny
 
     return tiny.make_model(tmp_path_factory.mktemp("models") / "tiny-qwen2", family="qwen2", tied=False)
+
+
+@pytest.fixture
+def closing():
+    """Closes the trainers that it was given when the test ends: ``closing(GRPOTrainer(...))``."""
+    trainers: list[Any] = []
+    yield lambda trainer: trainers.append(trainer) or trainer
+    for trainer in trainers:
+        trainer.close()

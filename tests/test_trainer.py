@@ -46,14 +46,6 @@ def make_trainer(model, folder, look=None, cls=GRPOTrainer, reward=tiny.vowels, 
     return trainer
 
 
-@pytest.fixture
-def closing():
-    trainers: list[GRPOTrainer] = []
-    yield lambda trainer: trainers.append(trainer) or trainer
-    for trainer in trainers:
-        trainer.close()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_after_every_publish_of_a_copy_the_engine_holds_the_policys_weights_bit_for_bit(
     tiny_model, tmp_path, closing, dtype

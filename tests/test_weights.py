@@ -26,14 +26,6 @@ FAMILIES = [
 GREEDY = Sampling(n=1, max_tokens=12, temperature=0.0, options={})
 
 
-@pytest.fixture
-def closing():
-    trainers: list[GRPOTrainer] = []
-    yield lambda trainer: trainers.append(trainer) or trainer
-    for trainer in trainers:
-        trainer.close()
-
-
 def build(model: Any, tmp_path: Path, **changes: Any) -> GRPOTrainer:
     return GRPOTrainer(model, tiny.vowels, tiny.config(tmp_path / "run", **changes), tiny.prompts())
 
