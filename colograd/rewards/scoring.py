@@ -21,6 +21,8 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -217,10 +219,15 @@ class Scorer:
         return done
 
     def _pickled(self, trainer_state: Any) -> tuple[Any, bytes]:
-        """The trainer's state with a key that changes with it: pickled once per step, not once per call."""
+        """The trainer's state with a key that changes with it: pickled once per step, not once per call.
+
+        transformers' state travels as its bare fields: a worker that had to import transformers for it would spend the
+        first call's deadline on that.
+        """
         key = getattr(trainer_state, "global_step", None)
         if not self._state[1] or key != self._state[0]:
-            self._state = (key, pickle.dumps(trainer_state))
+            bare = SimpleNamespace(**vars(trainer_state)) if is_dataclass(trainer_state) else trainer_state
+            self._state = (key, pickle.dumps(bare))
         return self._state
 
     @contextlib.contextmanager
