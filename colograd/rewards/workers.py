@@ -83,7 +83,7 @@ class Worker:
         try:
             problem = pickle.loads(connection.recv_bytes()) if connection.poll(START_SECONDS) else ("no answer", "")
         except EOFError:
-            problem = (f"the worker ended with status {self._process.wait()} while loading it", "")
+            problem = (f"the worker ended with status {self._status()} while loading it", "")
         if problem is not None:
             self.stop()
             raise CannotTravel(problem[0])
@@ -114,11 +114,20 @@ class Worker:
                 return Outcome("late", None, timeout or 0.0)
             kind, value, seconds = pickle.loads(self._connection.recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            status = self._process.wait()
+            status = self._status()
             self.stop()
             return Outcome("died", status, 0.0)
         self._state_key = key
         return Outcome(kind, value, seconds)
+
+    def _status(self) -> int:
+        """The exit status of a process that closed its socket; one that did so and lives on is killed."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def stop(self) -> None:
         """Kill the process, if there is one."""
@@ -148,9 +157,7 @@ class WorkerPool:
 
     def __init__(self, functions: Sequence[bytes], size: int, timeout: float | None) -> None:
         self._timeout = timeout
-        self._queue: queue.SimpleQueue[tuple[Future[Outcome], tuple[int, dict[str, Any], tuple[Any, bytes]]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._workers = [Worker(functions) for _ in range(size)]
         self._threads = [threading.Thread(target=self._serve, args=[w], daemon=True) for w in self._workers]
         for thread in self._threads:
