@@ -15,39 +15,35 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from . import budget, evaluation, memory, process
+from . import budget, evaluation, process
 from .advantages import group_advantages
 from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
-from .card import SETTINGS, RunFacts, write_card
 from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
-from .data import PromptDataset, PromptLoader, StepOrder, extra_prompts, tokenize_prompts
-from .engine import Engine, check_vllm
+from .data import PromptLoader, StepOrder, extra_prompts
+from .engine import check_vllm
 from .experience import collect
 from .logprobs import policy_logprobs, with_old_logprobs
 from .losses import LOSSES
-from .metrics import Metrics, PhaseTimes
+from .metrics import Metrics
 from .optim import accumulate_in_float32, optimizer_class
+from .packed_trainer import PackedTrainer
 from .policy import load_policy
-from .progress import Console, Timekeeper
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
-from .residency import Residency
-from .resumable import ResumableTrainer
 from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum
 from .sampling import Sampling, check_sampling
-from .weights import bytes_apart, check_choice, expects_sharing, publisher, state_dict_on_host
+from .start import build_sampler, eval_prompts_of, prompts_of
+from .weights import check_choice
 
 
-class GRPOTrainer(ResumableTrainer):
+class GRPOTrainer(PackedTrainer):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
@@ -92,9 +88,9 @@ class GRPOTrainer(ResumableTrainer):
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
             args.settle_precision(self.policy.model.dtype)
-            self.train_prompts = self._tokenize(train_dataset, args, "train")
+            self.train_prompts = prompts_of(train_dataset, self.policy, args, "train")
             StepOrder.of(args, len(self.train_prompts))
-            self.eval_prompts = self._tokenize_eval(eval_dataset, args)
+            self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args)
         super().__init__(
             model=self.policy.model,
             args=args,
@@ -106,105 +102,19 @@ class GRPOTrainer(ResumableTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
         )
-        self.model_accepts_loss_kwargs = True  # the step's denominator is applied here, not by transformers
-        # Ranks hold full copies whose gradients are summed once per step (see ranks.py): no DDP around the model.
-        self.accelerator.prepare_model = lambda model, **kwargs: model
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
         self.loss = LOSSES[args.loss_type].from_config(args)
-        self.times = PhaseTimes(synchronize=args.device.type == "cuda")
-        self.console = Console(self.is_world_process_zero(), bars=not args.disable_tqdm)
-        for shown in (ProgressCallback, PrinterCallback):
-            self.remove_callback(shown)
-        self.add_callback(self.console)
-        self.add_callback(Timekeeper(self.times, self._finish_step))
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
         self._round: list[StepBatch] = []  # what is left of the present round
-        self._logs: list[dict[str, float]] = []  # one entry per step since the last log
-        self._step_started = 0.0
         self.rules = budget.rules_for(args, self.policy)  # the token budget in it may change
-        self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
-        self._build_engine()
-
-    # -- start
-
-    def _tokenize(self, dataset: Any, args: GRPOConfig, name: str) -> PromptDataset:
-        completion = max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
-        context = min(self.policy.context, args.vllm_max_model_length or self.policy.context)
-        if hasattr(self, "engine"):  # prompts given to `evaluate` later on
-            context = min(context, self.engine.context)
-        limit = min(args.max_prompt_tokens or context, context - completion)
-        if limit < 1:
-            raise ValueError(
-                f"max_completion_length is {completion}, but the context has {context} tokens: no room is left for a "
-                "prompt. Lower max_completion_length or raise vllm_max_model_length."
-            )
-        if dataset is None:
-            raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
-        return tokenize_prompts(
-            dataset,
-            self.policy.tokenizer,
-            max_prompt_tokens=limit,
-            overlong=args.overlong_prompts,
-            chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
-            name=name,
-        )
-
-    def _tokenize_eval(self, dataset: Any, args: GRPOConfig) -> Any:
-        if dataset is None or isinstance(dataset, PromptDataset):
-            return dataset
-        if isinstance(dataset, dict):
-            return {name: self._tokenize(part, args, name) for name, part in dataset.items()}
-        return self._tokenize(dataset, args, "eval")
-
-    def _build_engine(self) -> None:
-        """The engine, how it gets weights, and what the user should know of both."""
-        args: GRPOConfig = self.args
-        started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
-        completion = max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
-        context = args.vllm_max_model_length or max(part.longest for part in prompts) + completion
-        sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
-        end = self.policy.tokenizer.eos_token_id
-        slotted = check_choice(args.weights, self.policy.adapter)
-        shared = expects_sharing(args, self.policy)
-        plan = memory.plan(args, self.model, context, sequences, self.rules.max_tokens, shared=shared)
-        self.engine = Engine(
-            self.policy.path,
-            args,
-            self.policy.model.dtype,
-            context,
-            plan.kv_bytes,
-            end_tokens=() if end is None else (end,),
-            adapter=slotted,
+        sampler = build_sampler(
+            self.policy, self.model, args, prompts, self.rules, self.times, self.console, self.scorer.notes
         )
-        with together("the plan of the weights"):
-            self.weights = publisher(
-                args.weights,
-                self.model,
-                self.engine,
-                untouched=self.policy.untouched,
-                device=args.device,
-                adapter=self.policy.adapter,
-            )
-        if args.on_cpu:
-            process.give_back_freed_memory()  # the policy's former place
-        self.residency = Residency(self.engine, args, self.times)
-        self.memory = plan.with_engine(
-            self.engine.weight_bytes, bytes_apart(self.model, self.engine.model), self.engine.kv_tokens
-        )
-        say = self.console.say
-        say(self.engine.describe())
-        say(self.weights.describe())
-        for line in (*self.memory.table().splitlines(), *self.residency.notes, *self.scorer.notes):
-            say(line)
-        for line in self.policy.describe(args, self.rules.max_tokens):
-            say(line)
-        for part in prompts:
-            if part.num_dropped:
-                say(f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped")
-        say(f"ready in {time.perf_counter() - started:.0f} s")
+        self.engine, self.weights = sampler.engine, sampler.weights
+        self.residency, self.memory = sampler.residency, sampler.memory
 
     # -- stages: a subclass replaces any of these
 
@@ -254,9 +164,6 @@ class GRPOTrainer(ResumableTrainer):
         return self.processing_class.batch_decode(ids, skip_special_tokens=True)
 
     # -- the seam to transformers.Trainer
-
-    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Not before the engine is built: the policy then moves into its memory (see `weights.plan`)."""
 
     def get_train_dataloader(self) -> PromptLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
@@ -370,32 +277,6 @@ class GRPOTrainer(ResumableTrainer):
         )
         return step
 
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        with self.times.phase("optimizer"):
-            return super()._clip_grad_norm(model)
-
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:
-        """As in transformers, and the last look before the weights change."""
-        with self.times.phase("optimizer"):
-            norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
-                "weights are touched. Lower learning_rate, or train with dtype: float32."
-            )
-        return norm
-
-    def compute_loss_context_manager(self) -> Any:
-        """bfloat16 autocast where it is asked for. (accelerate would put it into the model, which stays unwrapped.)"""
-        return self.accelerator.autocast()
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Not estimated: transformers' formula assumes padded batches."""
-        return 0
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Counted in `_collect`, as prompts and completions of all ranks."""
-
     def at_boundary(self) -> bool:
         """Rollouts of a round aren't saved: a checkpoint in its middle couldn't go on."""
         return not self._round
@@ -414,7 +295,9 @@ class GRPOTrainer(ResumableTrainer):
         Returns:
             ``<prefix>_reward``, ``<prefix>_rewards/<name>/mean``, ``<prefix>_completions/...`` and times.
         """
-        given = self._tokenize_eval(eval_dataset, self.args) if eval_dataset is not None else self.eval_prompts
+        given = self.eval_prompts
+        if eval_dataset is not None:
+            given = eval_prompts_of(eval_dataset, self.policy, self.args, self.engine.context)
         if given is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
         if not self.is_in_train:
@@ -429,58 +312,9 @@ class GRPOTrainer(ResumableTrainer):
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means of the steps since the last log."""
-        if self._logs and "loss" in logs:
-            names = dict.fromkeys(name for entry in self._logs for name in entry)
-            for name in names:
-                values = [entry[name] for entry in self._logs if name in entry]
-                logs[name] = sum(values) / len(values)
-            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
-            self._logs = []
-        super().log(logs, start_time)
-
-    # -- saving
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
-        if state_dict is None and self.policy.adapter is None:
-            state_dict = state_dict_on_host(self.model)
-        super()._save(output_dir, state_dict)
-
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
-        """README.md with the recipe, the command, the dataset, the reward curve and the versions."""
-        if not self.is_world_process_zero():
-            return
-        args: GRPOConfig = self.args
-        folder = Path(args.output_dir)
-        facts = RunFacts(
-            model_name=model_name or folder.name,
-            base_model=self.policy.path,
-            dataset=self.facts.get("dataset"),
-            reward_names=[reward.name for reward in self.rewards],
-            reward_weights=[reward.weight for reward in self.rewards],
-            recipe=self.facts.get("recipe"),
-            command=self.facts.get("command", ""),
-            settings={name: getattr(args, name) for name in SETTINGS},
-            history=self.state.log_history,
-            hub_model_id=args.hub_model_id,
-            adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
-        )
-        write_card(folder, run=facts)
-
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""
         self.stop_signal.remove()
         del self.weights  # views of the engine's tensors, which would stay in memory
         self.scorer.close()
         self.engine.close()
-
-    def _finish_step(self) -> None:
-        """After the optimizer: the step's times, its line, and whether SIGTERM asks for the end."""
-        entry = self._logs[-1]
-        entry |= self.times.take()
-        entry["step_time"] = time.perf_counter() - self._step_started
-        explained = sum(value for name, value in entry.items() if name.startswith("time/"))
-        entry["time/other"] = entry["step_time"] - explained
-        self.console.step(self.state.global_step, self.state.max_steps, entry)

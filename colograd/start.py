@@ -1,0 +1,131 @@
+"""What a trainer builds once, before the first step: tokenised prompts, and the engine beside the policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import memory, process
+from .config import GRPOConfig
+from .data import PromptDataset, tokenize_prompts
+from .engine import Engine
+from .memory import MemoryPlan
+from .metrics import PhaseTimes
+from .packing import PackingRules
+from .policy import Policy
+from .progress import Console
+from .ranks import together
+from .residency import Residency
+from .weights import Publisher, bytes_apart, check_choice, expects_sharing, publisher
+
+
+def longest_completion(args: GRPOConfig) -> int:
+    """Tokens a completion may have, in training or evaluation."""
+    return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
+
+
+def prompts_of(dataset: Any, policy: Policy, args: GRPOConfig, name: str, context: int | None = None) -> PromptDataset:
+    """The tokenised prompts of a dataset, such that a completion has room behind each.
+
+    Args:
+        name: of the dataset in messages: train, eval or the user's.
+        context: tokens that an engine which is there has room for.
+
+    Raises:
+        ValueError: no dataset, no room for a prompt, or what `tokenize_prompts` finds.
+    """
+    completion = longest_completion(args)
+    most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
+    limit = min(args.max_prompt_tokens or most, most - completion)
+    if limit < 1:
+        raise ValueError(
+            f"max_completion_length is {completion}, but the context has {most} tokens: no room is left for a "
+            "prompt. Lower max_completion_length or raise vllm_max_model_length."
+        )
+    if dataset is None:
+        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+    return tokenize_prompts(
+        dataset,
+        policy.tokenizer,
+        max_prompt_tokens=limit,
+        overlong=args.overlong_prompts,
+        chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
+        name=name,
+    )
+
+
+def eval_prompts_of(dataset: Any, policy: Policy, args: GRPOConfig, context: int | None = None) -> Any:
+    """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are."""
+    if dataset is None or isinstance(dataset, PromptDataset):
+        return dataset
+    if isinstance(dataset, dict):
+        return {name: prompts_of(part, policy, args, name, context) for name, part in dataset.items()}
+    return prompts_of(dataset, policy, args, "eval", context)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """The engine, how it gets weights, and who has the device's memory when."""
+
+    engine: Engine
+    weights: Publisher
+    residency: Residency
+    memory: MemoryPlan
+
+
+def build_sampler(
+    policy: Policy,
+    model: Any,
+    args: GRPOConfig,
+    prompts: Sequence[PromptDataset],
+    rules: PackingRules,
+    times: PhaseTimes,
+    console: Console,
+    notes: Sequence[str],
+) -> Sampler:
+    """Build the engine beside the policy, and say what the user should know of both. A collective.
+
+    Args:
+        policy, model: the policy, and its model as the trainer holds it; its parameters may move into the engine's.
+        prompts: all that will be sampled from, for the engine's context.
+        notes: further lines to say.
+    """
+    started = time.perf_counter()
+    context = args.vllm_max_model_length or max(part.longest for part in prompts) + longest_completion(args)
+    sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
+    end = policy.tokenizer.eos_token_id
+    plan = memory.plan(args, model, context, sequences, rules.max_tokens, shared=expects_sharing(args, policy))
+    engine = Engine(
+        policy.path,
+        args,
+        policy.model.dtype,
+        context,
+        plan.kv_bytes,
+        end_tokens=() if end is None else (end,),
+        adapter=check_choice(args.weights, policy.adapter),
+    )
+    with together("the plan of the weights"):
+        weights = publisher(
+            args.weights,
+            model,
+            engine,
+            untouched=policy.untouched,
+            device=args.device,
+            adapter=policy.adapter,
+        )
+    if args.on_cpu:
+        process.give_back_freed_memory()  # the policy's former place
+    residency = Residency(engine, args, times)
+    plan = plan.with_engine(engine.weight_bytes, bytes_apart(model, engine.model), engine.kv_tokens)
+    lines = [engine.describe(), weights.describe(), *plan.table().splitlines(), *residency.notes, *notes]
+    lines += policy.describe(args, rules.max_tokens)
+    lines += [
+        f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped"
+        for part in prompts
+        if part.num_dropped
+    ]
+    for line in (*lines, f"ready in {time.perf_counter() - started:.0f} s"):
+        console.say(line)
+    return Sampler(engine, weights, residency, plan)
