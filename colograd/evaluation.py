@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .batch import Group, ScoredGroup
+from .batch import Group, Logged, ScoredGroup
 from .config import GRPOConfig
 from .data import PromptDataset
 from .engine import Engine
@@ -34,6 +34,8 @@ class Evaluated(Protocol):
 
     def take_counts(self) -> dict[str, float]: ...
 
+    def take_logged(self, group: Group) -> Logged: ...
+
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -54,7 +56,7 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
         bar.close()
         for group, pending in begun:
             rewards = pending.result()
-            scored = ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))
+            scored = ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)), trainer.take_logged(group))
             local.add(scored, trainer.combine(rewards), mask_truncated=False)
         local.counts.update(trainer.take_counts())
     whole = RolloutStatistics.join(gather(local))
