@@ -54,6 +54,10 @@ def loud(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def odd(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [float(len(text)) if int(text) % 2 else None for text in completions]
+
+
 # -- what they log
 
 
