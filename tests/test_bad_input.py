@@ -402,14 +402,14 @@ def test_none_abstains() -> None:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """Runs the command, which must fail before an engine is built; returns what it said."""
-    from colograd import train, trainer
+    from colograd import start, train, trainer
 
     def build(*args: Any) -> None:
         raise AssertionError("an engine would have been built")
 
     monkeypatch.setattr(process, "prepare_ranks", lambda: None)
     monkeypatch.setattr(trainer, "check_vllm", lambda: None)
-    monkeypatch.setattr(trainer, "Engine", build)
+    monkeypatch.setattr(start, "Engine", build)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "2 + 2 =", "answer": "4"}\n')

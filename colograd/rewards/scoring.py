@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ..batch import Group
-from .calling import checked, keywords_for, raised, raised_elsewhere
+from .calling import checked, keywords_for, raised, raised_elsewhere, takes_environments
 from .functions import RewardError, RewardFunction
 from .workers import CannotTravel, Outcome, Worker, WorkerPool, travelling
 
@@ -168,6 +168,9 @@ class Scorer:
         for index, reward in enumerate(self.rewards):
             if inspect.iscoroutinefunction(reward.function):
                 continue
+            if takes_environments(reward):
+                self._stays(reward, CannotTravel("it takes environments, which live here"))
+                continue
             try:
                 able[index] = travelling(reward.function)
             except CannotTravel as reason:
@@ -200,6 +203,7 @@ class Scorer:
     ) -> Future[Outcome]:
         if self._pool is not None and index in self._numbers:
             keywords = keywords_for(reward, groups, texts, None)
+            keywords.pop("environments", None)
             return self._pool.submit(self._numbers[index], keywords, self._pickled(trainer_state))
         done: Future[Outcome] = Future()
         keywords = keywords_for(reward, groups, texts, trainer_state)
