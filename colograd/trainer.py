@@ -27,7 +27,7 @@ from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
-from .data import PromptLoader, StepOrder, extra_prompts
+from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine import check_vllm
 from .experience import collect
 from .logprobs import policy_logprobs, with_old_logprobs
@@ -39,7 +39,7 @@ from .policy import load_policy
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum
 from .sampling import Sampling, check_sampling
-from .start import build_sampler, eval_prompts_of, prompts_of
+from .start import build_sampler, eval_prompts_of, loader_of, train_prompts_of
 from .weights import check_choice
 
 
@@ -51,8 +51,8 @@ class GRPOTrainer(PackedTrainer):
         reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`).
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions.
-        eval_dataset: likewise, or a dict of them; for `evaluate`.
+            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``.
+        eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
@@ -88,8 +88,7 @@ class GRPOTrainer(PackedTrainer):
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
             args.settle_precision(self.policy.model.dtype)
-            self.train_prompts = prompts_of(train_dataset, self.policy, args, "train")
-            StepOrder.of(args, len(self.train_prompts))
+            self.train_prompts = train_prompts_of(train_dataset, self.policy, args)
             self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args)
         super().__init__(
             model=self.policy.model,
@@ -139,6 +138,7 @@ class GRPOTrainer(PackedTrainer):
 
     def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
         """Further prompts for the present round, after ``drawn`` others (dynamic sampling)."""
+        assert isinstance(self.train_prompts, PromptDataset), "a streamed dataset was refused with dynamic_sampling"
         return extra_prompts(self.train_prompts, self.args, self.state.global_step, drawn, count)
 
     def take_counts(self) -> dict[str, float]:
@@ -165,9 +165,9 @@ class GRPOTrainer(PackedTrainer):
 
     # -- the seam to transformers.Trainer
 
-    def get_train_dataloader(self) -> PromptLoader:
+    def get_train_dataloader(self) -> PromptLoader | StreamLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
-        return PromptLoader(self.train_prompts, StepOrder.of(self.args, len(self.train_prompts)))
+        return loader_of(self.train_prompts, self.args)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
@@ -296,7 +296,9 @@ class GRPOTrainer(PackedTrainer):
             ``<prefix>_reward``, ``<prefix>_rewards/<name>/mean``, ``<prefix>_completions/...`` and times.
         """
         given = self.eval_prompts
-        if eval_dataset is not None:
+        if isinstance(eval_dataset, str) and isinstance(given, dict):
+            given = given[eval_dataset]
+        elif eval_dataset is not None:
             given = eval_prompts_of(eval_dataset, self.policy, self.args, self.engine.context)
         if given is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
@@ -317,4 +319,6 @@ class GRPOTrainer(PackedTrainer):
         self.stop_signal.remove()
         del self.weights  # views of the engine's tensors, which would stay in memory
         self.scorer.close()
+        if self.completion_log is not None:
+            self.completion_log.close()
         self.engine.close()

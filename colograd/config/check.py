@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +100,17 @@ def check_values(config: GRPOConfig) -> None:
             f"num_generations_eval is {config.num_generations_eval}, but with temperature_eval 0 all completions of a "
             "prompt are equal: set it to 1, or raise temperature_eval."
         )
-    if str(config.metric_for_best_model or "").removeprefix("eval_") == "loss":
+    if str(config.metric_for_best_model or "").removeprefix("eval_") == "loss" and not config.loss_eval:
         raise ValueError(
-            f"metric_for_best_model is {config.metric_for_best_model!r}, but `evaluate` has no loss: use `reward`."
+            f"metric_for_best_model is {config.metric_for_best_model!r}, but `evaluate` computes no loss: use "
+            "`reward`, or set loss_eval: true."
+        )
+    if config.max_completion_length is None:
+        raise ValueError("max_completion_length is None, but memory is planned by it: give a number of tokens.")
+    if config.log_completions_hub_repo is not None and not config.log_completions:
+        raise ValueError(
+            f"log_completions_hub_repo is {config.log_completions_hub_repo!r}, but no completions are logged: set "
+            "log_completions: true, or remove it."
         )
     if not 0 < config.top_p <= 1:
         raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
@@ -119,6 +128,7 @@ def check_values(config: GRPOConfig) -> None:
     _one_of("importance_sampling_level", config.importance_sampling_level, ("token",), " in this version")
     _one_of("overlong_prompts", config.overlong_prompts, ("drop", "error"))
     _one_of("weights", config.weights, ("auto", "shared", "copied", "adapter"), " in this version")
+    _one_of("vllm_model_impl", config.vllm_model_impl, ("auto", "vllm", "transformers"))
     _one_of("vllm_mode", config.vllm_mode, ("colocate",), " (there is no server: each rank has its own engine)")
     check_objective(config)
     check_process(config)
@@ -214,6 +224,7 @@ def fold_batch(config: GRPOConfig) -> None:
     accumulation = config.gradient_accumulation_steps
     per_rank = config.per_device_train_batch_size * accumulation
     if config.prompts_per_step is not None:
+        _check_said_once(config, per_rank, ranks, group)
         if config.prompts_per_step < 1 or config.prompts_per_step % ranks:
             low = max(ranks, config.prompts_per_step // ranks * ranks)
             raise ValueError(
@@ -235,6 +246,21 @@ def fold_batch(config: GRPOConfig) -> None:
     config.per_device_train_batch_size = per_rank
     config.prompts_per_step = per_rank // group * ranks
     config.generation_batch_size = None
+
+
+def _check_said_once(config: GRPOConfig, per_rank: int, ranks: int, group: int) -> None:
+    """Refuse TRL's product beside a `prompts_per_step` that contradicts it. At its defaults it says nothing."""
+    fields = {f.name: f.default for f in dataclasses.fields(config)}
+    factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    said = [name for name in factors if getattr(config, name) != fields[name]]
+    wanted = (config.prompts_per_step or 0) * group
+    if said and per_rank * ranks != wanted:
+        raise ValueError(
+            f"prompts_per_step is {config.prompts_per_step}, which is {wanted} completions per step, but "
+            f"per_device_train_batch_size * gradient_accumulation_steps * ranks = {config.per_device_train_batch_size} "
+            f"* {config.gradient_accumulation_steps} * {ranks} = {per_rank * ranks}: remove prompts_per_step or "
+            f"{' and '.join(said)}."
+        )
 
 
 def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) -> int:

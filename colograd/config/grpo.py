@@ -7,6 +7,7 @@ Normalised once, in ``__post_init__``: ``gradient_accumulation_steps`` is folded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ class GRPOConfig(TrainingArguments):
         ValueError: at construction, with the value, the rule and the remedy.
     """
 
+    notes: ClassVar[Sequence[str]] = ()  # of the instance: what `names_checked` has to say of names that were given
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
@@ -53,7 +55,8 @@ class GRPOConfig(TrainingArguments):
         },
     )
     remove_unused_columns: bool | None = field(
-        default=False, metadata={"help": "Kept for compatibility: columns always reach the reward functions."}
+        default=False,
+        metadata={"help": "Leave the reward functions the column `prompt` alone (and so an answer's column out)."},
     )
     optim: str = field(
         default="auto",
@@ -129,6 +132,17 @@ class GRPOConfig(TrainingArguments):
         default=None, metadata={"help": "Tokens a completion may have in `evaluate`; default `max_completion_length`."}
     )
 
+    pass_threshold_eval: float = field(
+        default=1.0, metadata={"help": "Weighted reward from which a completion counts as a pass in `eval_pass@k`."}
+    )
+    loss_eval: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the policy's forward on what `evaluate` sampled, for `eval_loss`, the entropy and TRL's other "
+            "metrics of the loss. TRL always does."
+        },
+    )
+
     # -- the engine
     use_vllm: bool = field(default=True, metadata={"help": "Kept for TRL's files: generation always runs in vLLM."})
     vllm_mode: str = field(default="colocate", metadata={"help": "Kept for TRL's files: always `colocate`."})
@@ -143,6 +157,13 @@ class GRPOConfig(TrainingArguments):
     vllm_max_model_length: int | None = field(
         default=None,
         metadata={"help": "The engine's context in tokens; default: the model's, or what is needed if less."},
+    )
+    vllm_model_impl: str = field(
+        default="auto",
+        metadata={
+            "help": "`vllm`: its own implementation of the model; `transformers`: that of transformers, in vLLM; "
+            "`auto`: its own where it has one (TRL's default, `vllm`, is an error where it has none)."
+        },
     )
     vllm_tensor_parallel_size: int = field(
         default=1, metadata={"help": "Ranks that share one engine. Only 1 in this version."}
@@ -280,6 +301,10 @@ class GRPOConfig(TrainingArguments):
         default=None, metadata={"help": "Steps between two printed tables; default `logging_steps`."}
     )
     num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows of the table; default all."})
+    log_completions_hub_repo: str | None = field(
+        default=None,
+        metadata={"help": "A dataset on the Hub to which the files of `log_completions` go, every two minutes."},
+    )
     log_unique_prompts: bool = field(default=False, metadata={"help": "Show one completion per prompt only."})
     verbose: bool = field(default=False, metadata={"help": "Let vLLM and transformers log as they like."})
 
