@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_utils import TrainOutput
 
 from . import budget, evaluation, process
-from .advantages import group_advantages
+from .advantages import Estimator
 from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
 from .config import GRPOConfig
@@ -104,6 +104,7 @@ class GRPOTrainer(PackedTrainer):
         )
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
+        self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
         self.loss = LOSSES[args.loss_type].from_config(args)
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
         self._round: list[StepBatch] = []  # what is left of the present round
@@ -147,11 +148,14 @@ class GRPOTrainer(PackedTrainer):
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         """[G, R] rewards -> [G] weighted sums."""
-        return weighted_sum(rewards, [reward.weight for reward in self.rewards])
+        return weighted_sum(rewards, self.estimator.weights)
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others."""
-        return group_advantages(self.combine(rewards), self.args.scale_rewards)
+        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others.
+
+        With `scale_rewards: batch` or `normalize_then_sum` what this returns is divided by a deviation over the step.
+        """
+        return self.estimator.of_group(rewards)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
@@ -186,7 +190,8 @@ class GRPOTrainer(PackedTrainer):
         names = [reward.name for reward in self.rewards]
         with self.residency.sampling(self.optimizer):
             rounds = args.dynamic_sampling_max_rounds * args.dynamic_sampling
-            batches, groups = collect(self, steps, self.rules, names, self.times, args.reward_call == "all", rounds)
+            one_call, scores = args.reward_call == "all", self.estimator.step_scores
+            batches, groups = collect(self, steps, self.rules, names, self.times, one_call, rounds, scores)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         if self.completion_log is not None:
             with self.times.phase("log"):

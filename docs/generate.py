@@ -32,7 +32,6 @@ LIMITED = (
     "importance_sampling_level",
     "loss_type",
     "remove_unused_columns",
-    "scale_rewards",
     "use_vllm",
     "vllm_mode",
     "vllm_tensor_parallel_size",

@@ -257,6 +257,7 @@ NEW = {
     "reward_call",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",
+    "advantage_baseline",
     "log_completions_steps",
     "verbose",
 }
@@ -308,8 +309,16 @@ def test_script_and_model_arguments_keep_trl_s_names(theirs: str, ours: type) ->
         ("reward_on_error", "ignore", "raise, abstain"),
         ("reward_call", "row", "group, all"),
         ("dynamic_sampling_max_rounds", 0, "dynamic_sampling_max_rounds"),
+        ("scale_rewards", "rank", "group, batch, none"),
+        ("multi_objective_aggregation", "sum", "sum_then_normalize, normalize_then_sum"),
+        ("advantage_baseline", "median", "mean, leave_one_out"),
     ],
 )
 def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         GRPOConfig(output_dir=str(tmp_path), **{name: value})
+
+
+def test_normalising_each_reward_has_no_other_baseline() -> None:
+    with pytest.raises(ValueError, match="compares with the mean"):
+        config(multi_objective_aggregation="normalize_then_sum", advantage_baseline="leave_one_out")

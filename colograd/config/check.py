@@ -24,6 +24,7 @@ SHAPING = (
 )  # fmt: skip
 NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 # What `accelerate launch` sets for a configuration whose ranks share one model. transformers takes it without a word.
 SHARDING = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -106,7 +107,7 @@ def check_values(config: GRPOConfig) -> None:
     if not 0 < config.top_p <= 1:
         raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
     _one_of("loss_type", config.loss_type, LOSSES, " in this version")
-    _one_of("scale_rewards", config.scale_rewards, ("group", "none"), " in this version")
+    _check_advantages(config)
     _one_of("reward_on_error", config.reward_on_error, ("raise", "abstain"))
     _one_of("reward_call", config.reward_call, ("group", "all"))
     _at_least("reward_workers", config.reward_workers, 0)
@@ -122,6 +123,17 @@ def check_values(config: GRPOConfig) -> None:
     _one_of("vllm_mode", config.vllm_mode, ("colocate",), " (there is no server: each rank has its own engine)")
     check_objective(config)
     check_process(config)
+
+
+def _check_advantages(config: GRPOConfig) -> None:
+    _one_of("scale_rewards", config.scale_rewards, ("group", "batch", "none"))
+    _one_of("multi_objective_aggregation", config.multi_objective_aggregation, AGGREGATIONS)
+    _one_of("advantage_baseline", config.advantage_baseline, ("mean", "leave_one_out"))
+    if config.multi_objective_aggregation == "normalize_then_sum" and config.advantage_baseline == "leave_one_out":
+        raise ValueError(
+            "advantage_baseline is 'leave_one_out' and multi_objective_aggregation is 'normalize_then_sum', which "
+            "compares with the mean: scaling over the step undoes any other constant. Set one of the two back."
+        )
 
 
 def check_objective(config: GRPOConfig) -> None:

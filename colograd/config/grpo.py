@@ -214,7 +214,25 @@ class GRPOConfig(TrainingArguments):
     )
     scale_rewards: str = field(
         default="group",
-        metadata={"help": "Divide advantages by the group's standard deviation (`group`), or not (`none`)."},
+        metadata={
+            "help": "Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of "
+            "those of all groups of the step on all ranks (`batch`), or not at all (`none`, `false`)."
+        },
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={
+            "help": "Several reward functions: sum the weighted rewards, then normalise (`sum_then_normalize`); or "
+            "normalise each function's in the group, sum, and scale over the step (`normalize_then_sum`, GDPO), where "
+            "`scale_rewards` has no part, as in TRL."
+        },
+    )
+    advantage_baseline: str = field(
+        default="mean",
+        metadata={
+            "help": "What a completion is compared with: the `mean` of its group, or of the others in it "
+            "(`leave_one_out`, RLOO)."
+        },
     )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit the token limit out of the loss."}
@@ -293,9 +311,8 @@ class GRPOConfig(TrainingArguments):
             self.metric_for_best_model = "reward"  # there is no evaluation loss
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
-        self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
-            self.scale_rewards, self.scale_rewards
-        )
+        spelt: dict[Any, str] = {"true": "group", "false": "none"}  # TRL's, on the command line too
+        self.scale_rewards = spelt.get(str(self.scale_rewards).lower(), self.scale_rewards)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         self.max_tokens_per_microbatch = token_budget(self.max_tokens_per_microbatch, self.on_cpu)
         self.logging_nan_inf_filter = False  # a NaN loss must be seen

@@ -27,7 +27,6 @@ REFUSED: dict[str, str] = {
     "vespo_k_neg": "loss_type vespo isn't available in this version",
     "vespo_lambda_pos": "loss_type vespo isn't available in this version",
     "vespo_lambda_neg": "loss_type vespo isn't available in this version",
-    "multi_objective_aggregation": "rewards are summed, then normalised, in this version",
     "sync_ref_model": "there is no reference model in this version (beta must be 0)",
     "ref_model_mixup_alpha": "there is no reference model in this version (beta must be 0)",
     "ref_model_sync_steps": "there is no reference model in this version (beta must be 0)",
