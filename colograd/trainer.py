@@ -37,6 +37,7 @@ from .optim import accumulate_in_float32, optimizer_class
 from .packed_trainer import PackedTrainer
 from .policy import load_policy
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
+from .reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum
 from .sampling import Sampling, check_sampling
 from .start import build_sampler, eval_prompts_of, prompts_of
@@ -87,6 +88,7 @@ class GRPOTrainer(PackedTrainer):
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
+            check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
             self.train_prompts = prompts_of(train_dataset, self.policy, args, "train")
             StepOrder.of(args, len(self.train_prompts))
@@ -116,6 +118,9 @@ class GRPOTrainer(PackedTrainer):
         )
         self.engine, self.weights = sampler.engine, sampler.weights
         self.residency, self.memory = sampler.residency, sampler.memory
+        self.reference = sampler.reference  # of the KL term; None where beta is 0
+        if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
+            self.add_callback(FollowPolicy(self.reference, self.model))
 
     # -- stages: a subclass replaces any of these
 
@@ -196,7 +201,28 @@ class GRPOTrainer(PackedTrainer):
         if self.completion_log is not None:
             with self.times.phase("log"):
                 self.completion_log.add(groups, self.decode, self.state)
-        if self.args.round_length == 1:
+        return self._with_logprobs(batches)
+
+    def _with_logprobs(self, batches: list[StepBatch]) -> list[StepBatch]:
+        """A round's optimizer steps, with what other weights than the trained ones say of their tokens."""
+        while True:
+            try:
+                return self._ask_others(batches)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            batches = self._back_off(batches, reason, among=len(batches))
+
+    def _ask_others(self, batches: list[StepBatch]) -> list[StepBatch]:
+        """The reference, and for the later steps of a round the weights that sampled it."""
+        args: GRPOConfig = self.args
+        if self.reference is not None:
+            with (
+                together("the reference's log-probabilities"),
+                self.times.phase("ref_logprobs"),
+                self.compute_loss_context_manager(),
+            ):
+                batches = with_ref_logprobs(self.reference, batches, args.temperature)
+        if args.round_length == 1:
             return batches
         with (
             together("the old log-probabilities"),
@@ -204,8 +230,8 @@ class GRPOTrainer(PackedTrainer):
             self.compute_loss_context_manager(),
         ):
             # The first step trains on what its own weights sampled; for the later ones the policy has moved on.
-            behind = [with_old_logprobs(self.model, batch, self.args.temperature) for batch in batches]
-        return [batches[0], *behind[1:], *behind * (self.args.num_iterations - 1)]
+            behind = [with_old_logprobs(self.model, batch, args.temperature) for batch in batches]
+        return [batches[0], *behind[1:], *behind * (args.num_iterations - 1)]
 
     def _measure_budget(self) -> None:
         """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
@@ -213,6 +239,8 @@ class GRPOTrainer(PackedTrainer):
 
         def loss(micro_batch: MicroBatch) -> torch.Tensor:
             with self.compute_loss_context_manager():
+                if self.reference is not None:
+                    (micro_batch,) = fill(self.reference, [micro_batch], args.temperature)
                 return self.compute_loss(self.model, micro_batch).loss
 
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
@@ -241,7 +269,8 @@ class GRPOTrainer(PackedTrainer):
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            inputs = self._back_off(inputs, reason)  # the exception, whose traceback holds activations, is gone
+            # The exception, whose traceback holds activations, is gone.
+            inputs, *self._round = self._back_off([inputs, *self._round], reason)
         with self.times.phase("sync"):
             sum_gradients(list(self.model.parameters()))
             reduced = metrics.reduce()
@@ -272,15 +301,15 @@ class GRPOTrainer(PackedTrainer):
         metrics.add("loss_sum", total, 1.0 / world_size())
         return metrics
 
-    def _back_off(self, failed: StepBatch, reason: str) -> StepBatch:
+    def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
         budget.free_memory(self.model)
-        self.rules, (step, *self._round) = budget.back_off(self.rules, [failed, *self._round], reason)
+        self.rules, steps = budget.back_off(self.rules, steps, reason, among)
         self.console.say(
             f"memory: step {self.state.global_step + 1} ran out of it and is repeated; micro-batches have at most "
             f"{self.rules.max_tokens:,} tokens from here on"
         )
-        return step
+        return steps
 
     def at_boundary(self) -> bool:
         """Rollouts of a round aren't saved: a checkpoint in its middle couldn't go on."""
@@ -291,6 +320,17 @@ class GRPOTrainer(PackedTrainer):
         self._round, self._logs = [], []
         self.engine.version = None  # steps are counted anew, or weights loaded: what the engine holds is of no step
         return super().train(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """And, as they are needed to go on, a reference that has moved."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.reference is not None and self.args.should_save:
+            self.reference.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.reference is not None and checkpoint is not None:
+            self.reference.load(checkpoint)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -323,3 +363,4 @@ class GRPOTrainer(PackedTrainer):
         del self.weights  # views of the engine's tensors, which would stay in memory
         self.scorer.close()
         self.engine.close()
+        self.reference = None

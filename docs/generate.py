@@ -28,7 +28,6 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 
 # Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
 LIMITED = (
-    "beta",
     "importance_sampling_level",
     "loss_type",
     "remove_unused_columns",
@@ -200,6 +199,7 @@ def help_of(group: type, name: str) -> str:
         str(field_of(group, name).metadata["help"])
         .replace("%%", "%")
         .replace("see docs/losses.md", "see [losses](losses.md)")
+        .replace("See docs/reference.md", "See [reference](reference.md)")
     )
 
 

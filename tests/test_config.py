@@ -244,6 +244,7 @@ NEW = {
     "prompts_per_step",
     "max_prompt_tokens",
     "offload_optimizer",
+    "offload_reference",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",

@@ -88,6 +88,7 @@ def check_values(config: GRPOConfig) -> None:
         )
     for name in ("max_completion_length", "num_iterations", "num_generations_eval", "dynamic_sampling_max_rounds"):
         _at_least(name, getattr(config, name), 1)
+    _at_least("ref_model_sync_steps", config.ref_model_sync_steps, 1)
     for name in ("epsilon", "epsilon_high", "beta", "temperature_eval"):
         _at_least(name, getattr(config, name), 0)
     if config.temperature <= 0:
@@ -137,10 +138,16 @@ def _check_advantages(config: GRPOConfig) -> None:
 
 
 def check_objective(config: GRPOConfig) -> None:
-    """The rules of the loss and its sampler correction."""
-    if config.beta != 0:
+    """The rules of the loss, its reference and its sampler correction."""
+    if config.sync_ref_model and config.beta == 0:
         raise ValueError(
-            f"beta is {config.beta}, but this version has no reference model: set beta: 0.0 (the default)."
+            "sync_ref_model is true, but beta is 0, so that there is no reference model: set beta, or remove "
+            "sync_ref_model."
+        )
+    if not 0 < config.ref_model_mixup_alpha <= 1:
+        raise ValueError(
+            f"ref_model_mixup_alpha is {config.ref_model_mixup_alpha}, but is the policy's share of a mixture, in "
+            "(0, 1]: 1 replaces the reference by the policy."
         )
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:

@@ -246,7 +246,9 @@ class GRPOConfig(TrainingArguments):
     epsilon: float = field(default=0.2, metadata={"help": "Lower clip range of the importance ratio."})
     epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range; default `epsilon`."})
     delta: float | None = field(default=None, metadata={"help": "Upper bound of the ratio in two-sided clipping."})
-    beta: float = field(default=0.0, metadata={"help": "KL coefficient. Only 0 (no reference model) in this version."})
+    beta: float = field(
+        default=0.0, metadata={"help": "KL coefficient; 0: no KL term and no reference model. See docs/reference.md."}
+    )
     importance_sampling_level: str = field(default="token", metadata={"help": "Only `token` in this version."})
     vllm_importance_sampling_correction: bool = field(
         default=True, metadata={"help": "Weigh the loss by trainer over sampler probability, to undo their mismatch."}
@@ -260,6 +262,23 @@ class GRPOConfig(TrainingArguments):
     )
     vllm_importance_sampling_clip_min: float | None = field(
         default=None, metadata={"help": "Lower bound of that ratio."}
+    )
+
+    # -- the reference model, where `beta` isn't 0
+    sync_ref_model: bool = field(
+        default=False,
+        metadata={"help": "Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."},
+    )
+    ref_model_mixup_alpha: float = field(
+        default=0.6, metadata={"help": "Share of the policy in that mixture; 1 replaces the reference."}
+    )
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two mixtures."})
+    offload_reference: bool = field(
+        default=False,
+        metadata={
+            "help": "On a GPU, keep the reference model in pinned host memory but while its log-probabilities are "
+            "computed. Does nothing on a CPU, nor for LoRA, which has no second model."
+        },
     )
 
     # -- the training path
