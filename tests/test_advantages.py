@@ -194,6 +194,13 @@ def test_the_deviation_of_fewer_than_two_is_zero() -> None:
     assert step_std([]) == step_std([torch.tensor([NAN])]) == 1e-4
 
 
+def test_the_deviation_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = torch.tensor([0.25, 1.0, NAN]), [0.5, 4.0]
+    monkeypatch.setattr("colograd.advantages.gather", lambda own: [theirs, own])
+    everything = torch.tensor([*theirs, *mine.tolist()])
+    assert step_std([mine[:2], mine[2:]]) == pytest.approx(float(group_std(everything)) + 1e-4)
+
+
 # -- over the step
 
 
