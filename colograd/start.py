@@ -98,15 +98,8 @@ def build_sampler(
     context = args.vllm_max_model_length or max(part.longest for part in prompts) + longest_completion(args)
     sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
     end = policy.tokenizer.eos_token_id
-    plan = memory.plan(
-        args,
-        model,
-        context,
-        sequences,
-        rules.max_tokens,
-        shared=expects_sharing(args, policy),
-        reference=reference_bytes(args, policy),
-    )
+    shared, held = expects_sharing(args, policy), reference_bytes(args, policy)
+    plan = memory.plan(args, model, context, sequences, rules.max_tokens, shared=shared, reference=held)
     engine = Engine(
         policy.path,
         args,
