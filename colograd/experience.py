@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from .advantages import group_std
+from .advantages import divided, group_std, step_std
 from .balance import balance
 from .batch import FinishReason, Group, Prompt, ScoredGroup, StepBatch
 from .metrics import PhaseTimes
@@ -248,8 +248,13 @@ def collect(
     times: PhaseTimes,
     one_call: bool = False,
     max_rounds: int = 0,
+    step_scores: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[list[StepBatch], list[list[ScoredGroup]]]:
     """One round: the prompts of each optimizer step on this rank -> one `StepBatch` each, and its groups for the log.
+
+    Args:
+        step_scores: where advantages are scaled over the step: a group's rewards to what they are scaled by the
+            deviation of (`Estimator.step_scores`).
 
     Raises:
         Exception: what a stage raised, on every rank (see `together`).
@@ -258,6 +263,9 @@ def collect(
         of_steps, sampled = draw(stages, steps, times, one_call, max_rounds)
         with times.phase("pack"):
             trained = [_trained(of_step, rules) for of_step in of_steps]
+            scores = (
+                [[step_scores(group.rewards) for group, _ in of_step] for of_step in of_steps] if step_scores else []
+            )
             locals_ = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in of_steps]
             of_sampled = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in sampled]
             of_sampled[0].counts.update(stages.take_counts())
@@ -265,6 +273,9 @@ def collect(
                 for kept, all_ in zip(of_steps, sampled, strict=True):
                     of_sampled[0].counts["dynamic_sampling/prompts"] += len(all_)
                     of_sampled[0].counts["dynamic_sampling/groups"] += len(kept)
+    logged = [[group for group, _ in of_step] for of_step in sampled]
+    if step_scores:
+        trained, logged = _scaled(of_steps, trained, logged, [step_std(of_step) for of_step in scores])
     batches = []
     for index, (own, local, drawn) in enumerate(zip(trained, locals_, of_sampled, strict=True)):
         with times.phase("pack"):
@@ -288,7 +299,24 @@ def collect(
         batches.append(
             StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0, tuple(groups))
         )
-    return batches, [[group for group, _ in of_step] for of_step in sampled]
+    return batches, logged
+
+
+def _scaled(
+    of_steps: Sequence[Sequence[Scored]],
+    trained: Sequence[Sequence[ScoredGroup]],
+    logged: Sequence[Sequence[ScoredGroup]],
+    stds: Sequence[float],
+) -> tuple[list[list[ScoredGroup]], list[list[ScoredGroup]]]:
+    """What each step trains, and what is logged beside it, with advantages divided by the deviation of the step that
+    trains a group, or would have."""
+    own = {group.group.position: std for of_step, std in zip(of_steps, stds, strict=True) for group, _ in of_step}
+    pairs = [*zip(trained, stds, strict=True)], [*zip(logged, stds, strict=True)]
+    scaled_trained, scaled_logged = (
+        [[divided(group, own.get(group.group.position, std)) for group in part] for part, std in of_both]
+        for of_both in pairs
+    )
+    return scaled_trained, scaled_logged
 
 
 def _trained(groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules) -> list[ScoredGroup]:
