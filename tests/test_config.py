@@ -377,3 +377,21 @@ def test_the_parts_of_a_mixture_have_trl_s_keys() -> None:
 def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         GRPOConfig(output_dir=str(tmp_path), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"metric_for_best_model": "eval_loss"}, "computes no loss"),
+        (
+            {"loss_eval": True, "temperature_eval": 0.5, "num_generations_eval": 2},
+            "temperature_eval is 0.5, but loss_eval",
+        ),
+        ({"temperature_eval": 0.0, "num_generations_eval": 2}, "all completions of a prompt are equal"),
+        ({"max_completion_length": None}, "max_completion_length is None"),
+    ],
+)
+def test_settings_of_evaluation_are_checked(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config(**given)
+    assert config(metric_for_best_model="eval_loss", loss_eval=True).loss_eval
