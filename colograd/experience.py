@@ -19,6 +19,7 @@ import torch
 from .advantages import divided, group_std, step_std
 from .balance import balance
 from .batch import FinishReason, Group, Prompt, ScoredGroup, StepBatch
+from .contract import checked_advantages, checked_groups
 from .metrics import PhaseTimes
 from .packing import PackingRules, has_signal, loss_tokens, pack_step
 from .ranks import gather, together
@@ -156,7 +157,7 @@ def roll_out(
     """
     if one_call:
         with times.phase("generate"):
-            groups = sorted(stages.generate(prompts), key=lambda group: group.position)
+            groups = sorted(checked_groups(stages.generate(prompts), prompts), key=lambda group: group.position)
         with times.phase("reward"):
             rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
             return _first([_scored(stages, *pair) for pair in zip(groups, rewards, strict=True)], enough)
@@ -175,7 +176,7 @@ def roll_out(
             times.move("generate", "reward", time.perf_counter() - started)
 
     with times.phase("generate"):
-        generated = stages.generate(prompts)
+        generated = checked_groups(stages.generate(prompts), prompts)
         for group in generated:
             started = time.perf_counter()
             begun[group.position] = (group, stages.begin_score([group]))
@@ -191,7 +192,8 @@ def roll_out(
 
 
 def _scored(stages: Stages, group: Group, rewards: torch.Tensor) -> Scored:
-    return ScoredGroup(group, rewards, stages.compute_advantages(group, rewards)), stages.combine(rewards)
+    advantages = checked_advantages(stages.compute_advantages(group, rewards), group)
+    return ScoredGroup(group, rewards, advantages), stages.combine(rewards)
 
 
 def _first(pairs: Sequence[Scored], enough: int | None) -> list[Scored]:

@@ -27,6 +27,7 @@ from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
+from .contract import checked_loss, checked_rewards
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine import check_vllm
 from .experience import collect
@@ -108,6 +109,7 @@ class GRPOTrainer(PackedTrainer):
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
         self.loss = LOSSES[args.loss_type].from_config(args)
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
+        self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._round: list[StepBatch] = []  # what is left of the present round
         self.rules = budget.rules_for(args, self.policy)  # the token budget in it may change
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
@@ -124,10 +126,15 @@ class GRPOTrainer(PackedTrainer):
     # -- stages: a subclass replaces any of these
 
     def generate(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        """Sample each prompt's group; yield groups as they finish. Override to change how completions come about."""
-        bar = self.console.generation(len(prompts))
-        version, sampling = self.state.global_step, Sampling.for_training(self.args)
-        for group in self.engine.generate(prompts, sampling, version=version, seed=self.args.seed):
+        """Sample each prompt's group; yield groups as they finish. Override to change how completions come about.
+
+        Both training and `evaluate` come by here; ``self.evaluating`` tells them apart.
+        """
+        purpose = "eval" if self.evaluating else "train"
+        sampling = Sampling.for_evaluation(self.args) if self.evaluating else Sampling.for_training(self.args)
+        bar = self.console.generation(len(prompts), "evaluate" if self.evaluating else "generate")
+        version, seed = self.state.global_step, self.args.seed
+        for group in self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose):
             bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
             yield group
         bar.close()
@@ -139,7 +146,8 @@ class GRPOTrainer(PackedTrainer):
     def begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
         """Begin to score groups while the engine goes on decoding; the result is [completions, R]."""
         if type(self).score is not GRPOTrainer.score:
-            return Ready(torch.cat([self.score(group) for group in groups]))
+            functions = len(self.rewards)
+            return Ready(torch.cat([checked_rewards(self.score(group), group, functions) for group in groups]))
         return self.scorer.submit(groups, [self.decode(group) for group in groups], self.state)
 
     def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
@@ -284,7 +292,7 @@ class GRPOTrainer(PackedTrainer):
         total = torch.zeros((), device=self.args.device)
         for index, micro_batch in enumerate(step.micro_batches):
             with self.compute_loss_context_manager():
-                output = self.compute_loss(model, micro_batch)
+                output = checked_loss(self.compute_loss(model, micro_batch))
             if not math.isfinite(loss := output.loss.item()):
                 raise FloatingPointError(
                     f"The loss of step {self.state.global_step + 1}, micro-batch {index} is {loss}: training "
@@ -335,10 +343,15 @@ class GRPOTrainer(PackedTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with their own settings (``*_eval``); no training forward.
+        """Sample and score the evaluation prompts with their own settings (``*_eval``); no training forward, unless
+        ``loss_eval`` asks for it.
+
+        Args:
+            eval_dataset: prompts to take instead of the trainer's, or the name of one of its evaluation datasets.
 
         Returns:
-            ``<prefix>_reward``, ``<prefix>_rewards/<name>/mean``, ``<prefix>_completions/...`` and times.
+            ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
+            ``<prefix>_completions/...`` and times; with a dict of datasets, each under ``<prefix>_<its name>``.
         """
         given = self.eval_prompts
         if isinstance(eval_dataset, str) and isinstance(given, dict):
@@ -351,10 +364,13 @@ class GRPOTrainer(PackedTrainer):
             self.engine.version = None  # anything may have changed the weights since the last step
         parts = given if isinstance(given, dict) else {"": given}
         metrics: dict[str, float] = {}
-        with self.residency.sampling(self.optimizer):
+        self.evaluating = True
+        try:
             for name, prompts in parts.items():
                 prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
                 metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
+        finally:
+            self.evaluating = False
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

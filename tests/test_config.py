@@ -387,3 +387,21 @@ def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, 
 def test_normalising_each_reward_has_no_other_baseline() -> None:
     with pytest.raises(ValueError, match="compares with the mean"):
         config(multi_objective_aggregation="normalize_then_sum", advantage_baseline="leave_one_out")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"metric_for_best_model": "eval_loss"}, "computes no loss"),
+        (
+            {"loss_eval": True, "temperature_eval": 0.5, "num_generations_eval": 2},
+            "temperature_eval is 0.5, but loss_eval",
+        ),
+        ({"temperature_eval": 0.0, "num_generations_eval": 2}, "all completions of a prompt are equal"),
+        ({"max_completion_length": None}, "max_completion_length is None"),
+    ],
+)
+def test_settings_of_evaluation_are_checked(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config(**given)
+    assert config(metric_for_best_model="eval_loss", loss_eval=True).loss_eval

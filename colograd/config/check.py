@@ -97,16 +97,6 @@ def check_values(config: GRPOConfig) -> None:
             f"temperature is {config.temperature}, but completions of a group must differ: set it above 0 (1.0 is "
             "usual). For greedy evaluation use temperature_eval: 0."
         )
-    if config.temperature_eval == 0 and (config.num_generations_eval or 1) > 1:
-        raise ValueError(
-            f"num_generations_eval is {config.num_generations_eval}, but with temperature_eval 0 all completions of a "
-            "prompt are equal: set it to 1, or raise temperature_eval."
-        )
-    if str(config.metric_for_best_model or "").removeprefix("eval_") == "loss" and not config.loss_eval:
-        raise ValueError(
-            f"metric_for_best_model is {config.metric_for_best_model!r}, but `evaluate` computes no loss: use "
-            "`reward`, or set loss_eval: true."
-        )
     if config.max_completion_length is None:
         raise ValueError("max_completion_length is None, but memory is planned by it: give a number of tokens.")
     if config.log_completions_hub_repo is not None and not config.log_completions:
@@ -132,8 +122,28 @@ def check_values(config: GRPOConfig) -> None:
     _one_of("weights", config.weights, ("auto", "shared", "copied", "adapter"), " in this version")
     _one_of("vllm_model_impl", config.vllm_model_impl, ("auto", "vllm", "transformers"))
     _one_of("vllm_mode", config.vllm_mode, ("colocate",), " (there is no server: each rank has its own engine)")
+    check_evaluation(config)
     check_objective(config)
     check_process(config)
+
+
+def check_evaluation(config: GRPOConfig) -> None:
+    """The rules of `evaluate`, and of what is said about its result."""
+    if config.temperature_eval == 0 and (config.num_generations_eval or 1) > 1:
+        raise ValueError(
+            f"num_generations_eval is {config.num_generations_eval}, but with temperature_eval 0 all completions of a "
+            "prompt are equal: set it to 1, or raise temperature_eval."
+        )
+    if str(config.metric_for_best_model or "").removeprefix("eval_") == "loss" and not config.loss_eval:
+        raise ValueError(
+            f"metric_for_best_model is {config.metric_for_best_model!r}, but `evaluate` computes no loss: use "
+            "`reward`, or set loss_eval: true."
+        )
+    if config.loss_eval and config.temperature_eval not in (None, config.temperature):
+        raise ValueError(
+            f"temperature_eval is {config.temperature_eval}, but loss_eval compares the sampler's probabilities with "
+            f"the trainer's, at temperature {config.temperature}: leave temperature_eval out, or loss_eval."
+        )
 
 
 def _check_advantages(config: GRPOConfig) -> None:
