@@ -65,12 +65,21 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Logged:
+    """What reward functions said of a group beside its rewards."""
+
+    columns: dict[str, tuple[Any, ...]]  # [G] values of each further column of the completions table
+    metrics: dict[str, tuple[float, int]]  # sum and number of the values of each
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredGroup:
     """A group with its rewards and advantages."""
 
     group: Group
     rewards: torch.Tensor  # [G, R] float32; NaN: that function abstained
     advantages: torch.Tensor  # [G] float32, one per completion, or [sum C] one per completion token
+    logged: Logged = field(default_factory=lambda: Logged({}, {}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
+from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .config import GRPOConfig
 from .contract import checked_advantages, checked_groups, checked_loss
 from .data import PromptDataset
@@ -45,6 +45,8 @@ class Evaluated(Protocol):
 
     def take_counts(self) -> dict[str, float]: ...
 
+    def take_logged(self, group: Group) -> Logged: ...
+
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
@@ -73,7 +75,7 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
             if config.loss_eval:
                 advantages = checked_advantages(trainer.compute_advantages(group, rewards), group)
             totals = trainer.combine(rewards)
-            scored.append(ScoredGroup(group, rewards, advantages))
+            scored.append(ScoredGroup(group, rewards, advantages, trainer.take_logged(group)))
             local.add(scored[-1], totals, mask_truncated=trainer.rules.mask_truncated)
             passes.append(count_passes(totals, config.pass_threshold_eval))
         local.counts.update(trainer.take_counts())

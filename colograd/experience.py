@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import torch
 
 from .advantages import divided, group_std, step_std
 from .balance import balance
-from .batch import FinishReason, Group, Prompt, ScoredGroup, StepBatch
+from .batch import FinishReason, Group, Logged, Prompt, ScoredGroup, StepBatch
 from .contract import checked_advantages, checked_groups
 from .metrics import PhaseTimes
 from .packing import PackingRules, has_signal, loss_tokens, pack_step
@@ -29,6 +29,8 @@ class Pending(Protocol):
     """Rewards on their way."""
 
     def done(self) -> bool: ...
+
+    def cancel(self) -> None: ...
 
     def result(self) -> torch.Tensor: ...
 
@@ -43,6 +45,8 @@ class Stages(Protocol):
     def more_prompts(self, drawn: int, count: int) -> list[Prompt]: ...
 
     def take_counts(self) -> dict[str, float]: ...
+
+    def take_logged(self, group: Group) -> Logged: ...
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
 
@@ -65,6 +69,7 @@ class RolloutStatistics:
     micro_batches: int = 0
     moved_groups: int = 0  # trained here and sampled on another rank
     counts: Counter[str] = field(default_factory=Counter)  # further metrics that add up
+    logged: dict[str, list[float]] = field(default_factory=dict)  # sum and number of what rewards log, by metric
 
     def add(self, group: ScoredGroup, totals: torch.Tensor, mask_truncated: bool) -> None:
         for rollout in group.group.rollouts:
@@ -76,6 +81,12 @@ class RolloutStatistics:
         self.rewards += group.rewards.tolist()
         self.totals += totals.tolist()
         self.flat_groups.append(bool(group_std(totals) < 1e-8))
+        self._log(group.logged.metrics)
+
+    def _log(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        for name, (total, number) in metrics.items():
+            entry = self.logged.setdefault(name, [0.0, 0.0])
+            entry[0], entry[1] = entry[0] + total, entry[1] + number
 
     @classmethod
     def of(cls, groups: Iterable[tuple[ScoredGroup, torch.Tensor]], mask_truncated: bool) -> RolloutStatistics:
@@ -102,13 +113,14 @@ class RolloutStatistics:
             whole.micro_batches += part.micro_batches
             whole.moved_groups += part.moved_groups
             whole.counts.update(part.counts)
+            whole._log(part.logged)
         return whole
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """TRL's metrics of a batch of completions."""
+        """TRL's metrics of a batch of completions, and the means of those that reward functions log."""
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.ended, dtype=torch.bool)
-        result: dict[str, float] = {}
+        result = {name: total / number for name, (total, number) in self.logged.items()}
         if len(lengths):
             result |= _spread("completions/{}_length", lengths)
             result |= _spread("completions/{}_terminated_length", lengths[ended])
@@ -165,13 +177,19 @@ def roll_out(
     known: list[Scored] = []  # of the first prompts, as far as all before are known too
     order = [prompt.position for prompt in prompts]
 
+    signals: list[bool] = []  # of those
+
+    def is_enough() -> bool:
+        return enough is not None and sum(signals) >= enough
+
     def advance(wait: bool) -> None:
         started = time.perf_counter()
         for position in order[len(known) :]:
-            if position not in begun or not (wait or begun[position][1].done()):
+            if is_enough() or position not in begun or not (wait or begun[position][1].done()):
                 break
-            group, pending = begun[position]
+            group, pending = begun.pop(position)
             known.append(_scored(stages, group, pending.result()))
+            signals.append(has_signal(known[-1][0]))
         if not wait:
             times.move("generate", "reward", time.perf_counter() - started)
 
@@ -183,17 +201,19 @@ def roll_out(
             times.move("generate", "reward", time.perf_counter() - started)
             if enough is not None:
                 advance(wait=False)
-                if sum(has_signal(scored) for scored, _ in known) >= enough:
+                if is_enough():
                     generated.close()  # aborts what is in flight
                     break
     with times.phase("reward"):
         advance(wait=True)
-    return _first(known, enough)
+    for _, pending in begun.values():  # of groups that turned out not to be needed
+        pending.cancel()
+    return known
 
 
 def _scored(stages: Stages, group: Group, rewards: torch.Tensor) -> Scored:
     advantages = checked_advantages(stages.compute_advantages(group, rewards), group)
-    return ScoredGroup(group, rewards, advantages), stages.combine(rewards)
+    return ScoredGroup(group, rewards, advantages, stages.take_logged(group)), stages.combine(rewards)
 
 
 def _first(pairs: Sequence[Scored], enough: int | None) -> list[Scored]:

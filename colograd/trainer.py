@@ -23,7 +23,7 @@ from transformers.trainer_utils import TrainOutput
 
 from . import budget, evaluation, process
 from .advantages import Estimator
-from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
+from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
@@ -39,7 +39,7 @@ from .packed_trainer import PackedTrainer
 from .policy import load_policy
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
-from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum
+from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum, with_models
 from .sampling import Sampling, check_sampling
 from .start import build_sampler, eval_prompts_of, loader_of, train_prompts_of
 from .weights import check_choice
@@ -50,12 +50,14 @@ class GRPOTrainer(PackedTrainer):
 
     Args:
         model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around one.
-        reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`).
+        reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`); or reward
+            models: modules, folders or Hub ids.
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
             the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``.
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
+        reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
 
@@ -71,6 +73,7 @@ class GRPOTrainer(PackedTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
@@ -85,7 +88,8 @@ class GRPOTrainer(PackedTrainer):
             check_trainer(later, args)
             check_vllm()
             check_sampling(args)
-            self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
+            functions = with_models(reward_funcs, reward_processing_classes, args)
+            self.rewards: list[RewardFunction] = resolve_rewards(functions, args.reward_weights)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
@@ -158,6 +162,10 @@ class GRPOTrainer(PackedTrainer):
     def take_counts(self) -> dict[str, float]:
         """Sums for the metrics of the rollouts since the last call."""
         return self.scorer.take_counts()
+
+    def take_logged(self, group: Group) -> Logged:
+        """What the reward functions logged of a group, besides its rewards."""
+        return self.scorer.take_logged(group.position)
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         """[G, R] rewards -> [G] weighted sums."""

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo")
 # TRL's constructor arguments that this version refuses by name.
 LATER = (
-    "reward_processing_classes",
     "quantization_config",
     "tools",
     "rollout_func",
