@@ -10,6 +10,7 @@ of a micro-batch, S segments of a packed row, M micro-batches of a step.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ class Rollout:
     sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
     finish_reason: FinishReason
     policy_version: int  # the optimizer step whose weights sampled it
+    messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
+    columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ FOLDER = "completions"
 FIXED = (
     "step", "position", "prompt", "completion", "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
 )  # fmt: skip
+UPLOAD_MINUTES = 2  # as TRL
 NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
 EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
 
@@ -36,6 +37,9 @@ class CompletionLog:
 
     def __init__(self, config: GRPOConfig, reward_names: Sequence[str]) -> None:
         self.config, self.names = config, list(reward_names)
+        self._uploads: Any = None
+        if config.log_completions_hub_repo is not None and config.process_index == 0:
+            self._uploads = _uploads(Path(str(config.output_dir)) / FOLDER, config)
 
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
@@ -59,6 +63,28 @@ class CompletionLog:
             if (step - 1) % every == 0:
                 limit = config.num_completions_to_print
                 print_table(rows, self.names, step, limit, config.log_unique_prompts)
+
+    def close(self) -> None:
+        """Wait until what is to go to the Hub is there."""
+        if self._uploads is not None:
+            self._uploads.trigger().result()
+            self._uploads.stop()
+
+
+def _uploads(folder: Path, config: GRPOConfig) -> Any:
+    """Begin to send a folder's complete files to ``log_completions_hub_repo``, every two minutes, from a thread."""
+    from huggingface_hub import CommitScheduler
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return CommitScheduler(
+        repo_id=str(config.log_completions_hub_repo),
+        repo_type="dataset",
+        folder_path=folder,
+        every=UPLOAD_MINUTES,
+        private=config.hub_private_repo,
+        token=config.hub_token,
+        allow_patterns=["*.parquet"],
+    )
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[str, list[Any]]:

@@ -45,7 +45,8 @@ def keywords_for(
 
     Args:
         groups: those that the call judges, one or all of a rank. Where ``group.example["prompt"]`` is a list of
-            messages, functions get each completion as ``[{"role": "assistant", "content": text}]``, else as text.
+            messages, functions get each completion as ``[{"role": "assistant", "content": text}]``, or as all messages
+            of a conversation with tools; else as text. A rollout's own ``columns`` come before the example's.
         texts: the decoded completions of each group.
         trainer_state: the Trainer's state, for rewards that follow the training's progress.
         log: what ``log_extra`` and ``log_metric`` write into; None: a worker has one of its own.
@@ -56,17 +57,20 @@ def keywords_for(
     keywords: dict[str, Any] = {"prompts": [], "completions": [], "completion_ids": [], "trainer_state": trainer_state}
     keywords |= {"log_extra": log and log.extra, "log_metric": log and log.metric}
     columns = [name for name in groups[0].example if name not in RESERVED]
-    keywords |= {name: [] for name in columns}
+    own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
+    keywords |= {name: [] for name in (*columns, *own)}
     for group, of_group in zip(groups, texts, strict=True):
-        assert len(of_group) == len(group.rollouts), (len(of_group), len(group.rollouts))
         prompt = group.example["prompt"]
         conversational = isinstance(prompt, list)
-        keywords["completions"] += [[{"role": "assistant", "content": c}] if conversational else c for c in of_group]
-        keywords["completion_ids"] += [list(rollout.completion_ids) for rollout in group.rollouts]
-        for _ in of_group:
-            keywords["prompts"].append([dict(message) for message in prompt] if conversational else prompt)
-            for name in columns:
-                keywords[name].append(copy.copy(group.example.get(name)))
+        for rollout, text in zip(group.rollouts, of_group, strict=True):
+            said = list(rollout.messages) or [{"role": "assistant", "content": text}]
+            keywords["completions"].append(copy.deepcopy(said) if conversational else text)
+            keywords["completion_ids"].append(list(rollout.completion_ids))
+            row: dict[str, Any] = {name: copy.copy(group.example.get(name)) for name in columns}
+            row |= {"prompts": prompt, **dict.fromkeys(own), **rollout.columns}
+            row["prompts"] = [dict(message) for message in row["prompts"]] if conversational else row["prompts"]
+            for name, value in row.items():
+                keywords[name].append(value)
     try:
         parameters = inspect.signature(reward.function).parameters.values()
     except (TypeError, ValueError):  # some callables written in C don't tell
@@ -88,6 +92,14 @@ def keywords_for(
             "default.",
         )
     return keywords
+
+
+def takes_environments(reward: RewardFunction) -> bool:
+    """Whether a function asks for the environments of its conversations."""
+    try:
+        return "environments" in inspect.signature(reward.function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def raised(reward: RewardFunction, position: int, error: BaseException) -> RewardError:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ..batch import Group, Logged
-from .calling import check_log, checked, keywords_for, raised, raised_elsewhere
+from .calling import check_log, checked, keywords_for, raised, raised_elsewhere, takes_environments
 from .functions import RewardError, RewardFunction
 from .models import RewardModel
 from .worker import CallLog
@@ -234,6 +234,9 @@ class Scorer:
         for index, reward in enumerate(self.rewards):
             if inspect.iscoroutinefunction(reward.function) or isinstance(reward.function, RewardModel):
                 continue
+            if takes_environments(reward):
+                self._stays(reward, CannotTravel("it takes environments, which live here"))
+                continue
             try:
                 able[index] = travelling(reward.function)
             except CannotTravel as reason:
@@ -266,6 +269,7 @@ class Scorer:
     ) -> Future[Outcome]:
         if self._pool is not None and index in self._numbers:
             keywords = keywords_for(reward, groups, texts, None)
+            keywords.pop("environments", None)
             return self._pool.submit(self._numbers[index], keywords, self._pickled(trainer_state))
         done: Future[Outcome] = Future()
         log = CallLog()
