@@ -22,6 +22,12 @@ def hanging(**kwargs: Any) -> list[float]:
         pass
 
 
+def when_told(**kwargs: Any) -> list[float]:
+    """Asleep, and so ready to be interrupted, for longer than any test."""
+    time.sleep(600)
+    return []
+
+
 def dying(**kwargs: Any) -> list[float]:
     os._exit(7)
 

@@ -66,10 +66,6 @@ def trl_rewards(model: Any, tokenizer: Any, pairs: Any) -> list[float]:
     trainer.reward_processing_classes, trainer.chat_template_kwargs = [tokenizer], {}
     trainer.state, trainer.environments = hf.TrainerState(), None
     trainer._metrics = defaultdict(lambda: defaultdict(list))
-        hf.TrainerState(),
-        None,
-        defaultdict(lambda: defaultdict(list)),
-    )
     trainer.is_deepspeed_enabled, trainer._past = False, None
     prompts, completions = ([pair[i] for pair in pairs] for i in (0, 1))
     inputs = [{"prompt": prompt} for prompt in prompts]
