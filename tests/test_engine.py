@@ -215,9 +215,10 @@ def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones
     step = engine.core.step
     monkeypatch.setattr(engine.core, "step", lambda: steps.append(1) or step())
     scheduler = engine.core.engine_core.engine_core.scheduler
-    monkeypatch.setattr(scheduler, "max_num_running_reqs", 4)
+    places = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+    monkeypatch.setattr(scheduler, places, 4)
     # The context has 64 tokens: what the prompt leaves is the completion's length.
-    sizes = [60, 58, 59, 60, 57, 60, 61, 58, 10, 59, 60, 4]
+    sizes = [54, 50, 56, 48, 40, 52, 45, 30, 20, 55, 50, 8]
     prompts = [Prompt({}, tuple(range(position, position + size)), position) for position, size in enumerate(sizes)]
     sampling = Sampling(n=2, max_tokens=64, temperature=1.0, options={"ignore_eos": True})
     history = LengthHistory()
@@ -231,7 +232,7 @@ def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones
             history.add(group)
     assert [p.position for p in history.longest_first(prompts)][:2] == [11, 8]
     assert all(tokens(epochs[0][p]) == tokens(epochs[1][p]) for p in range(12)), "the same rollouts in any order"
-    assert taken[1] < 0.85 * taken[0], taken
+    assert taken[1] < 0.9 * taken[0], taken
 
 
 def test_a_history_of_lengths_is_saved_by_rank_and_new_prompts_count_as_the_mean(tmp_path: Path) -> None:
