@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .advantages import Estimator, divided, step_std
 from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .config import GRPOConfig
 from .contract import checked_advantages, checked_groups, checked_loss
@@ -19,6 +20,7 @@ from .experience import Pending, RolloutStatistics
 from .metrics import Metrics
 from .packing import PackingRules, pack_step
 from .ranks import gather, rank, together, world_size
+from .reference import Reference, fill
 from .residency import Residency
 from .rewards import RewardFunction
 
@@ -29,9 +31,11 @@ class Evaluated(Protocol):
     """What an evaluation needs of a trainer."""
 
     args: Any
+    estimator: Estimator
     loss: Any
     model: Any
     optimizer: Any
+    reference: Reference | None
     residency: Residency
     rewards: list[RewardFunction]
     rules: PackingRules
@@ -123,6 +127,9 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
         whole: the statistics of all ranks.
     """
     rules = dataclasses.replace(trainer.rules, max_tokens=trainer.rules.max_tokens or TOKENS)
+    if scores := trainer.estimator.step_scores:
+        std = step_std([scores(group.rewards) for group in groups])
+        groups = [divided(group, std) for group in groups]
     rows = pack_step(sorted(groups, key=lambda group: group.group.position), rules)
     step = StepBatch(rows, whole.loss_tokens, len(whole.lengths), {}, True, tuple(groups))
     metrics, denominator = Metrics(), trainer.loss.denominator(step)
@@ -131,6 +138,9 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
     trainer.model.eval()
     try:
         with together("the evaluation's forward"), torch.no_grad():
+            if trainer.reference is not None:
+                with trainer.compute_loss_context_manager():
+                    rows = fill(trainer.reference, rows, trainer.args.temperature)
             for row in rows:
                 with trainer.compute_loss_context_manager():
                     output = checked_loss(trainer.compute_loss(trainer.model, row), differentiable=False)
