@@ -20,7 +20,7 @@ from .experience import Pending, RolloutStatistics
 from .metrics import Metrics
 from .packing import PackingRules, pack_step
 from .ranks import gather, rank, together, world_size
-from .reference import Reference, fill
+from .reference import fill
 from .residency import Residency
 from .rewards import RewardFunction
 
@@ -35,7 +35,7 @@ class Evaluated(Protocol):
     loss: Any
     model: Any
     optimizer: Any
-    reference: Reference | None
+    reference: Any
     residency: Residency
     rewards: list[RewardFunction]
     rules: PackingRules
@@ -131,6 +131,9 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
         std = step_std([scores(group.rewards) for group in groups])
         groups = [divided(group, std) for group in groups]
     rows = pack_step(sorted(groups, key=lambda group: group.group.position), rules)
+    if trainer.reference is not None:
+        with together("the reference's log-probabilities"), trainer.compute_loss_context_manager():
+            rows = fill(trainer.reference, rows, trainer.args.temperature)
     step = StepBatch(rows, whole.loss_tokens, len(whole.lengths), {}, True, tuple(groups))
     metrics, denominator = Metrics(), trainer.loss.denominator(step)
     metrics.add("loss", 0.0, 1.0 / world_size())
@@ -138,9 +141,6 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
     trainer.model.eval()
     try:
         with together("the evaluation's forward"), torch.no_grad():
-            if trainer.reference is not None:
-                with trainer.compute_loss_context_manager():
-                    rows = fill(trainer.reference, rows, trainer.args.temperature)
             for row in rows:
                 with trainer.compute_loss_context_manager():
                     output = checked_loss(trainer.compute_loss(trainer.model, row), differentiable=False)
