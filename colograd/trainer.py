@@ -26,13 +26,14 @@ from .advantages import group_advantages
 from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
 from .config import GRPOConfig
-from .config.check import check_trainer
+from .config.check import advice, check_trainer
 from .data import PromptLoader, StepOrder, extra_prompts
 from .engine import check_vllm
+from .entropy import EntropyController, of_step
 from .experience import collect
 from .logprobs import policy_logprobs, with_old_logprobs
-from .losses import LOSSES
 from .metrics import Metrics
+from .objective import Objective
 from .optim import accumulate_in_float32, optimizer_class
 from .packed_trainer import PackedTrainer
 from .policy import load_policy
@@ -83,6 +84,7 @@ class GRPOTrainer(PackedTrainer):
             check_trainer(later, args)
             check_vllm()
             check_sampling(args)
+            self.loss = Objective.from_config(args)  # with each step's own numbers while it trains
             self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
@@ -104,10 +106,13 @@ class GRPOTrainer(PackedTrainer):
         )
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
-        self.loss = LOSSES[args.loss_type].from_config(args)
+        self.entropy = EntropyController(args)
+        self.add_callback(self.entropy)
+        for line in advice(args):
+            self.console.say(line)
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
         self._round: list[StepBatch] = []  # what is left of the present round
-        self.rules = budget.rules_for(args, self.policy)  # the token budget in it may change
+        self.rules = budget.rules_for(args, self.policy, self.loss)  # the token budget in it may change
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
         sampler = build_sampler(
@@ -155,7 +160,7 @@ class GRPOTrainer(PackedTrainer):
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
-        logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature)
+        logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, self.loss.entropy_gradient)
         return self.loss(logprobs, entropy, micro_batch)
 
     def decode(self, group: Group) -> list[str]:
@@ -231,6 +236,7 @@ class GRPOTrainer(PackedTrainer):
         model.train()
         while True:
             try:
+                self.loss = self._loss_of(inputs)
                 with together("training"), self.times.phase("train"):
                     metrics = self._forward_backward(model, inputs)
                 break
@@ -241,8 +247,18 @@ class GRPOTrainer(PackedTrainer):
             sum_gradients(list(self.model.parameters()))
             reduced = metrics.reduce()
         loss = reduced.pop("loss_sum")
+        self.entropy.finish(reduced, loss)
         self._logs.append({**inputs.metrics, **reduced})
         return torch.tensor(loss, device=self.args.device)
+
+    def _loss_of(self, step: StepBatch) -> Objective:
+        """The objective with what it must know of the whole step. A collective."""
+
+        def entropies(row: MicroBatch) -> torch.Tensor:
+            with self.times.phase("entropies"), self.compute_loss_context_manager():
+                return policy_logprobs(self.model, row, self.args.temperature)[1]
+
+        return of_step(self.loss, step, self.entropy.applied, entropies)
 
     def _forward_backward(self, model: torch.nn.Module, step: StepBatch) -> Metrics:
         """Add up the gradient of this rank's micro-batches."""

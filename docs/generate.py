@@ -29,8 +29,6 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 # Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
 LIMITED = (
     "beta",
-    "importance_sampling_level",
-    "loss_type",
     "remove_unused_columns",
     "scale_rewards",
     "use_vllm",
