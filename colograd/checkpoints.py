@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 ASIDE = ".incomplete"
 DISCARDED = ".discarded"
 REPLACED = ".replaced"
+PROMPTS = "prompts.json"
 
 
 def aside_folder(run_dir: str | Path) -> Path:
@@ -108,6 +109,27 @@ def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
             "give a checkpoint-N folder, `true`, or `auto`."
         )
     return text
+
+
+def write_prompts(checkpoint: Path, state: dict[str, Any]) -> None:
+    """What a streamed dataset had handed out by then."""
+    (checkpoint / PROMPTS).write_text(json.dumps(state))
+
+
+def read_prompts(checkpoint: str) -> dict[str, Any]:
+    """The same again.
+
+    Raises:
+        ValueError: the checkpoint is of a run whose dataset wasn't streamed.
+    """
+    path = Path(checkpoint) / PROMPTS
+    if not path.is_file():
+        raise ValueError(
+            f"{checkpoint!r} is of a run whose dataset wasn't streamed: its prompts came in another order, so that "
+            "resuming can't go on where it stopped. Load the dataset whole, or set ignore_data_skip: true."
+        )
+    state: dict[str, Any] = json.loads(path.read_text())
+    return state
 
 
 def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:

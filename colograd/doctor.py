@@ -213,8 +213,7 @@ def sample(trainer: GRPOTrainer) -> tuple[tuple, int]:
     asked = Sampling.for_training(trainer.args)
     sampling = dataclasses.replace(asked, n=min(asked.n, COMPLETIONS), max_tokens=min(asked.max_tokens, TOKENS))
     sampling = dataclasses.replace(sampling, options={})
-    data = trainer.train_prompts
-    prompts = [data[row, row] for row in range(min(PROMPTS, len(data)))]
+    prompts = trainer.train_prompts.first(PROMPTS)
     version, seed = trainer.state.global_step, trainer.args.seed
     with trainer.residency.sampling(trainer.optimizer):
         groups = [*trainer.engine.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]

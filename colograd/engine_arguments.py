@@ -40,6 +40,7 @@ def engine_kwargs(
         "seed": config.seed,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature applied
         "trust_remote_code": config.trust_remote_code,
+        "model_impl": config.vllm_model_impl,
         "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
         "use_tqdm_on_load": False,
     }

@@ -68,24 +68,31 @@ class EntropyController(TrainerCallback):
             return 0.0
         return self.coefficient
 
-    def finish(self, metrics: dict[str, float], loss: float) -> None:
-        """After a step: write `policy_loss` (the loss without the bonus) and `entropy_coef` into its metrics, and set
-        the coefficient of the next.
+    def show(self, metrics: dict[str, float], loss: float) -> float | None:
+        """Write `policy_loss`, the loss without the bonus, into the metrics of a step, or of an evaluation.
 
         Args:
-            loss: the step's, with the bonus.
+            loss: with the bonus.
+
+        Returns:
+            The mean entropy that the bonus acted on, in nats; None: there is no bonus, or there was no token.
         """
-        config, entropy = self.config, metrics.pop(BONUS_ENTROPY, None)
-        if config.entropy_coef == 0 and not config.use_adaptive_entropy:
-            return
-        metrics["policy_loss"] = loss + self.applied * (entropy or 0.0)
+        entropy = metrics.pop(BONUS_ENTROPY, None)
+        if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:
+            metrics["policy_loss"] = loss + self.applied * (entropy or 0.0)
+        return entropy
+
+    def finish(self, metrics: dict[str, float], loss: float) -> None:
+        """After a training step: `show`, set the coefficient of the next step, and write it as `entropy_coef`."""
+        config, entropy = self.config, self.show(metrics, loss)
         if config.use_adaptive_entropy and entropy is not None:
             if entropy <= config.entropy_target:
                 self.coefficient = min(self.coefficient + config.entropy_coef_delta, config.entropy_coef_max)
             else:
                 self.coefficient = max(self.coefficient - config.entropy_coef_delta, config.entropy_coef_min)
             self.last_entropy = entropy
-        metrics["entropy_coef"] = self.coefficient
+        if config.entropy_coef != 0 or config.use_adaptive_entropy:
+            metrics["entropy_coef"] = self.coefficient
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start()

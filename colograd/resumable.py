@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from . import checkpoints
+from .data import PromptStream
 from .optim import AdamWSplit, adopt_masters, join_remainders
 from .progress import Console
 from .ranks import gather, together
@@ -44,19 +45,34 @@ class ResumableTrainer(Trainer):
         self._save_is_due = False
         if found is not None and (finished := self._finished(found)) is not None:
             return finished
+        self._expect_prompts(found)
         self.stop_signal.install()
         try:
             return super().train(found, *args, **kwargs)
         finally:
             self.stop_signal.remove()
 
+    def _expect_prompts(self, checkpoint: str | None) -> None:
+        """Have a streamed dataset check that it is read again as before the checkpoint."""
+        prompts: Any = self.train_dataset
+        if not isinstance(prompts, PromptStream):
+            return
+        skipped = checkpoint is not None and not self.args.ignore_data_skip
+        with together("the checkpoint's prompts"):
+            prompts.expect(checkpoints.read_prompts(str(checkpoint)) if skipped else {})
+
     def _finished(self, checkpoint: str) -> TrainOutput | None:
-        """Load a checkpoint at which nothing is left to do (transformers would take a step more); None if there is."""
+        """Load a checkpoint at which nothing is left to do (transformers would take a step more), with its optimizer,
+        so that it can be saved again or gone on from; None if there is something to do."""
         state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
         *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         if state.global_step < max_steps:
             return None
         self._load_from_checkpoint(checkpoint)
+        self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self.optimizer: Any = self.accelerator.prepare(self.optimizer)
+        self._load_optimizer_and_scheduler(checkpoint)
+        self._load_rng_state(checkpoint)
         self.state = state
         self.console.say(f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train")
         return TrainOutput(state.global_step, 0.0, {})
@@ -94,6 +110,8 @@ class ResumableTrainer(Trainer):
         with together("saving"):
             if self.args.should_save:
                 state.save_to_json(str(aside / name / "trainer_state.json"))
+                if isinstance(self.train_dataset, PromptStream):
+                    checkpoints.write_prompts(aside / name, self.train_dataset.state)
                 checkpoints.commit(aside / name, run_dir / name)
                 aside.rmdir()
                 checkpoints.rotate(run_dir, self.args.save_total_limit, state.best_model_checkpoint)

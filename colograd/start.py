@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from datasets import IterableDataset
+
 from . import memory, process
 from .config import GRPOConfig
-from .data import PromptDataset, tokenize_prompts
+from .config.check import advice
+from .data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
 from .engine import Engine
 from .memory import MemoryPlan
 from .metrics import PhaseTimes
@@ -17,6 +20,7 @@ from .packing import PackingRules
 from .policy import Policy
 from .progress import Console
 from .ranks import together
+from .reference import Reference, reference_bytes, reference_of
 from .residency import Residency
 from .weights import Publisher, bytes_apart, check_choice, expects_sharing, publisher
 
@@ -26,15 +30,42 @@ def longest_completion(args: GRPOConfig) -> int:
     return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
 
 
-def prompts_of(dataset: Any, policy: Policy, args: GRPOConfig, name: str, context: int | None = None) -> PromptDataset:
-    """The tokenised prompts of a dataset, such that a completion has room behind each.
+def train_prompts_of(dataset: Any, policy: Policy, args: GRPOConfig) -> PromptDataset | PromptStream:
+    """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
+
+    Raises:
+        ValueError: no dataset, no room for a prompt, prompts that don't fill a round, or what tokenising finds.
+    """
+    rules = _rules(policy, args, "train", None)
+    if dataset is None:
+        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+    if isinstance(dataset, IterableDataset):
+        return PromptStream(_wanted(dataset, args), rules, args)
+    prompts = tokenize_prompts(_wanted(dataset, args), rules)
+    StepOrder.of(args, len(prompts))
+    return prompts
+
+
+def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
+    """One item is the list of prompts of one optimizer step on this rank."""
+    if isinstance(prompts, PromptStream):
+        return StreamLoader(prompts)
+    return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
+
+
+def _wanted(dataset: Any, args: GRPOConfig) -> Any:
+    """The dataset without what ``remove_unused_columns`` takes from the reward functions."""
+    if args.remove_unused_columns and "prompt" in (getattr(dataset, "column_names", None) or ()):
+        return dataset.select_columns(["prompt"])
+    return dataset
+
+
+def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None) -> PromptRules:
+    """How rows become prompts behind which there is room for a completion.
 
     Args:
         name: of the dataset in messages: train, eval or the user's.
         context: tokens that an engine which is there has room for.
-
-    Raises:
-        ValueError: no dataset, no room for a prompt, or what `tokenize_prompts` finds.
     """
     completion = longest_completion(args)
     most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
@@ -44,10 +75,7 @@ def prompts_of(dataset: Any, policy: Policy, args: GRPOConfig, name: str, contex
             f"max_completion_length is {completion}, but the context has {most} tokens: no room is left for a "
             "prompt. Lower max_completion_length or raise vllm_max_model_length."
         )
-    if dataset is None:
-        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
-    return tokenize_prompts(
-        dataset,
+    return PromptRules(
         policy.tokenizer,
         max_prompt_tokens=limit,
         overlong=args.overlong_prompts,
@@ -57,12 +85,19 @@ def prompts_of(dataset: Any, policy: Policy, args: GRPOConfig, name: str, contex
 
 
 def eval_prompts_of(dataset: Any, policy: Policy, args: GRPOConfig, context: int | None = None) -> Any:
-    """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are."""
+    """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are.
+
+    Iterable ones are read to their end: evaluation takes every prompt once.
+    """
     if dataset is None or isinstance(dataset, PromptDataset):
         return dataset
     if isinstance(dataset, dict):
-        return {name: prompts_of(part, policy, args, name, context) for name, part in dataset.items()}
-    return prompts_of(dataset, policy, args, "eval", context)
+        given: dict[str, Any] = dataset
+        return {
+            name: tokenize_prompts(_wanted(part, args), _rules(policy, args, name, context))
+            for name, part in given.items()
+        }
+    return tokenize_prompts(_wanted(dataset, args), _rules(policy, args, "eval", context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +108,20 @@ class Sampler:
     weights: Publisher
     residency: Residency
     memory: MemoryPlan
+    reference: Reference | None
+
+
+def all_prompts(train: PromptDataset | PromptStream, evaluated: Any) -> list[PromptDataset | PromptStream]:
+    """All that will be sampled from: ``evaluated`` is what `eval_prompts_of` gave."""
+    parts = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+    return [train, *(part for part in parts if part is not None)]
 
 
 def build_sampler(
     policy: Policy,
     model: Any,
     args: GRPOConfig,
-    prompts: Sequence[PromptDataset],
+    prompts: Sequence[PromptDataset | PromptStream],
     rules: PackingRules,
     times: PhaseTimes,
     console: Console,
@@ -96,7 +138,8 @@ def build_sampler(
     context = args.vllm_max_model_length or max(part.longest for part in prompts) + longest_completion(args)
     sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
     end = policy.tokenizer.eos_token_id
-    plan = memory.plan(args, model, context, sequences, rules.max_tokens, shared=expects_sharing(args, policy))
+    shared, held = expects_sharing(args, policy), reference_bytes(args, policy)
+    plan = memory.plan(args, model, context, sequences, rules.max_tokens, shared=shared, reference=held)
     engine = Engine(
         policy.path,
         args,
@@ -117,15 +160,19 @@ def build_sampler(
         )
     if args.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
+    with together("the reference model"):
+        reference = reference_of(args, policy)
     residency = Residency(engine, args, times)
     plan = plan.with_engine(engine.weight_bytes, bytes_apart(model, engine.model), engine.kv_tokens)
-    lines = [engine.describe(), weights.describe(), *plan.table().splitlines(), *residency.notes, *notes]
+    lines = [*args.notes, *advice(args), engine.describe(), weights.describe()]
+    lines += [*plan.table().splitlines(), *residency.notes, *notes]
     lines += policy.describe(args, rules.max_tokens)
+    lines += [reference.describe()] if reference else []
     lines += [
         f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped"
         for part in prompts
-        if part.num_dropped
+        if isinstance(part, PromptDataset) and part.num_dropped
     ]
     for line in (*lines, f"ready in {time.perf_counter() - started:.0f} s"):
         console.say(line)
-    return Sampler(engine, weights, residency, plan)
+    return Sampler(engine, weights, residency, plan, reference)

@@ -63,7 +63,7 @@ def build(argv: Sequence[str]) -> GRPOTrainer:
     script, config, model, recipe = parse_arguments(argv)
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing: give a folder or a Hub id.")
-    if not script.reward_funcs:
+    if not script.all_rewards():
         raise ValueError("reward_funcs is missing: give at least one name or import path of a reward function.")
     trainer = make_trainer(script, config, model)
     trainer.facts |= {
@@ -83,7 +83,7 @@ def make_trainer(script: ScriptArguments, config: GRPOConfig, model: ModelConfig
     train_dataset, eval_dataset = load_datasets(script)
     trainer = GRPOTrainer(
         model=model.model_name_or_path or "",
-        reward_funcs=script.reward_funcs,
+        reward_funcs=script.all_rewards(),
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset if config.do_eval or config.eval_on_start else None,

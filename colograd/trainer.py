@@ -22,12 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_utils import TrainOutput
 
 from . import budget, evaluation, process
-from .advantages import group_advantages
-from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
+from .advantages import Estimator
+from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
 from .config import GRPOConfig
-from .config.check import advice, check_trainer
-from .data import PromptLoader, StepOrder, extra_prompts
+from .config.check import check_trainer
+from .contract import checked_loss, checked_rewards
+from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine import check_vllm
 from .entropy import EntropyController, of_step
 from .experience import collect
@@ -38,9 +39,10 @@ from .optim import accumulate_in_float32, optimizer_class
 from .packed_trainer import PackedTrainer
 from .policy import load_policy
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
-from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum
+from .reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum, with_models
 from .sampling import Sampling, check_sampling
-from .start import build_sampler, eval_prompts_of, prompts_of
+from .start import all_prompts, build_sampler, eval_prompts_of, loader_of, train_prompts_of
 from .weights import check_choice
 
 
@@ -49,12 +51,14 @@ class GRPOTrainer(PackedTrainer):
 
     Args:
         model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around one.
-        reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`).
+        reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`); or reward
+            models: modules, folders or Hub ids.
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions.
-        eval_dataset: likewise, or a dict of them; for `evaluate`.
+            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``.
+        eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
+        reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
 
@@ -70,6 +74,7 @@ class GRPOTrainer(PackedTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
@@ -84,14 +89,15 @@ class GRPOTrainer(PackedTrainer):
             check_trainer(later, args)
             check_vllm()
             check_sampling(args)
-            self.loss = Objective.from_config(args)  # with each step's own numbers while it trains
-            self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
+            self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
+            functions = with_models(reward_funcs, reward_processing_classes, args)
+            self.rewards: list[RewardFunction] = resolve_rewards(functions, args.reward_weights)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
+            check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
-            self.train_prompts = prompts_of(train_dataset, self.policy, args, "train")
-            StepOrder.of(args, len(self.train_prompts))
+            self.train_prompts = train_prompts_of(train_dataset, self.policy, args)
             self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args)
         super().__init__(
             model=self.policy.model,
@@ -100,34 +106,39 @@ class GRPOTrainer(PackedTrainer):
             train_dataset=self.train_prompts,
             eval_dataset=self.eval_prompts,
             processing_class=self.policy.tokenizer,
-            callbacks=callbacks,
+            callbacks=[*(callbacks or []), self.entropy],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
         )
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
-        self.entropy = EntropyController(args)
-        self.add_callback(self.entropy)
-        for line in advice(args):
-            self.console.say(line)
+        self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
+        self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._round: list[StepBatch] = []  # what is left of the present round
         self.rules = budget.rules_for(args, self.policy, self.loss)  # the token budget in it may change
-        evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
-        prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
+        prompts = all_prompts(self.train_prompts, self.eval_prompts)
         sampler = build_sampler(
             self.policy, self.model, args, prompts, self.rules, self.times, self.console, self.scorer.notes
         )
         self.engine, self.weights = sampler.engine, sampler.weights
         self.residency, self.memory = sampler.residency, sampler.memory
+        self.reference = sampler.reference  # of the KL term; None where beta is 0
+        if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
+            self.add_callback(FollowPolicy(self.reference, self.model))
 
     # -- stages: a subclass replaces any of these
 
     def generate(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        """Sample each prompt's group; yield groups as they finish. Override to change how completions come about."""
-        bar = self.console.generation(len(prompts))
-        version, sampling = self.state.global_step, Sampling.for_training(self.args)
-        for group in self.engine.generate(prompts, sampling, version=version, seed=self.args.seed):
+        """Sample each prompt's group; yield groups as they finish. Override to change how completions come about.
+
+        Both training and `evaluate` come by here; ``self.evaluating`` tells them apart.
+        """
+        purpose = "eval" if self.evaluating else "train"
+        sampling = Sampling.for_evaluation(self.args) if self.evaluating else Sampling.for_training(self.args)
+        bar = self.console.generation(len(prompts), "evaluate" if self.evaluating else "generate")
+        version, seed = self.state.global_step, self.args.seed
+        for group in self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose):
             bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
             yield group
         bar.close()
@@ -139,24 +150,33 @@ class GRPOTrainer(PackedTrainer):
     def begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
         """Begin to score groups while the engine goes on decoding; the result is [completions, R]."""
         if type(self).score is not GRPOTrainer.score:
-            return Ready(torch.cat([self.score(group) for group in groups]))
+            functions = len(self.rewards)
+            return Ready(torch.cat([checked_rewards(self.score(group), group, functions) for group in groups]))
         return self.scorer.submit(groups, [self.decode(group) for group in groups], self.state)
 
     def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
         """Further prompts for the present round, after ``drawn`` others (dynamic sampling)."""
+        assert isinstance(self.train_prompts, PromptDataset), "a streamed dataset was refused with dynamic_sampling"
         return extra_prompts(self.train_prompts, self.args, self.state.global_step, drawn, count)
 
     def take_counts(self) -> dict[str, float]:
         """Sums for the metrics of the rollouts since the last call."""
         return self.scorer.take_counts()
 
+    def take_logged(self, group: Group) -> Logged:
+        """What the reward functions logged of a group, besides its rewards."""
+        return self.scorer.take_logged(group.position)
+
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         """[G, R] rewards -> [G] weighted sums."""
-        return weighted_sum(rewards, [reward.weight for reward in self.rewards])
+        return weighted_sum(rewards, self.estimator.weights)
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others."""
-        return group_advantages(self.combine(rewards), self.args.scale_rewards)
+        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others.
+
+        With `scale_rewards: batch` or `normalize_then_sum` what this returns is divided by a deviation over the step.
+        """
+        return self.estimator.of_group(rewards)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
@@ -170,9 +190,9 @@ class GRPOTrainer(PackedTrainer):
 
     # -- the seam to transformers.Trainer
 
-    def get_train_dataloader(self) -> PromptLoader:
+    def get_train_dataloader(self) -> PromptLoader | StreamLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
-        return PromptLoader(self.train_prompts, StepOrder.of(self.args, len(self.train_prompts)))
+        return loader_of(self.train_prompts, self.args)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
@@ -191,12 +211,34 @@ class GRPOTrainer(PackedTrainer):
         names = [reward.name for reward in self.rewards]
         with self.residency.sampling(self.optimizer):
             rounds = args.dynamic_sampling_max_rounds * args.dynamic_sampling
-            batches, groups = collect(self, steps, self.rules, names, self.times, args.reward_call == "all", rounds)
+            one_call, scores = args.reward_call == "all", self.estimator.step_scores
+            batches, groups = collect(self, steps, self.rules, names, self.times, one_call, rounds, scores)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         if self.completion_log is not None:
             with self.times.phase("log"):
                 self.completion_log.add(groups, self.decode, self.state)
-        if self.args.round_length == 1:
+        return self._with_logprobs(batches)
+
+    def _with_logprobs(self, batches: list[StepBatch]) -> list[StepBatch]:
+        """A round's optimizer steps, with what other weights than the trained ones say of their tokens."""
+        while True:
+            try:
+                return self._ask_others(batches)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            batches = self._back_off(batches, reason, among=len(batches))
+
+    def _ask_others(self, batches: list[StepBatch]) -> list[StepBatch]:
+        """The reference, and for the later steps of a round the weights that sampled it."""
+        args: GRPOConfig = self.args
+        if self.reference is not None:
+            with (
+                together("the reference's log-probabilities"),
+                self.times.phase("ref_logprobs"),
+                self.compute_loss_context_manager(),
+            ):
+                batches = with_ref_logprobs(self.reference, batches, args.temperature)
+        if args.round_length == 1:
             return batches
         with (
             together("the old log-probabilities"),
@@ -204,8 +246,8 @@ class GRPOTrainer(PackedTrainer):
             self.compute_loss_context_manager(),
         ):
             # The first step trains on what its own weights sampled; for the later ones the policy has moved on.
-            behind = [with_old_logprobs(self.model, batch, self.args.temperature) for batch in batches]
-        return [batches[0], *behind[1:], *behind * (self.args.num_iterations - 1)]
+            behind = [with_old_logprobs(self.model, batch, args.temperature) for batch in batches]
+        return [batches[0], *behind[1:], *behind * (args.num_iterations - 1)]
 
     def _measure_budget(self) -> None:
         """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
@@ -213,6 +255,8 @@ class GRPOTrainer(PackedTrainer):
 
         def loss(micro_batch: MicroBatch) -> torch.Tensor:
             with self.compute_loss_context_manager():
+                if self.reference is not None:
+                    (micro_batch,) = fill(self.reference, [micro_batch], args.temperature)
                 return self.compute_loss(self.model, micro_batch).loss
 
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
@@ -236,13 +280,14 @@ class GRPOTrainer(PackedTrainer):
         model.train()
         while True:
             try:
-                self.loss = self._loss_of(inputs)
+                self.loss = self.loss_of(inputs)
                 with together("training"), self.times.phase("train"):
                     metrics = self._forward_backward(model, inputs)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            inputs = self._back_off(inputs, reason)  # the exception, whose traceback holds activations, is gone
+            # The exception, whose traceback holds activations, is gone.
+            inputs, *self._round = self._back_off([inputs, *self._round], reason)
         with self.times.phase("sync"):
             sum_gradients(list(self.model.parameters()))
             reduced = metrics.reduce()
@@ -251,7 +296,7 @@ class GRPOTrainer(PackedTrainer):
         self._logs.append({**inputs.metrics, **reduced})
         return torch.tensor(loss, device=self.args.device)
 
-    def _loss_of(self, step: StepBatch) -> Objective:
+    def loss_of(self, step: StepBatch) -> Objective:
         """The objective with what it must know of the whole step. A collective."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
@@ -266,7 +311,7 @@ class GRPOTrainer(PackedTrainer):
         total = torch.zeros((), device=self.args.device)
         for index, micro_batch in enumerate(step.micro_batches):
             with self.compute_loss_context_manager():
-                output = self.compute_loss(model, micro_batch)
+                output = checked_loss(self.compute_loss(model, micro_batch))
             if not math.isfinite(loss := output.loss.item()):
                 raise FloatingPointError(
                     f"The loss of step {self.state.global_step + 1}, micro-batch {index} is {loss}: training "
@@ -283,15 +328,15 @@ class GRPOTrainer(PackedTrainer):
         metrics.add("loss_sum", total, 1.0 / world_size())
         return metrics
 
-    def _back_off(self, failed: StepBatch, reason: str) -> StepBatch:
+    def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
         budget.free_memory(self.model)
-        self.rules, (step, *self._round) = budget.back_off(self.rules, [failed, *self._round], reason)
+        self.rules, steps = budget.back_off(self.rules, steps, reason, among)
         self.console.say(
             f"memory: step {self.state.global_step + 1} ran out of it and is repeated; micro-batches have at most "
             f"{self.rules.max_tokens:,} tokens from here on"
         )
-        return step
+        return steps
 
     def at_boundary(self) -> bool:
         """Rollouts of a round aren't saved: a checkpoint in its middle couldn't go on."""
@@ -303,16 +348,34 @@ class GRPOTrainer(PackedTrainer):
         self.engine.version = None  # steps are counted anew, or weights loaded: what the engine holds is of no step
         return super().train(*args, **kwargs)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """And, as they are needed to go on, a reference that has moved."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.reference is not None and self.args.should_save:
+            self.reference.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.reference is not None and checkpoint is not None:
+            self.reference.load(checkpoint)
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with their own settings (``*_eval``); no training forward.
+        """Sample and score the evaluation prompts with their own settings (``*_eval``); no training forward, unless
+        ``loss_eval`` asks for it.
+
+        Args:
+            eval_dataset: prompts to take instead of the trainer's, or the name of one of its evaluation datasets.
 
         Returns:
-            ``<prefix>_reward``, ``<prefix>_rewards/<name>/mean``, ``<prefix>_completions/...`` and times.
+            ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
+            ``<prefix>_completions/...`` and times; with a dict of datasets, each under ``<prefix>_<its name>``.
         """
         given = self.eval_prompts
-        if eval_dataset is not None:
+        if isinstance(eval_dataset, str) and isinstance(given, dict):
+            given = given[eval_dataset]
+        elif eval_dataset is not None:
             given = eval_prompts_of(eval_dataset, self.policy, self.args, self.engine.context)
         if given is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
@@ -320,10 +383,13 @@ class GRPOTrainer(PackedTrainer):
             self.engine.version = None  # anything may have changed the weights since the last step
         parts = given if isinstance(given, dict) else {"": given}
         metrics: dict[str, float] = {}
-        with self.residency.sampling(self.optimizer):
+        self.evaluating = True
+        try:
             for name, prompts in parts.items():
                 prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
                 metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
+        finally:
+            self.evaluating = False
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -333,4 +399,7 @@ class GRPOTrainer(PackedTrainer):
         self.stop_signal.remove()
         del self.weights  # views of the engine's tensors, which would stay in memory
         self.scorer.close()
+        if self.completion_log is not None:
+            self.completion_log.close()
         self.engine.close()
+        self.reference = None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
-from colograd.config.names import REFUSED
+from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
 
 DOCS = Path(__file__).resolve().parent
 TRL = "1.16"  # whose fields the page accounts for
@@ -28,9 +28,6 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 
 # Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
 LIMITED = (
-    "beta",
-    "remove_unused_columns",
-    "scale_rewards",
     "use_vllm",
     "vllm_mode",
     "vllm_tensor_parallel_size",
@@ -114,11 +111,19 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 LoRA is asked for as in TRL (`use_peft` and `lora_*` in a recipe, `peft_config=LoraConfig(...)`, a `PeftModel` or an
 adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. [lora.md](lora.md).
 
-`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, quantised bases, tools, reward models and streamed datasets aren't
-available in this version: each is an error at start that says so.
+An `IterableDataset` is read while training, as in TRL: shuffled in a buffer, every rank reads all of it, `max_steps` is
+needed. A resumed run reads again what it had read; a digest in the checkpoint shows whether that was the same, and
+where it wasn't, the run ends instead of training on other prompts. Without `max_prompt_tokens` or
+`vllm_max_model_length` the engine's context is the whole of the model's, since the longest prompt isn't known.
+
+`prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
+
+`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, quantised bases, tools and reward models aren't available in this
+version: each is an error at start that says so.
 
 The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
-*Limited*: not all of TRL's values. *Refused*: an error at start, with the reason given here."""
+*Limited*: not all of TRL's values. *No effect*: taken with any value, and a line at start says that it changes nothing
+here. *Refused*: an error at start, with the reason given here."""
 
 
 def configuration() -> str:
@@ -145,10 +150,11 @@ def moving() -> str:
     """
     theirs = trl_fields()
     ours = own_names(GRPOConfig)
-    if unaccounted := [name for name in theirs if name not in ours and name not in REFUSED]:
+    known = {*ours, *REFUSED, *UNUSED, *RENAMED}
+    if unaccounted := [name for name in theirs if name not in known]:
         raise SystemExit(
             f"docs/generate.py: TRL has fields that are neither taken nor refused: {', '.join(unaccounted)}. Add "
-            "them to GRPOConfig, or to REFUSED in colograd/config/names.py with the reason."
+            "them to GRPOConfig, or to REFUSED or UNUSED in colograd/config/names.py with the reason."
         )
     rows = []
     for name, their_default in theirs.items():
@@ -157,16 +163,23 @@ def moving() -> str:
             differs = their_default is not None and their_default != our_default
             shown = code(our_default) + (f" (TRL: {code(their_default)})" if differs else "")
             rows.append((f"`{name}`", "limited" if name in LIMITED else "supported", shown, help_of(GRPOConfig, name)))
+        elif name in RENAMED:
+            rows.append((f"`{name}`", "renamed", "", f"The old name of `{RENAMED[name]}`, and read as that."))
+        elif name in UNUSED:
+            rows.append((f"`{name}`", "no effect", "", sentence(UNUSED[name])))
         else:
-            rows.append((f"`{name}`", "refused", "", sentence(REFUSED[name])))
-    others = [(f"`{name}`", sentence(why)) for name, why in REFUSED.items() if name not in theirs]
+            kept = f" (`{name}: {yaml_value(INERT[name][0])}` may stay.)" if name in INERT else ""
+            rows.append((f"`{name}`", "refused", "", sentence(REFUSED[name]) + kept))
+    others = [(f"`{name}`", "refused", sentence(why)) for name, why in REFUSED.items() if name not in theirs]
+    others += [(f"`{name}`", "no effect", sentence(why)) for name, why in UNUSED.items() if name not in theirs]
     parts = [
         NOTICE,
         MOVING,
         table(("Field", "", "Default", "Here"), rows),
-        "## Refused names from elsewhere in TRL",
-        "Of its script's arguments, or of older versions.",
-        table(("Name", "Reason"), others),
+        "## Names from elsewhere in TRL",
+        "Of its script's arguments, its command line, or older versions. All other arguments of its `grpo` script are "
+        "taken: [Configuration](configuration.md).",
+        table(("Name", "", "Reason"), others),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -199,6 +212,7 @@ def help_of(group: type, name: str) -> str:
         str(field_of(group, name).metadata["help"])
         .replace("%%", "%")
         .replace("see docs/losses.md", "see [losses](losses.md)")
+        .replace("See docs/reference.md", "See [reference](reference.md)")
     )
 
 
@@ -243,6 +257,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def code(text: str) -> str:
     return f"`{text}`"
+
+
+def yaml_value(value: object) -> str:
+    return {None: "null", False: "false"}.get(value, repr(value))  # type: ignore[call-overload]
 
 
 def sentence(text: str) -> str:

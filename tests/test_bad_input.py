@@ -20,7 +20,7 @@ from datasets import Dataset
 from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
-from colograd.data import StepOrder, load_datasets, tokenize_prompts
+from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
 from colograd.engine import check_vllm
 from colograd.engine_arguments import engine_kwargs
 from colograd.policy import load_policy
@@ -67,9 +67,7 @@ class Words:
 
 def tokenize(rows: Any, limit: int = 100, overlong: str = "drop") -> Any:
     dataset = Dataset.from_list(rows) if isinstance(rows, list) else rows
-    return tokenize_prompts(
-        dataset, Words(), max_prompt_tokens=limit, overlong=overlong, chat_template_kwargs={}, name="train"
-    )
+    return tokenize_prompts(dataset, PromptRules(Words(), limit, overlong, {}, "train"))
 
 
 def score(returned: Any, size: int = 3) -> torch.Tensor:
@@ -129,9 +127,9 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         r"docs/configuration\.md lists",
     ),
     "a key of TRL that isn't taken": (
-        lambda _: config(vllm_server_host="h"),
-        "`vllm_server_host`",
-        "isn't supported: there is no server",
+        lambda _: config(cache_implementation="static"),
+        "`cache_implementation`",
+        "isn't supported: generation always runs in vLLM",
         "remove it",
     ),
     "a group size that doesn't divide the batch": (
@@ -291,7 +289,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "the best model by a loss that evaluation doesn't have": (
         lambda _: config(metric_for_best_model="eval_loss"),
         "metric_for_best_model is 'eval_loss'",
-        "has no loss",
+        "computes no loss",
         "use `reward`",
     ),
     "a sampling parameter that the trainer sets": (
@@ -409,7 +407,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
     monkeypatch.setattr(process, "prepare_ranks", lambda: None)
     monkeypatch.setattr(trainer, "check_vllm", lambda: None)
-    monkeypatch.setattr(trainer, "Engine", build)
+    monkeypatch.setattr(trainer, "build_sampler", build)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "2 + 2 =", "answer": "4"}\n')

@@ -101,3 +101,31 @@ def test_a_run_logs_every_completion_of_every_step(tiny_model: Path, tmp_path: P
         assert lengths == pytest.approx(history[step]["completions/mean_length"])
         positions += [r.position for r in rows[::4]]
     assert len(set(positions)) == 16
+
+
+def test_complete_files_go_to_the_hub_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub's own scheduler, with a stand-in for the calls that need a connection."""
+    from huggingface_hub import _commit_scheduler
+
+    sent: list[str] = []
+
+    class Api(_commit_scheduler.HfApi):
+        def create_repo(self, repo_id: str, **kwargs: Any) -> Any:
+            return types.SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, operations: list[Any], **kwargs: Any) -> Any:
+            sent.extend(operation.path_in_repo for operation in operations)
+            return types.SimpleNamespace(oid="1")
+
+        def list_repo_files(self, **kwargs: Any) -> list[str]:
+            return []
+
+    monkeypatch.setattr(_commit_scheduler, "HfApi", Api)
+    config = tiny.config(tmp_path, log_completions=True, log_completions_hub_repo="me/log")
+    log = completion_log.CompletionLog(config, ["right"])
+    write_log(tmp_path, [row(0, rewards=(1.0,))], ["right"], 3)
+    (tmp_path / "completions" / "completions_00004.partial").touch()
+    log.close()
+    assert sent == ["completions_00003.parquet"]
+    with pytest.raises(ValueError, match="log_completions_hub_repo is 'me/log', but no completions are logged"):
+        tiny.config(tmp_path, log_completions_hub_repo="me/log")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
-from colograd.config.names import REFUSED
+from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.data.loading import MIXTURE_KEYS
 
 
 def config(**changes: Any) -> GRPOConfig:
@@ -46,8 +49,9 @@ def test_prompts_per_step_counts_over_all_ranks(monkeypatch: pytest.MonkeyPatch)
     on_ranks(monkeypatch, 2)
     made = config(prompts_per_step=6, num_generations=4)
     assert (made.groups_per_rank, made.per_device_train_batch_size) == (3, 12)
-    # It says the whole step, so TRL's two factors don't count beside it.
-    assert config(prompts_per_step=6, num_generations=4, gradient_accumulation_steps=3) == made
+    # TRL's two factors may say the same, and at their defaults say nothing.
+    same = config(prompts_per_step=6, num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=3)
+    assert same == made == config(prompts_per_step=6, num_generations=4, per_device_train_batch_size=8)
 
 
 def test_steps_per_generation_counts_trl_s_micro_batches() -> None:
@@ -89,6 +93,10 @@ def test_a_copy_is_the_same(given: dict[str, Any]) -> None:
         ({"generation_batch_size": 24}, r"is 24, but must be a multiple of .* \(16\)"),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, r"is 3, but must be a multiple of .*\(2\)"),
         ({"steps_per_generation": 0}, "steps_per_generation is 0"),
+        (
+            {"prompts_per_step": 4, "gradient_accumulation_steps": 3},
+            r"4, which is 32 completions per step, but .* = 8 \* 3 \* 2 = 48: remove .* or gradient_accumulation_steps",
+        ),
         ({"per_device_train_batch_size": 4}, r"4 \* 1 = 4 completions .* multiple of 8 \(8 would do\)"),
     ],
 )
@@ -220,7 +228,10 @@ def test_a_command_line_that_says_nothing_clear_is_refused(argv: list[str], mess
         ("- a\n- b\n", "must be a mapping of keys to values, not a list"),
         ("a: [1\n", "isn't valid YAML"),
         ("epsilon_hi: 0.3\n", "Unknown configuration key `epsilon_hi`. Did you mean `epsilon_high`"),
-        ("vllm_server_host: localhost\n", "`vllm_server_host` isn't supported: there is no server"),
+        ("cache_implementation: static\n", "`cache_implementation` isn't supported: generation always runs in vLLM"),
+        ("accelerate_config: fsdp2\n", "start with `accelerate launch"),
+        ("env: 3\n", "env is 3, but must be a mapping"),
+        ("vllm_importance_sampling_cap: 2\nvllm_importance_sampling_clip_max: 2\n", "the old name of"),
     ],
 )
 def test_a_recipe_that_says_nothing_clear_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -238,15 +249,19 @@ def test_an_empty_recipe_leaves_every_default(tmp_path: Path) -> None:
 DIFFERENT_DEFAULTS = {
     "optim": "adamw_split wherever the policy is bfloat16",
     "use_vllm": "there is no other way to generate",
+    "vllm_model_impl": "`auto` also serves models that vLLM has no implementation of",
     "vllm_gpu_memory_utilization": "the KV cache is planned where nothing is said",
 }
 NEW = {
     "prompts_per_step",
     "max_prompt_tokens",
     "offload_optimizer",
+    "offload_reference",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",
+    "pass_threshold_eval",
+    "loss_eval",
     "vllm_engine_kwargs",
     "max_tokens_per_microbatch",
     "balance_ranks",
@@ -257,6 +272,7 @@ NEW = {
     "reward_call",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",
+    "advantage_baseline",
     "log_completions_steps",
     "verbose",
 }
@@ -285,19 +301,69 @@ def test_defaults_are_trl_s(trl_defaults: dict[str, Any]) -> None:
 
 def test_every_field_of_trl_is_a_field_or_refused_with_a_reason(trl_defaults: dict[str, Any]) -> None:
     ours = defaults(GRPOConfig)
-    assert trl_defaults.keys() - ours.keys() - REFUSED.keys() == set()
-    assert REFUSED.keys() & ours.keys() == set()
-    assert all(reason and not reason.endswith(".") for reason in REFUSED.values())
+    others = [REFUSED.keys(), UNUSED.keys(), RENAMED.keys()]
+    assert trl_defaults.keys() - ours.keys() - set().union(*others) == set()
+    assert sum(map(len, others)) == len(set().union(*others)) and not ours.keys() & set().union(*others)
+    assert all(reason and not reason.endswith(".") for reason in (REFUSED | UNUSED).values())
+    assert INERT.keys() <= REFUSED.keys() and set(RENAMED.values()) <= ours.keys()
+
+
+def test_every_field_at_its_default_in_trl_is_taken(trl_defaults: dict[str, Any]) -> None:
+    """So a file may hold all of them; the exceptions say something that can't be."""
+    trl = pytest.importorskip("trl")
+    declared = {f.name for f in dataclasses.fields(trl.GRPOConfig)} - {
+        f.name for f in dataclasses.fields(trl.GRPOConfig.__mro__[2])
+    }
+    refused = set()
+    for name in declared:
+        try:
+            config(**{name: trl_defaults[name]})
+        except ValueError:
+            refused.add(name)
+    assert refused == {"use_vllm"} | ({*REFUSED} & declared - INERT.keys())
+
+
+def test_what_has_no_effect_is_taken_and_said(tmp_path: Path) -> None:
+    made = config(vllm_server_host="there", pad_to_multiple_of=8, cast_lm_head_to_fp32=False)
+    assert [line.split(":")[1] for line in made.notes] == [f" `{n}` has no effect" for n in UNUSED if n in (
+        "vllm_server_host", "pad_to_multiple_of")][::-1]  # fmt: skip
+    recipe = write(tmp_path, "vllm_server_port: 1\nuse_transformers_paged: false\nvllm_importance_sampling_cap: 2.5\n")
+    _, parsed, _, _ = parse_arguments(["--config", recipe, "--ignore_bias_buffers", "--vllm_group_port=4"])
+    assert parsed.vllm_importance_sampling_clip_max == 2.5 and len(parsed.notes) == 4
+    assert config(vllm_importance_sampling_cap=1.5).vllm_importance_sampling_clip_max == 1.5
+    assert config(vllm_importance_sampling_cap=None) == config()
+    with pytest.raises(ValueError, match="`use_transformers_paged` isn't supported"):
+        parse_arguments(["--use_transformers_paged", "true"])
+
+
+def test_a_recipe_sets_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOGRAD_TEST_VARIABLE", "0")
+    parse_arguments(["--config", write(tmp_path, "env:\n  COLOGRAD_TEST_VARIABLE: 3\n")])
+    assert os.environ["COLOGRAD_TEST_VARIABLE"] == "3"
 
 
 def test_fields_that_trl_lacks_are_few_and_known(trl_defaults: dict[str, Any]) -> None:
     assert defaults(GRPOConfig).keys() - trl_defaults.keys() == NEW
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("ScriptArguments", ScriptArguments), ("ModelConfig", ModelConfig)])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("trl.scripts.grpo:GRPOScriptArguments", ScriptArguments),
+        ("trl:DatasetMixtureConfig", ScriptArguments),
+        ("trl:ModelConfig", ModelConfig),
+    ],
+)
 def test_script_and_model_arguments_keep_trl_s_names(theirs: str, ours: type) -> None:
-    trl = pytest.importorskip("trl")
-    assert defaults(getattr(trl, theirs)).keys() - defaults(ours).keys() - REFUSED.keys() == set()
+    pytest.importorskip("trl")
+    module, _, name = theirs.partition(":")
+    fields = defaults(getattr(importlib.import_module(module), name)).keys()
+    assert fields - defaults(ours).keys() - UNUSED.keys() == set()
+
+
+def test_the_parts_of_a_mixture_have_trl_s_keys() -> None:
+    pytest.importorskip("trl")
+    assert set(MIXTURE_KEYS) == defaults(importlib.import_module("trl.scripts.utils").DatasetConfig).keys()
 
 
 @pytest.mark.parametrize(
@@ -308,8 +374,34 @@ def test_script_and_model_arguments_keep_trl_s_names(theirs: str, ours: type) ->
         ("reward_on_error", "ignore", "raise, abstain"),
         ("reward_call", "row", "group, all"),
         ("dynamic_sampling_max_rounds", 0, "dynamic_sampling_max_rounds"),
+        ("scale_rewards", "rank", "group, batch, none"),
+        ("multi_objective_aggregation", "sum", "sum_then_normalize, normalize_then_sum"),
+        ("advantage_baseline", "median", "mean, leave_one_out"),
     ],
 )
 def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         GRPOConfig(output_dir=str(tmp_path), **{name: value})
+
+
+def test_normalising_each_reward_has_no_other_baseline() -> None:
+    with pytest.raises(ValueError, match="compares with the mean"):
+        config(multi_objective_aggregation="normalize_then_sum", advantage_baseline="leave_one_out")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"metric_for_best_model": "eval_loss"}, "computes no loss"),
+        (
+            {"loss_eval": True, "temperature_eval": 0.5, "num_generations_eval": 2},
+            "temperature_eval is 0.5, but loss_eval",
+        ),
+        ({"temperature_eval": 0.0, "num_generations_eval": 2}, "all completions of a prompt are equal"),
+        ({"max_completion_length": None}, "max_completion_length is None"),
+    ],
+)
+def test_settings_of_evaluation_are_checked(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config(**given)
+    assert config(metric_for_best_model="eval_loss", loss_eval=True).loss_eval

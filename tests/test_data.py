@@ -11,8 +11,17 @@ import torch
 from accelerate import skip_first_batches
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from colograd.config import ScriptArguments
-from colograd.data import PromptDataset, PromptLoader, StepOrder, load_datasets, tokenize_prompts
+from colograd.config import GRPOConfig, ScriptArguments
+from colograd.data import (
+    PromptDataset,
+    PromptLoader,
+    PromptRules,
+    PromptStream,
+    StepOrder,
+    StreamLoader,
+    load_datasets,
+    tokenize_prompts,
+)
 
 MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 USER = {"role": "user", "content": "Hi"}
@@ -33,14 +42,7 @@ def tokenizer() -> Any:
 
 def tokenize(rows: Any, tokenizer: Any, limit: int = 100, overlong: str = "drop", **template: Any) -> PromptDataset:
     dataset = Dataset.from_list(rows) if isinstance(rows, list) else rows
-    return tokenize_prompts(
-        dataset,
-        tokenizer,
-        max_prompt_tokens=limit,
-        overlong=overlong,
-        chat_template_kwargs=template,
-        name="train_dataset",
-    )
+    return tokenize_prompts(dataset, PromptRules(tokenizer, limit, overlong, template, "train_dataset"))
 
 
 # -- Loading
@@ -139,6 +141,37 @@ def test_a_mixture_is_joined_and_held_out_from(module: str) -> None:
     assert again is not None and again["prompt"][:] == test["prompt"][:]
 
 
+def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
+    """As large as it can be without repeating a row: the smaller part is taken whole."""
+    for name, size in (("a", 30), ("b", 10)):
+        Dataset.from_dict({"prompt": [f"{name}{i}" for i in range(size)]}).to_json(tmp_path / f"{name}.jsonl")
+    parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 2}]
+    whole, _ = load(datasets=parts)
+    assert whole["prompt"][:] == [f"a{i}" for i in range(15)] + [f"b{i}" for i in range(10)]
+    with pytest.raises(ValueError, match="give each part a share, or none"):
+        load(datasets=[parts[0], {"path": str(tmp_path / "b.jsonl")}])
+    with pytest.raises(ValueError, match="a streamed part has no length"):
+        load(datasets=parts, streaming=True)
+    with pytest.raises(ValueError, match="test_split_size is 2, but a streamed mixture"):
+        load(datasets=parts, streaming=True, test_split_size=2)
+
+
+def test_streamed_datasets_keep_their_prompts(tmp_path: Path, module: str) -> None:
+    rows = Dataset.from_dict({"question": ["a", "b"], "answer": [1, 2]})
+    rows.to_json(tmp_path / "rows.jsonl")
+    rows.save_to_disk(tmp_path / "saved")
+    for name in (str(tmp_path / "rows.jsonl"), str(tmp_path / "saved")):
+        train, _ = load(
+            dataset_name=name, dataset_streaming=True, dataset_prompt_column="question", system_prompt="Be brief."
+        )
+        assert isinstance(train, IterableDataset)
+        assert [row["prompt"][1]["content"] for row in train] == ["a", "b"] and next(iter(train))["answer"] == 1
+    assert isinstance(load(dataset_name=f"{module}:several", dataset_streaming=True)[0], IterableDataset)
+    parts = [{"path": f"{module}:plain"}, {"path": f"{module}:several", "split": "test", "columns": ["prompt"]}]
+    train, _ = load(datasets=parts, streaming=True)
+    assert [row["prompt"] for row in train] == ["plain 0", "plain 1", "plain 2", "test 0", "test 1"]
+
+
 def test_the_prompt_column_and_the_system_prompt(tmp_path: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     own = [{"role": "system", "content": "Mine."}, USER]
@@ -209,10 +242,12 @@ def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
         ([{"prompt": 3}], "row 0: the prompt is 3; it must be a text"),
         ([{"prompt": []}], r"row 0: the prompt is \[\]; it must be a text"),
         ([{"prompt": [{"role": "user"}]}], "row 0: the prompt is .* it must be a text"),
-        (IterableDataset.from_generator(lambda: iter([{"prompt": "a"}])), "it must be a datasets.Dataset"),
+        ([IterableDataset.from_generator(lambda: iter([{"question": "a"}]))], "no column 'prompt'; it has 'question'"),
+        ([3], "it must be a datasets.Dataset"),
     ],
 )
 def test_what_is_no_prompt_is_named(tokenizer: Any, rows: Any, message: str) -> None:
+    rows = rows[0] if isinstance(rows, list) and not isinstance(rows[0], dict) else rows
     with pytest.raises(ValueError, match=message):
         tokenize(rows, tokenizer)
 
@@ -306,3 +341,90 @@ def test_a_resumed_loader_goes_on_exactly_where_it_stopped(tokenizer: Any) -> No
     skipped.batch_sampler.batch_sampler.set_epoch(1)  # as transformers.Trainer reaches it
     assert list(skipped) == list(whole)[3:]
     assert len(skipped) == 1
+
+
+# -- Streams
+
+
+def streamed(
+    tokenizer: Any, size: int = 11, limit: int = 100, rows: Any = None, rank: int = 0, ranks: int = 1, **changes: Any
+) -> PromptStream:
+    given = {"prompts_per_step": 2, "max_steps": 50, "shuffle_dataset": False, "report_to": "none"} | changes
+    config = GRPOConfig("unused", **given)
+    config.__class__ = type("Ranked", (GRPOConfig,), {"world_size": ranks, "process_index": rank})
+    made = rows or IterableDataset.from_generator(lambda: ({"prompt": f"row {i}", "n": i} for i in range(size)))
+    return PromptStream(made, PromptRules(tokenizer, limit, "drop", {}, "train_dataset"), config)
+
+
+def take(prompts: Any, count: int) -> list[list[tuple[int, int]]]:
+    """(row, position) of the prompts of each step."""
+    return [[(p.example["n"], p.position) for p in step] for _, step in zip(range(count), prompts)]  # noqa: B905
+
+
+def test_a_stream_gives_whole_rounds_and_begins_anew(tokenizer: Any) -> None:
+    """11 rows, rounds of two steps of two, each taken twice: what doesn't fill a round is left out, as with rows."""
+    items = take(streamed(tokenizer, steps_per_generation=2, num_iterations=2), 10)
+    first, second = [[(0, 0), (1, 1)], [(2, 2), (3, 3)]], [[(4, 4), (5, 5)], [(6, 6), (7, 7)]]
+    assert items == [*first, *first, *second, *second, [(0, 8), (1, 9)], [(2, 10), (3, 11)]]
+    prompts = streamed(tokenizer, rows=None, size=3)
+    assert [p.example["n"] for p in prompts.first(5)] == [0, 1, 2], "looking takes nothing"
+    assert take(prompts, 2) == [[(0, 0), (1, 1)], [(0, 2), (1, 3)]]
+
+
+def test_a_shuffled_stream_is_another_in_each_pass_and_the_same_in_each_run(tokenizer: Any) -> None:
+    passes = [take(streamed(tokenizer, shuffle_dataset=True, seed=seed), 10) for seed in (1, 1, 2)]
+    rows = [[row for step in items for row, _ in step] for items in passes]
+    assert rows[0] == rows[1] != rows[2] and rows[0][:10] != rows[0][10:]
+    assert len(set(rows[0][:10])) == 10
+
+
+def test_ranks_share_a_stream(tokenizer: Any) -> None:
+    ranks = {"ranks": 2, "num_generations": 2}
+    halves = zip(*(take(streamed(tokenizer, rank=rank, **ranks), 6) for rank in (0, 1)), strict=True)
+    assert [first + second for first, second in halves] == take(streamed(tokenizer), 6)
+
+
+def test_a_resumed_stream_goes_on_exactly_where_it_stopped(tokenizer: Any) -> None:
+    whole = take(streamed(tokenizer, shuffle_dataset=True), 9)
+    before = streamed(tokenizer, shuffle_dataset=True)
+    take(before, 6)
+    after = streamed(tokenizer, shuffle_dataset=True)
+    after.expect(before.state)
+    assert before.state["items"] == 6
+    assert take(skip_first_batches(StreamLoader(after), 6), 3) == whole[6:]
+
+
+def test_a_stream_that_is_another_one_is_noticed_when_resuming(tokenizer: Any) -> None:
+    before, after = streamed(tokenizer), streamed(tokenizer, size=3)
+    take(before, 4)
+    after.expect(before.state)
+    with pytest.raises(ValueError, match="train_dataset isn't the stream that the checkpoint was trained on"):
+        take(skip_first_batches(StreamLoader(after), 4), 1)
+
+
+def test_long_prompts_of_a_stream_are_dropped_and_counted(tokenizer: Any) -> None:
+    rows = IterableDataset.from_generator(
+        lambda: ({"prompt": "long " * 20 if i % 2 else f"row {i}", "n": i} for i in range(8))
+    )
+    prompts = streamed(tokenizer, limit=10, rows=rows)
+    assert take(prompts, 2) == [[(0, 0), (2, 1)], [(4, 2), (6, 3)]]
+    assert (prompts.num_dropped, prompts.longest) == (3, 10)  # the last one is yet to be read
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": -1}, "max_steps is -1, but a streamed dataset has no length"),
+        ({"dynamic_sampling": True}, "dynamic_sampling draws further rows"),
+        ({"size": 0}, "train_dataset has no rows"),
+        ({"limit": 1}, "all are over the limit of 1 tokens"),
+        ({"size": 1}, "ended after 1 prompts, but one generation takes 2"),
+        (
+            {"rows": IterableDataset.from_generator(lambda: iter([{"question": "a"}]))},
+            "no column 'prompt'; it has 'question'",
+        ),
+    ],
+)
+def test_a_stream_that_cannot_be_trained_on_is_refused(tokenizer: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        take(streamed(tokenizer, **changes), 1)

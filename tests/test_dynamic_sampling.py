@@ -12,9 +12,9 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Prompt, Rollout
+from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
 from colograd.completion_log import logged_steps, read_log
-from colograd.data import extra_prompts, tokenize_prompts
+from colograd.data import PromptRules, extra_prompts, tokenize_prompts
 from colograd.experience import draw
 from colograd.metrics import PhaseTimes
 from colograd.packing import has_signal
@@ -53,6 +53,9 @@ class Stages:
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         return rewards[:, 0] - rewards[:, 0].mean()
+
+    def take_logged(self, group: Group) -> Logged:
+        return Logged({}, {})
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         return rewards.sum(1)
@@ -100,10 +103,7 @@ def test_after_the_last_round_a_step_has_fewer() -> None:
 
 
 def test_extra_prompts_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
-    dataset = tokenize_prompts(
-        tiny.prompts(10), tiny.make_tokenizer(), max_prompt_tokens=100, overlong="error", chat_template_kwargs={},
-        name="train",
-    )  # fmt: skip
+    dataset = tokenize_prompts(tiny.prompts(10), PromptRules(tiny.make_tokenizer(), 100, "error", {}, "train"))
     config = tiny.config(tmp_path)
     first, again = (extra_prompts(dataset, config, 3, 0, 10) for _ in range(2))
     assert [p.position for p in first] == [p.position for p in again] and len({p.prompt_ids for p in first}) == 10

@@ -21,6 +21,8 @@ TERMS = {
     "entropy_coef": 0.01,
     "entropy_target": 100.0,  # always below: the bonus acts from the second step on
     "off_policy_mask_threshold": 0.5,
+    "beta": 0.1,
+    "loss_eval": True,
 }
 
 
@@ -37,19 +39,26 @@ def test_the_entropy_s_terms_do_not_depend_on_the_token_budget(tiny_model: Path,
         args = tiny.config(
             folder, max_tokens_per_microbatch=budget, max_steps=3, save_strategy="steps", save_steps=3, **TERMS
         )
-        trainer = GRPOTrainer(tiny_model, equal_or_not, args, tiny.prompts())
+        trainer = GRPOTrainer(tiny_model, equal_or_not, args, tiny.prompts(), tiny.prompts(3))
         assert not trainer.rules.skip_without_signal
         trainer.train()
+        of_training = trainer.loss
+        evaluated = trainer.evaluate()
+        assert trainer.loss is of_training
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
         logs = [entry for entry in trainer.state.log_history if "reward" in entry]
         trainer.close()
-        found.append((weights, logs))
+        found.append((weights, logs, evaluated))
         state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
         stored = state["stateful_callbacks"]["EntropyController"]
         assert stored["coefficient"] == pytest.approx(0.01 + 3 * 0.005) == logs[-1]["entropy_coef"]
-    (whole, one), (split, many) = found
+    (whole, one, one_evaluated), (split, many, many_evaluated) = found
     assert (whole - split).norm() < 1e-6 * whole.norm()
-    for name in ("loss", "policy_loss", "entropy", "entropy_coef", "clip_ratio/region_mean"):
+    for name in ("eval_loss", "eval_policy_loss", "eval_entropy", "eval_kl"):
+        assert one_evaluated[name] == pytest.approx(many_evaluated[name], rel=1e-5, abs=1e-6), name
+    assert one_evaluated["eval_loss"] < one_evaluated["eval_policy_loss"] - 1e-3 and one_evaluated["eval_kl"] > 0
+    assert not any("bonus" in name or name == "eval_entropy_coef" for name in one_evaluated)
+    for name in ("loss", "policy_loss", "entropy", "entropy_coef", "kl", "clip_ratio/region_mean"):
         assert [e[name] for e in one] == pytest.approx([e[name] for e in many], rel=1e-5, abs=1e-6), name
     assert one[0]["loss"] == pytest.approx(one[0]["policy_loss"]) and one[1]["loss"] < one[1]["policy_loss"] - 1e-3
     assert [e["train/micro_batches"] for e in one] == [1] * 3 and many[0]["train/micro_batches"] == 16

@@ -221,17 +221,6 @@ def test_several_steps_per_generation_train_on_the_old_logprobs(tiny_model, tmp_
     assert saved == ["checkpoint-4", "checkpoint-8"], "checkpoints wait for the end of a round"
 
 
-def test_evaluate_uses_its_own_settings_and_leaves_training_alone(tiny_model, tmp_path, closing) -> None:
-    trainer = closing(
-        make_trainer(tiny_model, tmp_path, num_generations_eval=1, temperature_eval=0.0, max_completion_length_eval=5)
-    )
-    first, second = trainer.evaluate(), trainer.evaluate()
-    assert first["eval_completions"] == 6 and first["eval_completions/max_length"] <= 5
-    assert first["eval_reward"] == second["eval_reward"], "greedy"
-    named = trainer.evaluate({"a": tiny.prompts(2), "b": tiny.prompts(3)})
-    assert {"eval_a_reward", "eval_b_reward"} <= named.keys()
-
-
 def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path, closing) -> None:
     """The saved folder's greedy completions in a plain vLLM equal the trained policy's."""
     trainer = closing(make_trainer(tiny_model, tmp_path / "run", max_steps=3))

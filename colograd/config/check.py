@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # TRL's constructor arguments that this version refuses by name.
 LATER = (
-    "reward_processing_classes",
     "quantization_config",
     "tools",
     "rollout_func",
@@ -28,6 +28,7 @@ SHAPING = (
 )  # fmt: skip
 NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 # What `accelerate launch` sets for a configuration whose ranks share one model. transformers takes it without a word.
 SHARDING = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -91,6 +92,7 @@ def check_values(config: GRPOConfig) -> None:
         )
     for name in ("max_completion_length", "num_iterations", "num_generations_eval", "dynamic_sampling_max_rounds"):
         _at_least(name, getattr(config, name), 1)
+    _at_least("ref_model_sync_steps", config.ref_model_sync_steps, 1)
     for name in ("epsilon", "epsilon_high", "beta", "temperature_eval"):
         _at_least(name, getattr(config, name), 0)
     if config.temperature <= 0:
@@ -98,18 +100,16 @@ def check_values(config: GRPOConfig) -> None:
             f"temperature is {config.temperature}, but completions of a group must differ: set it above 0 (1.0 is "
             "usual). For greedy evaluation use temperature_eval: 0."
         )
-    if config.temperature_eval == 0 and (config.num_generations_eval or 1) > 1:
+    if config.max_completion_length is None:
+        raise ValueError("max_completion_length is None, but memory is planned by it: give a number of tokens.")
+    if config.log_completions_hub_repo is not None and not config.log_completions:
         raise ValueError(
-            f"num_generations_eval is {config.num_generations_eval}, but with temperature_eval 0 all completions of a "
-            "prompt are equal: set it to 1, or raise temperature_eval."
-        )
-    if str(config.metric_for_best_model or "").removeprefix("eval_") == "loss":
-        raise ValueError(
-            f"metric_for_best_model is {config.metric_for_best_model!r}, but `evaluate` has no loss: use `reward`."
+            f"log_completions_hub_repo is {config.log_completions_hub_repo!r}, but no completions are logged: set "
+            "log_completions: true, or remove it."
         )
     if not 0 < config.top_p <= 1:
         raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
-    _one_of("scale_rewards", config.scale_rewards, ("group", "none"), " in this version")
+    _check_advantages(config)
     _one_of("reward_on_error", config.reward_on_error, ("raise", "abstain"))
     _one_of("reward_call", config.reward_call, ("group", "all"))
     _at_least("reward_workers", config.reward_workers, 0)
@@ -122,8 +122,10 @@ def check_values(config: GRPOConfig) -> None:
     _one_of("importance_sampling_level", config.importance_sampling_level, ("token", "sequence"))
     _one_of("overlong_prompts", config.overlong_prompts, ("drop", "error"))
     _one_of("weights", config.weights, ("auto", "shared", "copied", "adapter"), " in this version")
+    _one_of("vllm_model_impl", config.vllm_model_impl, ("auto", "vllm", "transformers"))
     _one_of("vllm_mode", config.vllm_mode, ("colocate",), " (there is no server: each rank has its own engine)")
     check_loss(config)
+    check_evaluation(config)
     check_objective(config)
     check_process(config)
 
@@ -179,11 +181,47 @@ def advice(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def check_objective(config: GRPOConfig) -> None:
-    """The rules of the reference and of the sampler correction."""
-    if config.beta != 0:
+def check_evaluation(config: GRPOConfig) -> None:
+    """The rules of `evaluate`, and of what is said about its result."""
+    if config.temperature_eval == 0 and (config.num_generations_eval or 1) > 1:
         raise ValueError(
-            f"beta is {config.beta}, but this version has no reference model: set beta: 0.0 (the default)."
+            f"num_generations_eval is {config.num_generations_eval}, but with temperature_eval 0 all completions of a "
+            "prompt are equal: set it to 1, or raise temperature_eval."
+        )
+    if str(config.metric_for_best_model or "").removeprefix("eval_") == "loss" and not config.loss_eval:
+        raise ValueError(
+            f"metric_for_best_model is {config.metric_for_best_model!r}, but `evaluate` computes no loss: use "
+            "`reward`, or set loss_eval: true."
+        )
+    if config.loss_eval and config.temperature_eval not in (None, config.temperature):
+        raise ValueError(
+            f"temperature_eval is {config.temperature_eval}, but loss_eval compares the sampler's probabilities with "
+            f"the trainer's, at temperature {config.temperature}: leave temperature_eval out, or loss_eval."
+        )
+
+
+def _check_advantages(config: GRPOConfig) -> None:
+    _one_of("scale_rewards", config.scale_rewards, ("group", "batch", "none"))
+    _one_of("multi_objective_aggregation", config.multi_objective_aggregation, AGGREGATIONS)
+    _one_of("advantage_baseline", config.advantage_baseline, ("mean", "leave_one_out"))
+    if config.multi_objective_aggregation == "normalize_then_sum" and config.advantage_baseline == "leave_one_out":
+        raise ValueError(
+            "advantage_baseline is 'leave_one_out' and multi_objective_aggregation is 'normalize_then_sum', which "
+            "compares with the mean: scaling over the step undoes any other constant. Set one of the two back."
+        )
+
+
+def check_objective(config: GRPOConfig) -> None:
+    """The rules of the loss, its reference and its sampler correction."""
+    if config.sync_ref_model and config.beta == 0:
+        raise ValueError(
+            "sync_ref_model is true, but beta is 0, so that there is no reference model: set beta, or remove "
+            "sync_ref_model."
+        )
+    if not 0 < config.ref_model_mixup_alpha <= 1:
+        raise ValueError(
+            f"ref_model_mixup_alpha is {config.ref_model_mixup_alpha}, but is the policy's share of a mixture, in "
+            "(0, 1]: 1 replaces the reference by the policy."
         )
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
@@ -269,6 +307,7 @@ def fold_batch(config: GRPOConfig) -> None:
     accumulation = config.gradient_accumulation_steps
     per_rank = config.per_device_train_batch_size * accumulation
     if config.prompts_per_step is not None:
+        _check_said_once(config, per_rank, ranks, group)
         if config.prompts_per_step < 1 or config.prompts_per_step % ranks:
             low = max(ranks, config.prompts_per_step // ranks * ranks)
             raise ValueError(
@@ -290,6 +329,21 @@ def fold_batch(config: GRPOConfig) -> None:
     config.per_device_train_batch_size = per_rank
     config.prompts_per_step = per_rank // group * ranks
     config.generation_batch_size = None
+
+
+def _check_said_once(config: GRPOConfig, per_rank: int, ranks: int, group: int) -> None:
+    """Refuse TRL's product beside a `prompts_per_step` that contradicts it. At its defaults it says nothing."""
+    fields = {f.name: f.default for f in dataclasses.fields(config)}
+    factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    said = [name for name in factors if getattr(config, name) != fields[name]]
+    wanted = (config.prompts_per_step or 0) * group
+    if said and per_rank * ranks != wanted:
+        raise ValueError(
+            f"prompts_per_step is {config.prompts_per_step}, which is {wanted} completions per step, but "
+            f"per_device_train_batch_size * gradient_accumulation_steps * ranks = {config.per_device_train_batch_size} "
+            f"* {config.gradient_accumulation_steps} * {ranks} = {per_rank * ranks}: remove prompts_per_step or "
+            f"{' and '.join(said)}."
+        )
 
 
 def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) -> int:

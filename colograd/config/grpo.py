@@ -7,6 +7,7 @@ Normalised once, in ``__post_init__``: ``gradient_accumulation_steps`` is folded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ class GRPOConfig(TrainingArguments):
         ValueError: at construction, with the value, the rule and the remedy.
     """
 
+    notes: ClassVar[Sequence[str]] = ()  # of the instance: what `names_checked` has to say of names that were given
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
@@ -53,7 +55,8 @@ class GRPOConfig(TrainingArguments):
         },
     )
     remove_unused_columns: bool | None = field(
-        default=False, metadata={"help": "Kept for compatibility: columns always reach the reward functions."}
+        default=False,
+        metadata={"help": "Leave the reward functions the column `prompt` alone (and so an answer's column out)."},
     )
     optim: str = field(
         default="auto",
@@ -129,6 +132,17 @@ class GRPOConfig(TrainingArguments):
         default=None, metadata={"help": "Tokens a completion may have in `evaluate`; default `max_completion_length`."}
     )
 
+    pass_threshold_eval: float = field(
+        default=1.0, metadata={"help": "Weighted reward from which a completion counts as a pass in `eval_pass@k`."}
+    )
+    loss_eval: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the policy's forward on what `evaluate` sampled, for `eval_loss`, the entropy and TRL's other "
+            "metrics of the loss. TRL always does."
+        },
+    )
+
     # -- the engine
     use_vllm: bool = field(default=True, metadata={"help": "Kept for TRL's files: generation always runs in vLLM."})
     vllm_mode: str = field(default="colocate", metadata={"help": "Kept for TRL's files: always `colocate`."})
@@ -143,6 +157,13 @@ class GRPOConfig(TrainingArguments):
     vllm_max_model_length: int | None = field(
         default=None,
         metadata={"help": "The engine's context in tokens; default: the model's, or what is needed if less."},
+    )
+    vllm_model_impl: str = field(
+        default="auto",
+        metadata={
+            "help": "`vllm`: its own implementation of the model; `transformers`: that of transformers, in vLLM; "
+            "`auto`: its own where it has one (TRL's default, `vllm`, is an error where it has none)."
+        },
     )
     vllm_tensor_parallel_size: int = field(
         default=1, metadata={"help": "Ranks that share one engine. Only 1 in this version."}
@@ -214,7 +235,25 @@ class GRPOConfig(TrainingArguments):
     )
     scale_rewards: str = field(
         default="group",
-        metadata={"help": "Divide advantages by the group's standard deviation (`group`), or not (`none`)."},
+        metadata={
+            "help": "Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of "
+            "those of all groups of the step on all ranks (`batch`), or not at all (`none`, `false`)."
+        },
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={
+            "help": "Several reward functions: sum the weighted rewards, then normalise (`sum_then_normalize`); or "
+            "normalise each function's in the group, sum, and scale over the step (`normalize_then_sum`, GDPO), where "
+            "`scale_rewards` has no part, as in TRL."
+        },
+    )
+    advantage_baseline: str = field(
+        default="mean",
+        metadata={
+            "help": "What a completion is compared with: the `mean` of its group, or of the others in it "
+            "(`leave_one_out`, RLOO)."
+        },
     )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit the token limit out of the loss."}
@@ -252,7 +291,9 @@ class GRPOConfig(TrainingArguments):
     vespo_lambda_neg: float = field(
         default=2.0, metadata={"help": "`vespo`: as `vespo_lambda_pos`, for negative advantages."}
     )
-    beta: float = field(default=0.0, metadata={"help": "KL coefficient. Only 0 (no reference model) in this version."})
+    beta: float = field(
+        default=0.0, metadata={"help": "KL coefficient; 0: no KL term and no reference model. See docs/reference.md."}
+    )
     use_bias_correction_kl: bool = field(
         default=True, metadata={"help": "Multiply the KL term by the importance ratio: its gradient is then unbiased."}
     )
@@ -300,6 +341,23 @@ class GRPOConfig(TrainingArguments):
         default=None, metadata={"help": "Lower bound of that ratio."}
     )
 
+    # -- the reference model, where `beta` isn't 0
+    sync_ref_model: bool = field(
+        default=False,
+        metadata={"help": "Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."},
+    )
+    ref_model_mixup_alpha: float = field(
+        default=0.6, metadata={"help": "Share of the policy in that mixture; 1 replaces the reference."}
+    )
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two mixtures."})
+    offload_reference: bool = field(
+        default=False,
+        metadata={
+            "help": "On a GPU, keep the reference model in pinned host memory but while its log-probabilities are "
+            "computed. Does nothing on a CPU, nor for LoRA, which has no second model."
+        },
+    )
+
     # -- the training path
     max_tokens_per_microbatch: int | str | None = field(
         default="auto",
@@ -336,6 +394,10 @@ class GRPOConfig(TrainingArguments):
         default=None, metadata={"help": "Steps between two printed tables; default `logging_steps`."}
     )
     num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows of the table; default all."})
+    log_completions_hub_repo: str | None = field(
+        default=None,
+        metadata={"help": "A dataset on the Hub to which the files of `log_completions` go, every two minutes."},
+    )
     log_unique_prompts: bool = field(default=False, metadata={"help": "Show one completion per prompt only."})
     verbose: bool = field(default=False, metadata={"help": "Let vLLM and transformers log as they like."})
 
@@ -349,9 +411,8 @@ class GRPOConfig(TrainingArguments):
             self.metric_for_best_model = "reward"  # there is no evaluation loss
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
-        self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
-            self.scale_rewards, self.scale_rewards
-        )
+        spelt: dict[Any, str] = {"true": "group", "false": "none"}  # TRL's, on the command line too
+        self.scale_rewards = spelt.get(str(self.scale_rewards).lower(), self.scale_rewards)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         self.max_tokens_per_microbatch = token_budget(self.max_tokens_per_microbatch, self.on_cpu)
         self.logging_nan_inf_filter = False  # a NaN loss must be seen

@@ -5,40 +5,51 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 # TRL 1.16 fields that this version refuses, each with the reason and what to use instead.
 REFUSED: dict[str, str] = {
     "router_aux_loss_coef": "mixture-of-experts auxiliary losses aren't computed yet; remove it",
-    "cast_lm_head_to_fp32": "log-probabilities are always computed in float32; remove it",
-    "ds3_gather_for_generation": "ZeRO-3 isn't published to the engine yet; remove it",
-    "pad_to_multiple_of": "rows are packed and never padded; remove it",
+    "cast_lm_head_to_fp32": "the head's products are in its own dtype, all after them in float32; remove it, or set "
+    "dtype: float32",
     "cache_implementation": "generation always runs in vLLM; remove it",
-    "vllm_model_impl": "pass vllm_engine_kwargs: {model_impl: ...} instead",
-    "vllm_server_base_url": "there is no server: every rank has its own engine; remove it",
-    "vllm_server_host": "there is no server: every rank has its own engine; remove it",
-    "vllm_server_port": "there is no server: every rank has its own engine; remove it",
-    "vllm_server_timeout": "there is no server: every rank has its own engine; remove it",
-    "vllm_group_port": "there is no server: every rank has its own engine; remove it",
-    "multi_objective_aggregation": "rewards are summed, then normalised, in this version",
-    "sync_ref_model": "there is no reference model in this version (beta must be 0)",
-    "ref_model_mixup_alpha": "there is no reference model in this version (beta must be 0)",
-    "ref_model_sync_steps": "there is no reference model in this version (beta must be 0)",
     "max_tool_calling_iterations": "tools aren't available in this version",
-    "log_multimodal": "text models only in this version",
-    "log_completions_hub_repo": "completions are logged locally in this version",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
     "transformers_continuous_batching_config": "generation always runs in vLLM; remove it",
     "use_transformers_paged": "generation always runs in vLLM; remove it",
-    "vllm_importance_sampling_cap": "renamed: use vllm_importance_sampling_clip_max",
-    "dataset_streaming": "streamed datasets aren't available in this version: the order of prompts needs a length",
-    "bnb_4bit_quant_type": "4-bit bases aren't available in this version",
-    "bnb_4bit_quant_storage": "4-bit bases aren't available in this version",
-    "use_bnb_nested_quant": "4-bit bases aren't available in this version",
-    "ignore_bias_buffers": "gradients aren't synchronised by DDP; remove it",
+    "accelerate_config": "start with `accelerate launch --config_file FILE colograd/train.py --config RECIPE` instead",
+    "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
+
+# Values with which a refused field asks for nothing, so that a file may keep them.
+INERT: dict[str, tuple[Any, ...]] = {
+    "router_aux_loss_coef": (None, 0),
+    "cast_lm_head_to_fp32": (False,),
+    "cache_implementation": (None,),
+    "use_transformers_continuous_batching": (False,),
+    "transformers_continuous_batching_config": (None,),
+    "use_transformers_paged": (False,),
+    "max_prompt_length": (None,),
+}
+# TRL's fields that are taken with any value: nothing here depends on them. A line at start says so.
+UNUSED: dict[str, str] = {
+    "ds3_gather_for_generation": "it is about ZeRO-3",
+    "pad_to_multiple_of": "rows are packed and never padded",
+    "vllm_server_base_url": "there is no server (TRL's colocated mode doesn't read it either)",
+    "vllm_server_host": "there is no server (TRL's colocated mode doesn't read it either)",
+    "vllm_server_port": "there is no server (TRL's colocated mode doesn't read it either)",
+    "vllm_server_timeout": "there is no server (TRL's colocated mode doesn't read it either)",
+    "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
+    "log_multimodal": "there are no images",
+    "bnb_4bit_quant_type": "it is about load_in_4bit",
+    "bnb_4bit_quant_storage": "it is about load_in_4bit",
+    "use_bnb_nested_quant": "it is about load_in_4bit",
+    "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
+}
+# TRL's old names for fields of today.
+RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
@@ -50,11 +61,36 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     return f"Unknown configuration key `{name}`.{hint}"
 
 
+def without_effect(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Names and values as given, less TRL's that change nothing here and with its old names renamed.
+
+    Returns:
+        What is left, and a line for each name that a reader of the file might think has an effect.
+
+    Raises:
+        ValueError: an old name beside the new one.
+    """
+    left, lines = {}, []
+    for name, value in given.items():
+        if name in RENAMED:
+            if RENAMED[name] in given:
+                raise ValueError(f"`{name}` is the old name of `{RENAMED[name]}`, and both are given: remove it.")
+            if value is not None:
+                left[RENAMED[name]] = value
+                lines.append(f"config: `{name}` is the old name of `{RENAMED[name]}`")
+        elif name in UNUSED:
+            lines.append(f"config: `{name}` has no effect: {UNUSED[name]}")
+        elif not (name in INERT and value in INERT[name]):
+            left[name] = value
+    return left, lines
+
+
 T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Class decorator for a dataclass: an unknown keyword is answered by `unknown_name`.
+    """Class decorator for a dataclass: an unknown keyword is answered by `unknown_name`. What `without_effect` says of
+    the others is the instance's ``notes``.
 
     Raises:
         ValueError: at construction, instead of the dataclass's bare TypeError.
@@ -64,6 +100,7 @@ def names_checked(cls: type[T]) -> type[T]:
     @functools.wraps(plain_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+        kwargs, self.notes = without_effect(kwargs)
         for name in kwargs:
             if name not in known:
                 raise ValueError(unknown_name(name, known))

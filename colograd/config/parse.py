@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import HfArgumentParser
 
 from .grpo import GRPOConfig
 from .model import ModelConfig
-from .names import unknown_name
+from .names import INERT, RENAMED, UNUSED, unknown_name, without_effect
 from .script import ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
@@ -35,7 +36,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     parser = HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")
     known = {f.name: f for group in GROUPS for f in dataclasses.fields(group) if f.init}
     recipe, argv = _take_config(argv)
-    settings = _read_recipe(recipe) if recipe else {}
+    argv, flags = _take_foreign(argv)
+    settings, notes = without_effect((_read_recipe(recipe) if recipe else {}) | flags)
     for name, entries in nested.items():
         if name not in known:
             raise ValueError(unknown_name(name, known))
@@ -61,6 +63,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     if rest:
         raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], known))
     script, config, model = groups
+    config.notes = notes
     return script, config, model, recipe
 
 
@@ -74,6 +77,24 @@ def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
         if word.startswith("--config="):
             return Path(word.partition("=")[2]), argv[:index] + argv[index + 1 :]
     return None, argv
+
+
+def _take_foreign(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split flags of TRL's that no group has (see `without_effect`) from the rest; values are read as YAML."""
+    rest: list[str] = []
+    found: dict[str, Any] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--")
+        if not flag.startswith("--") or name not in {*UNUSED, *INERT, *RENAMED}:
+            rest.append(word)
+            continue
+        if not equals:  # a flag without a value switches on
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        found[name] = yaml.safe_load(value)
+    return rest, found
 
 
 def _take_dotted(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -107,6 +128,10 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}."
         )
+    variables = settings.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ValueError(f"env is {variables!r}, but must be a mapping of environment variables to values.")
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
     return settings
 
 

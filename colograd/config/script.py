@@ -32,12 +32,17 @@ class ScriptArguments:
         default=None,
         metadata={
             "help": "A mixture, in place of `dataset_name`: a list of mappings with `path` and optionally `name`, "
-            "`data_dir`, `data_files`, `split` and `columns`; the parts are concatenated."
+            "`data_dir`, `data_files`, `split`, `columns` and `fraction`; the parts are concatenated. With `fraction` "
+            "(in all or none) that is each part's share of the mixture, as large as can be without repeating."
         },
     )
     test_split_size: float | None = field(
         default=None, metadata={"help": "Share or number of examples of a mixture to hold out for evaluation."}
     )
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read a stored dataset while training, and not before; needs `max_steps`."}
+    )
+    streaming: bool = field(default=False, metadata={"help": "The same for a mixture (`datasets`)."})
     dataset_prompt_column: str = field(
         default="prompt", metadata={"help": "The column that holds the prompt, if it isn't called `prompt`."}
     )
@@ -45,10 +50,17 @@ class ScriptArguments:
         default=None,
         metadata={"help": "A system message put before each prompt (a plain prompt becomes a conversation)."},
     )
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "A reward model: as if it stood first in `reward_funcs`."}
+    )
     reward_funcs: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "The reward functions: names of built-in rewards, or import paths (`package.module:function` or "
-            "`package.module.function`). Their weights are `reward_weights`."
+            "help": "The reward functions: names of built-in rewards, import paths (`package.module:function` or "
+            "`package.module.function`), or reward models (a folder or a Hub id). Their weights are `reward_weights`."
         },
     )
+
+    def all_rewards(self) -> list[str]:
+        """The reward functions with the reward model before them, as in TRL's script."""
+        return [*([self.reward_model_name_or_path] if self.reward_model_name_or_path else []), *self.reward_funcs]

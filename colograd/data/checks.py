@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 
 def check_has_length(dataset: Any, name: str) -> None:
     if not isinstance(dataset, Dataset):
+        raise ValueError(f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset.")
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
-            f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset, because the order of "
-            "prompts needs a length. Load it without streaming, or make one with "
-            "Dataset.from_list(list(dataset.take(n)))."
+            f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset, or an IterableDataset."
         )
+
+
+def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
+    """The columns; of a stream that doesn't know them, the first row's."""
+    return list(dataset.column_names or next(iter(dataset), {}))
 
 
 def listed(names: Any) -> str:

@@ -12,17 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
+from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset, load_from_disk
 
 from ..config import ScriptArguments
-from .checks import check_has_length, listed
+from .checks import check_dataset, columns_of, listed
 
 FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns")
+MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 
 
-def load_datasets(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on, both with a ``prompt`` column; None where there is no test split.
+    Iterable ones where streaming is asked for, or a dataset function returns them.
 
     Raises:
         ValueError: no such dataset, train split or prompt column; the message names what there is.
@@ -38,7 +39,7 @@ def load_datasets(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     return train, None if test is None else _with_prompts(test, script, "the test split")
 
 
-def _load_named(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
     name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
     if script.test_split_size is not None:
         raise ValueError(
@@ -46,7 +47,7 @@ def _load_named(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
             "to evaluate on (dataset_test_split), or give the dataset as the one part of `datasets`."
         )
     kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
-    loaded = _load(name, script.dataset_config, kwargs, wanted)
+    loaded = _load(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
     if not isinstance(loaded, dict):  # one split: asked for by name, or all there is
         return loaded, None
     train, test = (loaded.get(split) for split in wanted)
@@ -57,14 +58,20 @@ def _load_named(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     return train, test
 
 
-def _load_mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     """The parts one after the other, less ``test_split_size`` rows that are held out (the same in every run)."""
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
-    parts = [_load_part(entry, index) for index, entry in enumerate(entries)]
+    if script.streaming and script.test_split_size is not None:
+        raise ValueError(
+            f"test_split_size is {script.test_split_size}, but a streamed mixture has no length of which rows could be "
+            "held out: remove it, or streaming."
+        )
+    parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
+    parts = _shares(parts, [entry.get("fraction") for entry in entries])
     try:
         whole = concatenate_datasets(parts)
     except ValueError as error:
-        columns = "; ".join(f"{i}: {listed(part.column_names)}" for i, part in enumerate(parts))
+        columns = "; ".join(f"{i}: {listed(columns_of(part))}" for i, part in enumerate(parts))
         raise ValueError(
             f"The parts of `datasets` don't fit together ({error}). Their columns are {columns}. Keep what they "
             "share with `columns`."
@@ -80,7 +87,20 @@ def _load_mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     return halves["train"], halves["test"]
 
 
-def _load_part(entry: Any, index: int) -> Dataset:
+def _shares(parts: list[Any], fractions: list[Any]) -> list[Any]:
+    """The first rows of each part, such that it has its share of the mixture and none is repeated, as TRL has it."""
+    if all(fraction is None for fraction in fractions):
+        return parts
+    if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
+        raise ValueError(f"`fraction` is {fractions} in `datasets`: give each part a share, or none of them.")
+    if not all(isinstance(part, Dataset) for part in parts):
+        raise ValueError("`fraction` is given in `datasets`, but a streamed part has no length: remove one of the two.")
+    shares = [fraction / sum(fractions) for fraction in fractions]
+    total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share)
+    return [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
+
+
+def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     where = f"datasets[{index}]"
     if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(MIXTURE_KEYS):
         raise ValueError(
@@ -88,25 +108,35 @@ def _load_part(entry: Any, index: int) -> Dataset:
         )
     path, split = str(entry["path"]), entry.get("split") or "train"
     kwargs = {key: entry[key] for key in ("data_dir", "data_files") if entry.get(key) is not None}
-    loaded = _load(path, entry.get("name"), kwargs, (split,))
+    loaded = _load(path, entry.get("name"), kwargs, (split,), streaming)
     if isinstance(loaded, dict):
         if split not in loaded:
             raise ValueError(
                 f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of these."
             )
         loaded = loaded[split]
-    check_has_length(loaded, where)
-    columns = entry.get("columns") or loaded.column_names
-    if missing := [column for column in columns if column not in loaded.column_names]:
-        raise ValueError(f"{where}: {path} has no column {listed(missing)}; it has {listed(loaded.column_names)}.")
+    check_dataset(loaded, where)
+    there = columns_of(loaded)
+    columns = entry.get("columns") or there
+    if missing := [column for column in columns if column not in there]:
+        raise ValueError(f"{where}: {path} has no column {listed(missing)}; it has {listed(there)}.")
     return loaded.select_columns(list(columns))
 
 
-def _load(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str]) -> Any:
+def _load(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
     function = _function(name)
-    if function is None:
-        return _load_stored(name, config, kwargs)
-    return _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
+    if function is not None:
+        loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
+    else:
+        loaded = _load_stored(name, config, kwargs | ({"streaming": True} if streaming else {}))
+    if streaming and isinstance(loaded, dict):
+        return {split: _streamed(part) for split, part in loaded.items()}
+    return _streamed(loaded) if streaming else loaded
+
+
+def _streamed(dataset: Any) -> Any:
+    """A dataset that is there already, as one that is read while training."""
+    return dataset.to_iterable_dataset() if isinstance(dataset, Dataset) else dataset
 
 
 def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
@@ -116,7 +146,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
     try:
         if path.is_dir():
             if any((path / mark).exists() for mark in ("dataset_info.json", "state.json", "dataset_dict.json")):
-                return load_from_disk(name, **kwargs)
+                return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
             return load_dataset(name, config, **kwargs)
         if path.is_file():
             if builder is None:
@@ -182,7 +212,7 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
             return result
         if result is None and results:  # there is no test split
             continue
-        check_has_length(result, f"The result of the dataset function {name}")
+        check_dataset(result, f"The result of the dataset function {name}")
         results[split] = result
     return results if takes_split else results[splits[0]]
 
@@ -198,28 +228,32 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
     raise ValueError(f"{name} is {value!r}; it must be a {kind.__name__}, as in {example}")
 
 
-def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Dataset:
+def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     """The dataset with its prompts in ``prompt``, behind the system prompt if there is one."""
-    check_has_length(dataset, name)
-    column = script.dataset_prompt_column
-    if column not in dataset.column_names:
+    check_dataset(dataset, name)
+    column, there = script.dataset_prompt_column, columns_of(dataset)
+    if column not in there:
         raise ValueError(
-            f"{name} has no column {column!r}; it has {listed(dataset.column_names)}. Set dataset_prompt_column to "
+            f"{name} has no column {column!r}; it has {listed(there)}. Set dataset_prompt_column to "
             "the one that holds the prompts."
         )
-    if column != "prompt" and "prompt" not in dataset.column_names:
+    if column != "prompt" and "prompt" not in there:
         dataset = dataset.rename_column(column, "prompt")
-    elif column != "prompt" and list(dataset["prompt"]) != list(dataset[column]):
+    elif column != "prompt" and (
+        isinstance(dataset, IterableDataset) or list(dataset["prompt"]) != list(dataset[column])
+    ):
         raise ValueError(
             f"{name} has a column 'prompt' beside dataset_prompt_column={column!r}, and they differ: remove one."
         )
     if script.system_prompt is None:
         return dataset
-    system = {"role": "system", "content": script.system_prompt}
+    system = {"system": {"role": "system", "content": script.system_prompt}}
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(_put_system_first, fn_kwargs=system)
     # Nothing to cache: it is quick, and ranks that share a cache would write the same file.
     return dataset.map(
         _put_system_first,
-        fn_kwargs={"system": system},
+        fn_kwargs=system,
         keep_in_memory=True,
         load_from_cache_file=False,
         desc="system prompt",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from ..batch import Prompt
 from .checks import check_has_length, listed
@@ -44,63 +45,82 @@ class PromptDataset(torch.utils.data.Dataset):
         ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
         return Prompt(example=self.dataset[row], prompt_ids=tuple(ids.tolist()), position=position)
 
+    def first(self, count: int) -> list[Prompt]:
+        """The first rows' prompts."""
+        return [self[row, row] for row in range(min(count, len(self)))]
+
     def prompts(self, start: int = 0) -> list[Prompt]:
         """Every row in order, at positions ``start`` and on (evaluation)."""
         return [self[row, start + row] for row in range(len(self))]
 
 
-def tokenize_prompts(
-    dataset: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_tokens: int,
-    overlong: str,
-    chat_template_kwargs: dict[str, Any],
-    name: str,
-) -> PromptDataset:
-    """Tokenise each row's ``prompt`` once: conversations through the chat template, plain text as the tokenizer does.
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """How rows become prompts.
 
-    A conversation that ends with an assistant's message is continued. A row's own ``chat_template_kwargs`` come first.
+    A conversation goes through the chat template, plain text as the tokenizer does. A conversation that ends with an
+    assistant's message is continued. A row's own ``chat_template_kwargs`` come first.
+    """
 
-    Args:
-        max_prompt_tokens: the longest prompt.
-        overlong: what becomes of longer ones: ``drop`` (counted in ``num_dropped``) or ``error``.
-        name: what messages call the dataset.
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_tokens: int
+    overlong: str  # what becomes of longer ones: `drop` (counted in ``num_dropped``) or `error`
+    chat_template_kwargs: dict[str, Any]
+    name: str  # what messages call the dataset
+
+    def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...] | None]:
+        """The tokens of some rows, the first of which has the number ``first``; None for one to be dropped.
+
+        Raises:
+            ValueError: a row that isn't a prompt, is empty or (with ``error``) too long.
+        """
+        assert self.overlong in ("drop", "error"), self.overlong
+        found: list[tuple[int, ...] | None] = []
+        encoded = _encode(columns, self.tokenizer, self.chat_template_kwargs, self.name, first)
+        for row, ids in enumerate(encoded, start=first):
+            if not ids:
+                raise ValueError(
+                    f"{self.name}, row {row}: the prompt {columns['prompt'][row - first]!r} has no tokens; remove it."
+                )
+            if len(ids) > self.max_prompt_tokens and self.overlong == "error":
+                raise ValueError(
+                    f"{self.name}, row {row}: the prompt has {len(ids)} tokens, over the limit of "
+                    f"{self.max_prompt_tokens}. Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set "
+                    "overlong_prompts to drop."
+                )
+            found.append(tuple(ids) if len(ids) <= self.max_prompt_tokens else None)
+        return found
+
+
+def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
+    """Tokenise each row's ``prompt`` once. An iterable dataset, which evaluation takes too, is read to its end.
 
     Raises:
-        ValueError: no usable dataset, a row that isn't a prompt, is empty or (with ``error``) too long, or none left.
+        ValueError: no usable dataset, what `PromptRules.encode` finds, or no prompt left.
     """
-    assert overlong in ("drop", "error"), overlong
+    if isinstance(dataset, IterableDataset):
+        dataset = Dataset.from_list(list(dataset.with_format(None)))
+    name = rules.name
     check_has_length(dataset, name)
+    if len(dataset) == 0:
+        raise ValueError(f"{name} has no rows: there is nothing to sample from.")
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"{name} has no column 'prompt'; it has {listed(dataset.column_names)}. Rename the one that holds the "
             "prompts (dataset_prompt_column in a recipe)."
         )
-    if len(dataset) == 0:
-        raise ValueError(f"{name} has no rows: there is nothing to sample from.")
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in ("prompt", "chat_template_kwargs") if c in dataset.column_names])
     kept, chunks, lengths = [], [], [0]
     for first in range(0, len(dataset), ROWS_AT_ONCE):
-        batch = wanted[first : first + ROWS_AT_ONCE]
-        for row, ids in enumerate(_encode(batch, tokenizer, chat_template_kwargs, name, first), start=first):
-            if not ids:
-                raise ValueError(
-                    f"{name}, row {row}: the prompt {batch['prompt'][row - first]!r} has no tokens; remove it."
-                )
-            if len(ids) <= max_prompt_tokens:
+        for row, ids in enumerate(rules.encode(wanted[first : first + ROWS_AT_ONCE], first), start=first):
+            if ids is not None:
                 kept.append(row)
                 chunks.append(np.asarray(ids, dtype=np.int32))
                 lengths.append(len(ids))
-            elif overlong == "error":
-                raise ValueError(
-                    f"{name}, row {row}: the prompt has {len(ids)} tokens, over the limit of {max_prompt_tokens}. "
-                    "Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set overlong_prompts to drop."
-                )
     if not kept:
         raise ValueError(
-            f"{name}: all {len(dataset)} prompts are over the limit of {max_prompt_tokens} tokens. Raise "
+            f"{name}: all {len(dataset)} prompts are over the limit of {rules.max_prompt_tokens} tokens. Raise "
             "max_prompt_tokens or vllm_max_model_length."
         )
     rows = dataset.select(kept) if len(kept) < len(dataset) else dataset

@@ -1,0 +1,135 @@
+"""Streamed prompts: a dataset without a length, tokenised while it is read, in the order in which its rows come."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+
+from ..batch import Prompt
+from ..config import GRPOConfig
+from .checks import listed
+from .prompts import PromptRules
+
+ROWS_AT_ONCE = 64  # read and tokenised together
+
+
+class PromptStream(torch.utils.data.IterableDataset):
+    """The prompts of a `datasets.IterableDataset`; iterating gives this rank's of one optimizer step after another.
+
+    As in TRL: the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass; a round takes
+    ``steps_per_generation`` steps of ``prompts_per_step`` prompts, ``num_iterations`` times; what doesn't fill a round
+    is left out of the pass, and the next one begins. Every rank reads all of it and takes its own.
+
+    A run goes on at the right place by reading again what was read before it. That this is the same is checked: the
+    prompts read so far have a digest, which a checkpoint holds (see `state` and `expect`).
+    """
+
+    def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
+        """Raises ValueError where the first row isn't a prompt, there is none, or the run can't be bounded."""
+        self.dataset, self.rules = dataset.with_format(None), rules
+        self.longest = rules.max_prompt_tokens  # of prompts that are yet to come
+        self.num_dropped = 0
+        if config.max_steps <= 0:
+            raise ValueError(
+                f"max_steps is {config.max_steps}, but a streamed dataset has no length that could say when training "
+                "ends: set max_steps."
+            )
+        if config.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling draws further rows of the dataset at random, which a streamed one hasn't: load it "
+                "whole, or set dynamic_sampling: false."
+            )
+        self.per_step, self.round_steps = int(config.prompts_per_step or 1), int(config.steps_per_generation or 1)
+        self.iterations, self.rank, self.ranks = config.num_iterations, config.process_index, config.world_size
+        if config.shuffle_dataset:
+            seed = config.data_seed if config.data_seed is not None else config.seed
+            self.dataset = self.dataset.shuffle(seed=seed)
+        self.state: dict[str, Any] = {}  # {"items", "digest"} of what has been handed out
+        self._expected: dict[str, Any] = {}
+        self.first(1)
+
+    def first(self, count: int) -> list[Prompt]:
+        """The first prompts that fit, without taking them.
+
+        Raises:
+            ValueError: there is no prompt.
+        """
+        dropped = self.num_dropped
+        found = list(itertools.islice(self._pass(0), count))
+        self.num_dropped = dropped
+        if not found:
+            raise ValueError(f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens.")
+        return [Prompt(example, ids, index) for index, (example, ids) in enumerate(found)]
+
+    def expect(self, state: dict[str, Any]) -> None:
+        """The ``state`` that the next iteration must come by; else it isn't the stream of that checkpoint."""
+        self._expected = state
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        size, per_rank = self.per_step * self.round_steps, self.per_step // self.ranks
+        digest, items, position = hashlib.blake2b(digest_size=16), 0, 0
+        self.num_dropped = 0
+        for epoch in itertools.count():
+            rows, rounds = self._pass(epoch), 0
+            while len(block := list(itertools.islice(rows, size))) == size:
+                prompts = [Prompt(example, ids, position + index) for index, (example, ids) in enumerate(block)]
+                digest.update(repr([ids for _, ids in block]).encode())
+                position, rounds = position + size, rounds + 1
+                for step in [*range(self.round_steps)] * self.iterations:
+                    items += 1
+                    self.state = {"items": items, "digest": digest.hexdigest()}
+                    self._compare()
+                    first = step * self.per_step + self.rank * per_rank
+                    yield prompts[first : first + per_rank]
+            if not rounds:
+                raise ValueError(
+                    f"{self.rules.name} ended after {len(block)} prompts, but one generation takes {size}: lower "
+                    "prompts_per_step or steps_per_generation, or add prompts."
+                )
+
+    def _compare(self) -> None:
+        """Whether what is read again is what the checkpoint was trained on."""
+        if self._expected.get("items") != self.state["items"]:
+            return
+        expected, self._expected = self._expected, {}
+        if expected != self.state:
+            raise ValueError(
+                f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first {expected['items']} "
+                "steps' prompts are others now, so that resuming can't go on where it stopped. Make its order "
+                "repeatable, or set ignore_data_skip: true to begin it anew."
+            )
+
+    def _pass(self, epoch: int) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+        """The rows of one pass over the dataset that fit, with their tokens."""
+        self.dataset.set_epoch(epoch)
+        rows, number = iter(self.dataset), 0
+        while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
+            if "prompt" not in block[0]:
+                raise ValueError(
+                    f"{self.rules.name} has no column 'prompt'; it has {listed(block[0])}. Rename the one that holds "
+                    "the prompts (dataset_prompt_column in a recipe)."
+                )
+            columns = {name: [row.get(name) for row in block] for name in block[0]}
+            for index, ids in enumerate(self.rules.encode(columns, number)):
+                if ids is None:
+                    self.num_dropped += 1
+                else:
+                    yield block[index], ids
+            number += len(block)
+
+
+class StreamLoader(DataLoader):
+    """The training dataloader of a `PromptStream`: one item is this rank's prompts of one optimizer step.
+
+    A plain DataLoader, so that `accelerate.skip_first_batches` resumes it by reading.
+    """
+
+    def __init__(self, stream: PromptStream) -> None:
+        # Its own generator: starting would otherwise draw a number from the global one.
+        super().__init__(stream, batch_size=None, num_workers=0, generator=torch.Generator())
