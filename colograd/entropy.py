@@ -49,7 +49,7 @@ def of_step(
 class EntropyController(TrainerCallback):
     """The bonus's coefficient over a run: fixed, or held between bounds so that the entropy stays near a target.
 
-    Adaptive (Skywork-OR1, arXiv 2505.22312, section 4): after each step the coefficient moves up by
+    Adaptive (Skywork-OR1, arXiv 2505.22312): after each step the coefficient moves up by
     ``entropy_coef_delta`` where the step's mean entropy is at most ``entropy_target``, and down where it is above; a
     step has a bonus only if the one before was at or below the target. Checkpoints hold it, in trainer_state.json.
     """

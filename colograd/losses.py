@@ -151,7 +151,7 @@ class BNPOLoss(ClippedLoss):
 
 class GRPOLoss(OverCompletions, ClippedLoss):
     """Mean over completions of each one's mean over tokens (DeepSeekMath, arXiv 2402.03300, eq. 3). With one ratio per
-    completion it is GSPO (arXiv 2507.18071, eq. 5)."""
+    completion it is GSPO (arXiv 2507.18071)."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class LUSPOLoss(ClippedLoss):
 
 @dataclass(frozen=True)
 class CISPOLoss(TokenLoss):
-    """Clipped importance weights (MiniMax-M1, arXiv 2506.13585, eq. 4): -clip(ratio, epsilon_high) * A * log pi, the
+    """Clipped importance weights (MiniMax-M1, arXiv 2506.13585): -clip(ratio, epsilon_high) * A * log pi, the
     clipped ratio a constant. No token loses its gradient.
 
     ``epsilon_high`` is the bound itself, not its distance from 1 (ScaleRL, arXiv 2510.13786, takes 5).

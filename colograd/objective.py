@@ -70,12 +70,12 @@ class Objective:
     """A loss and its terms. Called with a micro-batch, it returns the unnormalised sum and TRL's metrics."""
 
     loss: TokenLoss
-    level: str = "token"  # of the importance ratio: "token", or "sequence" (GSPO, arXiv 2507.18071, eq. 7)
+    level: str = "token"  # of the importance ratio: "token", or "sequence" (GSPO, arXiv 2507.18071)
     correction: SamplerCorrection | None = None
     off_policy_threshold: float | None = None  # DeepSeek-V3.2, arXiv 2512.02556, eq. 9
     top_entropy_quantile: float = 1.0  # Beyond the 80/20 Rule, arXiv 2506.01939; 1: all tokens
     beta: float = 0.0
-    unbiased_kl: bool = True  # the KL term times the ratio, DeepSeek-V3.2, eq. 7
+    unbiased_kl: bool = True  # the KL term times the ratio: DeepSeek-V3.2, likewise
     entropy_bonus: bool = False
     step: StepEntropy = StepEntropy()
 

@@ -143,8 +143,6 @@ def check_loss(config: GRPOConfig) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}, but must be positive: 1.0 is usual.")
     for name in ("delta", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg", "entropy_coef_delta"):
         _at_least(name, getattr(config, name), 0)
-    if config.loss_type == "dr_grpo" and config.max_completion_length is None:
-        raise ValueError("max_completion_length is None, but loss_type 'dr_grpo' divides by it: set it.")
     mode = config.vllm_importance_sampling_mode
     if config.loss_type == "vespo" and config.vllm_importance_sampling_correction and mode.startswith("sequence"):
         raise ValueError(
