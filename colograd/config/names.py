@@ -14,7 +14,6 @@ REFUSED: dict[str, str] = {
     "cast_lm_head_to_fp32": "the head's products are in its own dtype, all after them in float32; remove it, or set "
     "dtype: float32",
     "cache_implementation": "generation always runs in vLLM; remove it",
-    "max_tool_calling_iterations": "tools aren't available in this version",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
     "transformers_continuous_batching_config": "generation always runs in vLLM; remove it",
     "use_transformers_paged": "generation always runs in vLLM; remove it",
