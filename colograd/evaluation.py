@@ -16,6 +16,7 @@ from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, ScoredGroup, S
 from .config import GRPOConfig
 from .contract import checked_advantages, checked_groups, checked_loss
 from .data import PromptDataset
+from .entropy import EntropyController
 from .experience import Pending, RolloutStatistics
 from .metrics import Metrics
 from .packing import PackingRules, pack_step
@@ -32,6 +33,7 @@ class Evaluated(Protocol):
 
     args: Any
     estimator: Estimator
+    entropy: EntropyController
     loss: Any
     model: Any
     optimizer: Any
@@ -56,6 +58,8 @@ class Evaluated(Protocol):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
+
+    def loss_of(self, step: StepBatch) -> Any: ...
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager: ...
 
@@ -137,9 +141,10 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
     step = StepBatch(rows, whole.loss_tokens, len(whole.lengths), {}, True, tuple(groups))
     metrics, denominator = Metrics(), trainer.loss.denominator(step)
     metrics.add("loss", 0.0, 1.0 / world_size())
-    trained = trainer.model.training
+    trained, of_training = trainer.model.training, trainer.loss
     trainer.model.eval()
     try:
+        trainer.loss = trainer.loss_of(step)
         with together("the evaluation's forward"), torch.no_grad():
             for row in rows:
                 with trainer.compute_loss_context_manager():
@@ -148,4 +153,7 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
                 metrics.update(output.sums, output.minima, output.maxima)
     finally:
         trainer.model.train(trained)
-    return metrics.reduce()
+        trainer.loss = of_training
+    reduced = metrics.reduce()
+    trainer.entropy.show(reduced, reduced["loss"])
+    return reduced

@@ -28,8 +28,6 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 
 # Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
 LIMITED = (
-    "importance_sampling_level",
-    "loss_type",
     "use_vllm",
     "vllm_mode",
     "vllm_tensor_parallel_size",
@@ -101,8 +99,9 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch, and
   `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
 - **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
-  per micro-batch, is `dapo` here.
-- **Groups without a reward difference** aren't trained on. They count in every denominator and metric.
+  per micro-batch, is `dapo` here. [losses.md](losses.md) has the rest of what differs.
+- **Groups without a reward difference** aren't trained on, where nothing but the advantage gives a gradient. They count
+  in every denominator and metric.
 - **Rewards** are called for one group at a time. The signature is TRL's.
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.

@@ -312,6 +312,7 @@ def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_mod
             assert moved < 1e-5 if step == 1 else moved > 1e-3
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert logs[0]["time/ref_logprobs"] > 0
+    assert logs[0]["kl"] < 1e-9 and logs[-1]["kl"] > 1e-3
     for entry in logs:
         phases = sum(value for name, value in entry.items() if name.startswith("time/"))
         assert phases == pytest.approx(entry["step_time"])
@@ -325,6 +326,8 @@ def test_a_reference_that_follows_is_resumed_as_it_was(tiny_model, tmp_path, clo
     trainer.train()
     for row, policy in trainer.rows[1]:
         assert torch.equal(row.ref_logprobs, policy), "the divergence of the first step is 0, bit for bit"
+    kl = [entry["kl"] for entry in trainer.state.log_history if "reward" in entry]
+    assert kl[0] == 0 and kl[2] < kl[1], "it came closer after step 2"
     final = [p.clone() for p in trainer.reference.model.parameters()]
     first, trainer.rows = trainer.rows, {}
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
