@@ -57,6 +57,8 @@ class GRPOTrainer(PackedTrainer):
         processing_class: the tokenizer; default: the model's.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
+        reward_processing_classes, quantization_config, tools, rollout_func, environment_factory: TRL's; refused in this
+            version.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -70,10 +72,14 @@ class GRPOTrainer(PackedTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
         peft_config: Any = None,
-        **later: Any,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         process.prepare_ranks()
         args = GRPOConfig(output_dir=f"{os.path.basename(str(model))}-GRPO") if args is None else args
@@ -81,7 +87,14 @@ class GRPOTrainer(PackedTrainer):
         if args.on_cpu:
             process.keep_freed_memory()
         with together("the start"):
-            check_trainer(later, args)
+            check_trainer(
+                args,
+                reward_processing_classes=reward_processing_classes,
+                quantization_config=quantization_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
             check_vllm()
             check_sampling(args)
             self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
