@@ -30,12 +30,12 @@ def pair_cost(config: Any, num_parameters: int) -> float:
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
     """Cost of a group in tokens: those that go through the model, and ``pair`` for each query-key pair."""
-    prompt = len(group.group.rollouts[0].prompt_ids)
-    lengths = [len(rollout.completion_ids) for rollout in group.group.rollouts]
+    sizes = [(len(rollout.prompt_ids), len(rollout.completion_ids)) for rollout in group.group.rollouts]
     if not share_prompts:
-        return sum(prompt + c + pair * (prompt + c) ** 2 / 2 for c in lengths)
-    pairs = prompt**2 / 2 + sum(c * prompt + c**2 / 2 for c in lengths)
-    return prompt + sum(lengths) + pair * pairs
+        return sum(p + c + pair * (p + c) ** 2 / 2 for p, c in sizes)
+    prompts = [len(ids) for ids in {rollout.prompt_ids for rollout in group.group.rollouts}]
+    pairs = sum(p**2 / 2 for p in prompts) + sum(c * p + c**2 / 2 for p, c in sizes)
+    return sum(prompts) + sum(c for _, c in sizes) + pair * pairs
 
 
 def plan(costs: Sequence[Sequence[float]]) -> list[list[Place]]:
@@ -100,9 +100,9 @@ def _to_arrays(group: ScoredGroup) -> dict[str, Any]:
         "position": group.group.position,
         "rewards": group.rewards.numpy(),
         "advantages": group.advantages.cpu().numpy(),
-        "prompt_ids": np.array(group.group.rollouts[0].prompt_ids, dtype=np.int32),
         "rollouts": [
             (
+                np.array(r.prompt_ids, dtype=np.int32),
                 np.array(r.completion_ids, dtype=np.int32),
                 r.sampler_logprobs.cpu().numpy(),
                 r.sampled.cpu().numpy(),
@@ -115,17 +115,16 @@ def _to_arrays(group: ScoredGroup) -> dict[str, Any]:
 
 
 def _from_arrays(arrays: dict[str, Any]) -> ScoredGroup:
-    prompt_ids = tuple(arrays["prompt_ids"].tolist())
     rollouts = tuple(
         Rollout(
-            prompt_ids,
+            tuple(prompt_ids.tolist()),
             tuple(ids.tolist()),
             torch.from_numpy(logprobs),
             torch.from_numpy(sampled),
             FinishReason(reason),
             version,
         )
-        for ids, logprobs, sampled, reason, version in arrays["rollouts"]
+        for prompt_ids, ids, logprobs, sampled, reason, version in arrays["rollouts"]
     )
     return ScoredGroup(
         Group({}, rollouts, arrays["position"]),

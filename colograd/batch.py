@@ -10,7 +10,8 @@ of a micro-batch, S segments of a packed row, M micro-batches of a step.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Rollout:
     sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
     finish_reason: FinishReason
     policy_version: int  # the optimizer step whose weights sampled it
+    messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
+    columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,21 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Logged:
+    """What reward functions said of a group beside its rewards."""
+
+    columns: dict[str, tuple[Any, ...]]  # [G] values of each further column of the completions table
+    metrics: dict[str, tuple[float, int]]  # sum and number of the values of each
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredGroup:
     """A group with its rewards and advantages."""
 
     group: Group
     rewards: torch.Tensor  # [G, R] float32; NaN: that function abstained
     advantages: torch.Tensor  # [G] float32, one per completion, or [sum C] one per completion token
+    logged: Logged = field(default_factory=lambda: Logged({}, {}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,17 +140,18 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def back_off(
-    rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str
+    rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str, among: int = 1
 ) -> tuple[PackingRules, list[StepBatch]]:
     """Halve the budget and pack the steps again. A collective: all ranks call it after any ran out of memory.
 
     Args:
         batches: the step that failed, and the rest of its round.
+        among: that many of them, from the first, were under way.
 
     Raises:
         torch.OutOfMemoryError: each micro-batch of the step is a single completion already.
     """
-    failed = batches[0].micro_batches
+    failed = [row for batch in batches[:among] for row in batch.micro_batches]
     largest = max(gather(max((row.input_ids.numel() for row in failed), default=0)))
     if not any(gather(any(row.num_sequences > 1 for row in failed))):
         raise torch.OutOfMemoryError(

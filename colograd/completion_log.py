@@ -1,7 +1,8 @@
 """The completions log: one parquet file per optimizer step, and tables for trackers.
 
-Files are named as TRL names them (``completions/completions_00001.parquet``) and have its columns, and more: where a
-prompt stands in the stream, token counts, and how each completion ended.
+Files are named as TRL names them (``completions/completions_00001.parquet``) and have its columns, those that reward
+functions log with ``log_extra`` among them, and more: where a prompt stands in the stream, token counts, and how each
+completion ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 from transformers import TrainerState
 
 from .batch import Group, ScoredGroup
-from .completions import CompletionRow, completion_rows, print_table
+from .completions import CompletionRow, completion_rows, extra_names, print_table
 from .config import GRPOConfig
 from .ranks import gather
 
@@ -28,6 +29,7 @@ FIXED = (
 )  # fmt: skip
 UPLOAD_MINUTES = 2  # as TRL
 NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
+EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
 
 
 class CompletionLog:
@@ -86,16 +88,34 @@ def _uploads(folder: Path, config: GRPOConfig) -> Any:
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[str, list[Any]]:
-    """Rows as columns; a reward function's column has its name."""
+    """Rows as columns; a reward function's column has its name, and so has one that was logged."""
     found = {name: [getattr(row, name) for row in rows] for name in FIXED}
     for index, name in enumerate(column_names(reward_names)):
         found[name] = [row.rewards[index] for row in rows]
+    extra = extra_names(rows)
+    for name, column in zip(extra, extra_columns(extra, reward_names), strict=True):
+        found[column] = _storable([row.extra.get(name) for row in rows])
     return found
 
 
 def column_names(reward_names: Sequence[str]) -> list[str]:
     """The rewards' columns: their names, unless a fixed column has it."""
     return [f"rewards/{name}" if name in FIXED else name for name in reward_names]
+
+
+def extra_columns(extra: Sequence[str], reward_names: Sequence[str]) -> list[str]:
+    """The columns of what was logged: their names, unless another column has it."""
+    taken = {*FIXED, *column_names(reward_names)}
+    return [f"extra/{name}" if name in taken else name for name in extra]
+
+
+def _storable(values: list[Any]) -> list[Any]:
+    """The values, or their texts where parquet has no type for them all."""
+    try:
+        pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
+        return [None if value is None else str(value) for value in values]
+    return values
 
 
 def write_log(run_dir: str | Path, rows: Sequence[CompletionRow], reward_names: Sequence[str], step: int) -> Path:
@@ -108,7 +128,8 @@ def write_log(run_dir: str | Path, rows: Sequence[CompletionRow], reward_names: 
         table = pa.table(data)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         table = pa.table(data | {"prompt": [json.dumps(prompt) for prompt in data["prompt"]]})
-    table = table.replace_schema_metadata({NAMES_KEY: json.dumps(list(reward_names)).encode()})
+    named = {NAMES_KEY: list(reward_names), EXTRA_KEY: extra_names(rows)}
+    table = table.replace_schema_metadata({key: json.dumps(names).encode() for key, names in named.items()})
     folder = Path(run_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"completions_{step:05d}.parquet"
@@ -124,10 +145,13 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
     names = json.loads((table.schema.metadata or {}).get(NAMES_KEY, b"[]"))
     data = table.to_pydict()
     rewards = [data[name] for name in column_names(names)]
+    extra = json.loads((table.schema.metadata or {}).get(EXTRA_KEY, b"[]"))
+    logged = {name: data[column] for name, column in zip(extra, extra_columns(extra, names), strict=True)}
     return [
         CompletionRow(
             **{name: data[name][i] for name in FIXED},
             rewards=tuple(float("nan") if column[i] is None else column[i] for column in rewards),
+            extra={name: column[i] for name, column in logged.items()},
         )
         for i in range(table.num_rows)
     ], names

@@ -7,7 +7,7 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .batch import ScoredGroup
 
 DEFAULT_WIDTH = 120  # characters
 TEXT_LINES = 6  # lines a cell of text is meant to have
+EXTRA_CHARACTERS = 60  # of a logged value
 # What a model writes is shown, never obeyed: control characters (but newline and tab) would steer the terminal.
 _CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
@@ -36,6 +37,7 @@ class CompletionRow:
     finish_reason: str
     rewards: tuple[float, ...]  # [R], NaN where a function abstained
     advantage: float  # the mean over its tokens where there is one per token
+    extra: dict[str, Any] = field(default_factory=dict)  # what reward functions logged of it, by column
 
 
 def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]], step: int) -> list[CompletionRow]:
@@ -55,6 +57,7 @@ def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]
                     finish_reason=rollout.finish_reason.value,
                     rewards=tuple(scored.rewards[i].tolist()),
                     advantage=_advantage(scored, i),
+                    extra={name: values[i] for name, values in scored.logged.columns.items()},
                 )
             )
     return rows
@@ -79,13 +82,14 @@ def completions_table(
         width: characters; None is 120. Long texts are shortened in the middle to fit.
     """
     width = width or DEFAULT_WIDTH
+    extra = extra_names(rows)
     # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.
-    room = max(width - 40 - sum(max(len(name), 5) + 3 for name in reward_names), 45)
+    room = max(width - 40 - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
     prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
     table = Table(title=f"Step {step}", width=width, show_lines=True)
     table.add_column("Prompt", ratio=1, overflow="fold")
     table.add_column("Completion", ratio=2, overflow="fold")
-    for name in reward_names:
+    for name in [*reward_names, *extra]:
         table.add_column(Text(name), justify="right", overflow="fold")
     for name in ("Advantage", "Tokens", "End"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -94,6 +98,7 @@ def completions_table(
             Text(_shorten(_prompt_text(row.prompt), prompt_limit)),
             Text(_shorten(row.completion, completion_limit)),
             *(_number(value) for value in row.rewards),
+            *(_extra(row.extra.get(name)) for name in extra),
             _number(row.advantage),
             str(row.completion_tokens),
             row.finish_reason,
@@ -159,6 +164,20 @@ def _advantage(scored: ScoredGroup, index: int) -> float:
     if len(scored.advantages) == len(lengths):
         return float(scored.advantages[index])
     return float(torch.split(scored.advantages, lengths)[index].mean())
+
+
+def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
+    """The columns that reward functions logged for any of the rows."""
+    return list(dict.fromkeys(name for row in rows for name in row.extra))
+
+
+def _extra(value: Any) -> Text:
+    """A logged value as a cell: a number as rewards are shown, else its text."""
+    if value is None:
+        return Text("–")
+    if isinstance(value, float):
+        return Text(_number(value))
+    return Text(_shorten(str(value), EXTRA_CHARACTERS))
 
 
 def _number(value: float) -> str:

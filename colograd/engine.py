@@ -12,7 +12,8 @@ import gc
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,26 @@ SUPPORTED_VLLM = ("0.25", "0.33")
 
 class StaleWeights(RuntimeError):
     """The engine was about to sample with weights that are not the trainer's present ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one request's sampler drew."""
+
+    ids: tuple[int, ...]  # [C]
+    logprobs: tuple[float, ...]  # [C] nats
+    finish_reason: FinishReason
+
+    def rollout(self, prompt_ids: tuple[int, ...], version: int) -> Rollout:
+        """As a completion that the model wrote to its end in one go."""
+        return Rollout(
+            prompt_ids=prompt_ids,
+            completion_ids=self.ids,
+            sampler_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            sampled=torch.ones(len(self.ids), dtype=torch.bool),
+            finish_reason=self.finish_reason,
+            policy_version=version,
+        )
 
 
 class Engine:
@@ -237,33 +258,44 @@ class Engine:
         Raises:
             StaleWeights: the engine's weights are not of ``version``.
         """
+        self.require(version)
+        waiting = {
+            self.submit(prompt.prompt_ids, sampling, request_seed(seed, prompt.position, purpose)): prompt
+            for prompt in prompts
+        }
+        try:
+            while waiting:
+                for request, completions in self.advance():
+                    prompt = waiting.pop(request)
+                    rollouts = tuple(completion.rollout(prompt.prompt_ids, version) for completion in completions)
+                    yield Group(prompt.example, rollouts, prompt.position)
+        finally:
+            self.abort(waiting)
+
+    def require(self, version: int) -> None:
+        """Raise `StaleWeights` unless the engine's weights are of ``version``."""
         assert not self.asleep, "the engine has no KV cache: wake it first"
         if self.version != version:
             raise StaleWeights(
                 f"The engine holds the weights of step {self.version}, but the trainer is at step {version}: publish "
                 "first."
             )
-        waiting = {
-            self._add(prompt, sampling, request_seed(seed, prompt.position, purpose)): prompt for prompt in prompts
-        }
-        try:
-            while waiting:
-                for output in self.core.step():
-                    if output.finished:
-                        yield _group(waiting.pop(output.request_id), output, version)
-        finally:
-            if waiting:
-                self.core.abort_request(list(waiting))
-                while self.core.has_unfinished_requests():
-                    self.core.step()
 
-    def _add(self, prompt: Prompt, sampling: Sampling, seed: int) -> str:
+    def submit(self, ids: Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0) -> str:
+        """Put a request into the queue. Returns its name.
+
+        Args:
+            ids: the prompt's tokens.
+            seed: of the first completion; the i-th draws with seed + i.
+            n: completions; default ``sampling.n``.
+            spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            n=sampling.n,
-            max_tokens=min(sampling.max_tokens, self.context - len(prompt.prompt_ids)),
+            n=sampling.n if n is None else n,
+            max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
             logprobs=0,  # of the sampled token only
@@ -272,10 +304,21 @@ class Engine:
             **(sampling.options | {"stop_token_ids": self._stop_token_ids(sampling)}),
         )
         self._requests += 1
-        request_id = f"prompt{prompt.position}-{self._requests}"
-        prompt_ids = {"prompt_token_ids": list(prompt.prompt_ids)}
-        self.core.add_request(request_id, prompt_ids, params, lora_request=self._adapter)
-        return request_id
+        request = f"request-{self._requests}"
+        self.core.add_request(request, {"prompt_token_ids": list(ids)}, params, lora_request=self._adapter)
+        return request
+
+    def advance(self) -> list[tuple[str, list[Sampled]]]:
+        """One step of the engine: the requests that it finished, each with its n completions."""
+        finished = [output for output in self.core.step() if output.finished]
+        return [(output.request_id, _sampled(output)) for output in finished]
+
+    def abort(self, requests: Iterable[str]) -> None:
+        """Drop requests, and drain the engine."""
+        if names := list(requests):
+            self.core.abort_request(names)
+            while self.core.has_unfinished_requests():
+                self.core.step()
 
     def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
         """Log-probabilities [len(ids) - 1] float32, in nats, of each token after the first: one forward.
@@ -327,23 +370,14 @@ class Engine:
             torch.cuda.empty_cache()
 
 
-def _group(prompt: Prompt, output: Any, version: int) -> Group:
-    """vLLM's finished request -> `Group`."""
-    rollouts = []
+def _sampled(output: Any) -> list[Sampled]:
+    """vLLM's finished request -> its completions."""
+    found = []
     for completion in sorted(output.outputs, key=lambda c: c.index):
         ids = tuple(int(token) for token in completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
-        rollouts.append(
-            Rollout(
-                prompt_ids=prompt.prompt_ids,
-                completion_ids=ids,
-                sampler_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-                sampled=torch.ones(len(ids), dtype=torch.bool),
-                finish_reason=FinishReason(completion.finish_reason),
-                policy_version=version,
-            )
-        )
-    return Group(prompt.example, tuple(rollouts), prompt.position)
+        found.append(Sampled(ids, tuple(logprobs), FinishReason(completion.finish_reason)))
+    return found
 
 
 # -- building

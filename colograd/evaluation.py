@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
+from .advantages import Estimator, divided, step_std
+from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .config import GRPOConfig
 from .contract import checked_advantages, checked_groups, checked_loss
 from .data import PromptDataset
@@ -19,6 +20,7 @@ from .experience import Pending, RolloutStatistics
 from .metrics import Metrics
 from .packing import PackingRules, pack_step
 from .ranks import gather, rank, together, world_size
+from .reference import fill
 from .residency import Residency
 from .rewards import RewardFunction
 
@@ -32,6 +34,8 @@ class Evaluated(Protocol):
     loss: Any
     model: Any
     optimizer: Any
+    estimator: Estimator
+    reference: Any
     residency: Residency
     rewards: list[RewardFunction]
     rules: PackingRules
@@ -44,6 +48,8 @@ class Evaluated(Protocol):
     def begin_score(self, groups: Sequence[Group]) -> Pending: ...
 
     def take_counts(self) -> dict[str, float]: ...
+
+    def take_logged(self, group: Group) -> Logged: ...
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
 
@@ -73,7 +79,7 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
             if config.loss_eval:
                 advantages = checked_advantages(trainer.compute_advantages(group, rewards), group)
             totals = trainer.combine(rewards)
-            scored.append(ScoredGroup(group, rewards, advantages))
+            scored.append(ScoredGroup(group, rewards, advantages, trainer.take_logged(group)))
             local.add(scored[-1], totals, mask_truncated=trainer.rules.mask_truncated)
             passes.append(count_passes(totals, config.pass_threshold_eval))
         local.counts.update(trainer.take_counts())
@@ -121,7 +127,13 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
         whole: the statistics of all ranks.
     """
     rules = dataclasses.replace(trainer.rules, max_tokens=trainer.rules.max_tokens or TOKENS)
+    if scores := trainer.estimator.step_scores:
+        std = step_std([scores(group.rewards) for group in groups])
+        groups = [divided(group, std) for group in groups]
     rows = pack_step(sorted(groups, key=lambda group: group.group.position), rules)
+    if trainer.reference is not None:
+        with together("the evaluation's reference"), trainer.compute_loss_context_manager():
+            rows = fill(trainer.reference, rows, trainer.args.temperature)
     step = StepBatch(rows, whole.loss_tokens, len(whole.lengths), {}, True, tuple(groups))
     metrics, denominator = Metrics(), trainer.loss.denominator(step)
     metrics.add("loss", 0.0, 1.0 / world_size())

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from .advantages import group_std
+from .advantages import divided, group_std, step_std
 from .balance import balance
-from .batch import FinishReason, Group, Prompt, ScoredGroup, StepBatch
+from .batch import FinishReason, Group, Logged, Prompt, ScoredGroup, StepBatch
 from .contract import checked_advantages, checked_groups
 from .metrics import PhaseTimes
 from .packing import PackingRules, has_signal, loss_tokens, pack_step
@@ -29,6 +29,8 @@ class Pending(Protocol):
     """Rewards on their way."""
 
     def done(self) -> bool: ...
+
+    def cancel(self) -> None: ...
 
     def result(self) -> torch.Tensor: ...
 
@@ -44,6 +46,8 @@ class Stages(Protocol):
 
     def take_counts(self) -> dict[str, float]: ...
 
+    def take_logged(self, group: Group) -> Logged: ...
+
     def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
@@ -53,27 +57,36 @@ class Stages(Protocol):
 class RolloutStatistics:
     """What one rank's groups say, in plain lists: small, and exact when joined over ranks."""
 
-    lengths: list[int] = field(default_factory=list)  # tokens per completion
+    lengths: list[int] = field(default_factory=list)  # sampled tokens per completion
     ended: list[bool] = field(default_factory=list)  # False: truncated
     rewards: list[list[float]] = field(default_factory=list)  # [completion][function]
     totals: list[float] = field(default_factory=list)  # weighted sums, NaN: nobody judged it
     flat_groups: list[bool] = field(default_factory=list)  # no reward difference
     prompt_tokens: int = 0
+    told_tokens: int = 0  # of tools' answers
     loss_tokens: int = 0
     packed_tokens: int = 0  # through the model in one forward
     micro_batches: int = 0
     moved_groups: int = 0  # trained here and sampled on another rank
     counts: Counter[str] = field(default_factory=Counter)  # further metrics that add up
+    logged: dict[str, list[float]] = field(default_factory=dict)  # sum and number of what rewards log, by metric
 
     def add(self, group: ScoredGroup, totals: torch.Tensor, mask_truncated: bool) -> None:
         for rollout in group.group.rollouts:
-            self.lengths.append(len(rollout.completion_ids))
+            self.lengths.append(int(rollout.sampled.sum()))
+            self.told_tokens += len(rollout.completion_ids) - self.lengths[-1]
             self.ended.append(rollout.finish_reason is FinishReason.STOP)
             self.prompt_tokens += len(rollout.prompt_ids)
             self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
         self.rewards += group.rewards.tolist()
         self.totals += totals.tolist()
         self.flat_groups.append(bool(group_std(totals) < 1e-8))
+        self._log(group.logged.metrics)
+
+    def _log(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        for name, (total, number) in metrics.items():
+            entry = self.logged.setdefault(name, [0.0, 0.0])
+            entry[0], entry[1] = entry[0] + total, entry[1] + number
 
     @classmethod
     def of(cls, groups: Iterable[tuple[ScoredGroup, torch.Tensor]], mask_truncated: bool) -> RolloutStatistics:
@@ -94,18 +107,20 @@ class RolloutStatistics:
             whole.totals += part.totals
             whole.flat_groups += part.flat_groups
             whole.prompt_tokens += part.prompt_tokens
+            whole.told_tokens += part.told_tokens
             whole.loss_tokens += part.loss_tokens
             whole.packed_tokens += part.packed_tokens
             whole.micro_batches += part.micro_batches
             whole.moved_groups += part.moved_groups
             whole.counts.update(part.counts)
+            whole._log(part.logged)
         return whole
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """TRL's metrics of a batch of completions."""
+        """TRL's metrics of a batch of completions, and the means of those that reward functions log."""
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.ended, dtype=torch.bool)
-        result: dict[str, float] = {}
+        result = {name: total / number for name, (total, number) in self.logged.items()}
         if len(lengths):
             result |= _spread("completions/{}_length", lengths)
             result |= _spread("completions/{}_terminated_length", lengths[ended])
@@ -162,13 +177,19 @@ def roll_out(
     known: list[Scored] = []  # of the first prompts, as far as all before are known too
     order = [prompt.position for prompt in prompts]
 
+    signals: list[bool] = []  # of those
+
+    def is_enough() -> bool:
+        return enough is not None and sum(signals) >= enough
+
     def advance(wait: bool) -> None:
         started = time.perf_counter()
         for position in order[len(known) :]:
-            if position not in begun or not (wait or begun[position][1].done()):
+            if is_enough() or position not in begun or not (wait or begun[position][1].done()):
                 break
-            group, pending = begun[position]
+            group, pending = begun.pop(position)
             known.append(_scored(stages, group, pending.result()))
+            signals.append(has_signal(known[-1][0]))
         if not wait:
             times.move("generate", "reward", time.perf_counter() - started)
 
@@ -180,17 +201,19 @@ def roll_out(
             times.move("generate", "reward", time.perf_counter() - started)
             if enough is not None:
                 advance(wait=False)
-                if sum(has_signal(scored) for scored, _ in known) >= enough:
+                if is_enough():
                     generated.close()  # aborts what is in flight
                     break
     with times.phase("reward"):
         advance(wait=True)
-    return _first(known, enough)
+    for _, pending in begun.values():  # of groups that turned out not to be needed
+        pending.cancel()
+    return known
 
 
 def _scored(stages: Stages, group: Group, rewards: torch.Tensor) -> Scored:
     advantages = checked_advantages(stages.compute_advantages(group, rewards), group)
-    return ScoredGroup(group, rewards, advantages), stages.combine(rewards)
+    return ScoredGroup(group, rewards, advantages, stages.take_logged(group)), stages.combine(rewards)
 
 
 def _first(pairs: Sequence[Scored], enough: int | None) -> list[Scored]:
@@ -247,8 +270,13 @@ def collect(
     times: PhaseTimes,
     one_call: bool = False,
     max_rounds: int = 0,
+    step_scores: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[list[StepBatch], list[list[ScoredGroup]]]:
     """One round: the prompts of each optimizer step on this rank -> one `StepBatch` each, and its groups for the log.
+
+    Args:
+        step_scores: where advantages are scaled over the step: a group's rewards to what they are scaled by the
+            deviation of (`Estimator.step_scores`).
 
     Raises:
         Exception: what a stage raised, on every rank (see `together`).
@@ -257,6 +285,9 @@ def collect(
         of_steps, sampled = draw(stages, steps, times, one_call, max_rounds)
         with times.phase("pack"):
             trained = [_trained(of_step, rules) for of_step in of_steps]
+            scores = (
+                [[step_scores(group.rewards) for group, _ in of_step] for of_step in of_steps] if step_scores else []
+            )
             locals_ = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in of_steps]
             of_sampled = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in sampled]
             of_sampled[0].counts.update(stages.take_counts())
@@ -264,6 +295,9 @@ def collect(
                 for kept, all_ in zip(of_steps, sampled, strict=True):
                     of_sampled[0].counts["dynamic_sampling/prompts"] += len(all_)
                     of_sampled[0].counts["dynamic_sampling/groups"] += len(kept)
+    logged = [[group for group, _ in of_step] for of_step in sampled]
+    if step_scores:
+        trained, logged = _scaled(of_steps, trained, logged, [step_std(of_step) for of_step in scores])
     batches = []
     for index, (own, local, drawn) in enumerate(zip(trained, locals_, of_sampled, strict=True)):
         with times.phase("pack"):
@@ -281,11 +315,30 @@ def collect(
         metrics["train/micro_batches"] = float(whole.micro_batches)
         metrics["train/moved_groups"] = float(whole.moved_groups)
         metrics["train/sampled_tokens"] = float(sum(everything.lengths))
-        metrics["train/rollout_tokens"] = float(everything.prompt_tokens + sum(everything.lengths))
+        metrics["train/rollout_tokens"] = float(
+            everything.prompt_tokens + everything.told_tokens + sum(everything.lengths)
+        )
         batches.append(
             StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0, tuple(groups))
         )
-    return batches, [[group for group, _ in of_step] for of_step in sampled]
+    return batches, logged
+
+
+def _scaled(
+    of_steps: Sequence[Sequence[Scored]],
+    trained: Sequence[Sequence[ScoredGroup]],
+    logged: Sequence[Sequence[ScoredGroup]],
+    stds: Sequence[float],
+) -> tuple[list[list[ScoredGroup]], list[list[ScoredGroup]]]:
+    """What each step trains, and what is logged beside it, with advantages divided by the deviation of the step that
+    trains a group, or would have."""
+    own = {group.group.position: std for of_step, std in zip(of_steps, stds, strict=True) for group, _ in of_step}
+    pairs = [*zip(trained, stds, strict=True)], [*zip(logged, stds, strict=True)]
+    scaled_trained, scaled_logged = (
+        [[divided(group, own.get(group.group.position, std)) for group in part] for part, std in of_both]
+        for of_both in pairs
+    )
+    return scaled_trained, scaled_logged
 
 
 def _trained(groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules) -> list[ScoredGroup]:

@@ -7,6 +7,7 @@ generation can use. Sampling and training alternate, so each part is counted in 
     weights           engine's, and the policy's if copied      the same
     gradients         none: freed after the optimizer step      4 or 2 bytes per parameter
     optimizer state   there, unless `offload_optimizer`         there
+    reference model   there, unless `offload_reference`         there, or in the gradients' place before there are any
     activations       the engine's own                          of one micro-batch
     KV cache          there                                     there, unless `vllm_enable_sleep_mode`
 
@@ -178,6 +179,7 @@ class MemoryPlan:
     kv_tokens: int = 0
     sleeps: bool = False  # the KV cache while the policy trains
     offloads: bool = False  # the optimizer's state while the engine samples
+    reference: int = 0  # 0: there is none, or it waits on the host
 
     @property
     def margin(self) -> int:
@@ -192,6 +194,7 @@ class MemoryPlan:
             ("held by others", self.total - self.available, self.total - self.available),
             ("weights of the engine", self.engine_weights, self.engine_weights),
             (f"weights of the policy{shared}", self.policy_weights, self.policy_weights),
+            *([("weights of the reference", self.reference, self.reference)] if self.reference else []),
             ("gradients", 0, self.gradients),
             ("optimizer state", 0 if self.offloads else self.optimizer, self.optimizer),
             (activations, self.engine, self.activations),
@@ -242,7 +245,11 @@ class MemoryPlan:
         return ", ".join(f"{name} {_gib(size)}" for name, size in parts if size >= GIB // 200)
 
     def _switches(self) -> str:
-        off = [("vllm_enable_sleep_mode", self.sleeps), ("offload_optimizer", self.offloads)]
+        off = [
+            ("vllm_enable_sleep_mode", self.sleeps),
+            ("offload_optimizer", self.offloads),
+            ("offload_reference", not self.reference),
+        ]
         return "".join(f", set {name}: true" for name, on in off if not on)
 
     def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
@@ -291,7 +298,9 @@ def device_memory(device: torch.device, loaded: int) -> tuple[str, int, int]:
     return of_ranks, memory.total // ranks, min(memory.total, memory.available + loaded * ranks) // ranks
 
 
-def plan(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool) -> MemoryPlan:
+def plan(
+    config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool, reference: int = 0
+) -> MemoryPlan:
     """The plan of this rank, the same on every rank: a collective.
 
     Args:
@@ -300,6 +309,7 @@ def plan(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: in
         sequences: completions of one generation on this rank.
         tokens: the budget of a micro-batch; 0: still to be measured.
         shared: whether the policy's parameters are views of the engine's tensors.
+        reference: bytes that the reference of the KL term will hold.
 
     Raises:
         ValueError: on a GPU, no room for the KV cache of one sequence.
@@ -325,6 +335,7 @@ def plan(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: in
         tokens=planned,
         sleeps=config.vllm_enable_sleep_mode and device == "cuda",
         offloads=config.offload_optimizer and device == "cuda",
+        reference=reference,
     )
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
     need = CacheNeed.of(shape, 1 if eight_bit else of_engine, length, sequences)

@@ -147,12 +147,13 @@ def _advantages(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 
 
 def _parts(group: ScoredGroup, budget: int) -> list[Part]:
-    """A group as one part, or as several where it is over the budget."""
+    """A group as one part, or as several where it is over the budget, or where environments begin differently."""
     rollouts, advantages = group.group.rollouts, _advantages(group)
     parts: list[Part] = []
     start, tokens = 0, len(rollouts[0].prompt_ids)
     for index, rollout in enumerate(rollouts):
-        if index > start and tokens + len(rollout.completion_ids) > budget:
+        over = tokens + len(rollout.completion_ids) > budget
+        if index > start and (over or rollout.prompt_ids != rollouts[start].prompt_ids):
             parts.append(Part(rollouts[start:index], advantages[start:index]))
             start, tokens = index, len(rollout.prompt_ids)
         tokens += len(rollout.completion_ids)

@@ -26,6 +26,7 @@ class Policy:
     untouched: bool  # loaded by us: bit-equal to the checkpoint at ``path``
     why_padded: str  # why its sequences can't be packed into one row; empty: they are
     adapter: Adapter | None = None  # what is trained of a PeftModel
+    new_adapter: bool = False  # the run put it on; else the model came with it
 
     @property
     def context(self) -> int:
@@ -95,7 +96,7 @@ def load_policy(
         for module in loaded.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter)
+    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter=peft_config is not None)
 
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:

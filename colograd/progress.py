@@ -13,7 +13,10 @@ from transformers import TrainerCallback
 from .metrics import PhaseTimes
 
 # The phases of a step in the order of the line; what they leave is `other`.
-PHASES = ("publish", "wake", "generate", "reward", "pack", "log", "sleep", "offload", "train", "sync", "optimizer")
+PHASES = (
+    "publish", "wake", "generate", "reward", "pack", "log", "sleep", "offload", "ref_logprobs", "old_logprobs",
+    "train", "sync", "optimizer",
+)  # fmt: skip
 
 
 class Console(TrainerCallback):

@@ -82,7 +82,7 @@ class Residency:
         self.times = times
         self.notes: Sequence[str] = [
             f"memory: {name} does nothing on a CPU, where sampling and training share all memory anyway"
-            for name in ("vllm_enable_sleep_mode", "offload_optimizer")
+            for name in ("vllm_enable_sleep_mode", "offload_optimizer", "offload_reference")
             if getattr(config, name) and config.on_cpu
         ]
         self._to_policy()  # the first training forward may be measured before anything is sampled

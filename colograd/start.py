@@ -19,6 +19,7 @@ from .packing import PackingRules
 from .policy import Policy
 from .progress import Console
 from .ranks import together
+from .reference import Reference, reference_bytes, reference_of
 from .residency import Residency
 from .weights import Publisher, bytes_apart, check_choice, expects_sharing, publisher
 
@@ -106,6 +107,7 @@ class Sampler:
     weights: Publisher
     residency: Residency
     memory: MemoryPlan
+    reference: Reference | None
 
 
 def build_sampler(
@@ -129,7 +131,8 @@ def build_sampler(
     context = args.vllm_max_model_length or max(part.longest for part in prompts) + longest_completion(args)
     sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
     end = policy.tokenizer.eos_token_id
-    plan = memory.plan(args, model, context, sequences, rules.max_tokens, shared=expects_sharing(args, policy))
+    shared, held = expects_sharing(args, policy), reference_bytes(args, policy)
+    plan = memory.plan(args, model, context, sequences, rules.max_tokens, shared=shared, reference=held)
     engine = Engine(
         policy.path,
         args,
@@ -150,10 +153,13 @@ def build_sampler(
         )
     if args.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
+    with together("the reference model"):
+        reference = reference_of(args, policy)
     residency = Residency(engine, args, times)
     plan = plan.with_engine(engine.weight_bytes, bytes_apart(model, engine.model), engine.kv_tokens)
     lines = [*args.notes, engine.describe(), weights.describe(), *plan.table().splitlines(), *residency.notes, *notes]
     lines += policy.describe(args, rules.max_tokens)
+    lines += [reference.describe()] if reference else []
     lines += [
         f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped"
         for part in prompts
@@ -161,4 +167,4 @@ def build_sampler(
     ]
     for line in (*lines, f"ready in {time.perf_counter() - started:.0f} s"):
         console.say(line)
-    return Sampler(engine, weights, residency, plan)
+    return Sampler(engine, weights, residency, plan, reference)

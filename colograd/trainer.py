@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_utils import TrainOutput
 
 from . import budget, evaluation, process
-from .advantages import group_advantages
-from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
+from .advantages import Estimator
+from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
@@ -38,7 +38,8 @@ from .optim import accumulate_in_float32, optimizer_class
 from .packed_trainer import PackedTrainer
 from .policy import load_policy
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
-from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum
+from .reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum, with_models
 from .sampling import Sampling, check_sampling
 from .start import build_sampler, eval_prompts_of, loader_of, train_prompts_of
 from .weights import check_choice
@@ -49,16 +50,17 @@ class GRPOTrainer(PackedTrainer):
 
     Args:
         model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around one.
-        reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`).
+        reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`); or reward
+            models: modules, folders or Hub ids.
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
             the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``.
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
+        reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
-        reward_processing_classes, quantization_config, tools, rollout_func, environment_factory: TRL's; refused in this
-            version.
+        quantization_config, tools, rollout_func, environment_factory: TRL's; refused in this version.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -87,20 +89,16 @@ class GRPOTrainer(PackedTrainer):
         if args.on_cpu:
             process.keep_freed_memory()
         with together("the start"):
-            check_trainer(
-                args,
-                reward_processing_classes=reward_processing_classes,
-                quantization_config=quantization_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+            check_trainer(args, quantization_config=quantization_config)
+            check_trainer(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
             check_vllm()
             check_sampling(args)
-            self.rewards: list[RewardFunction] = resolve_rewards(reward_funcs, args.reward_weights)
+            functions = with_models(reward_funcs, reward_processing_classes, args)
+            self.rewards: list[RewardFunction] = resolve_rewards(functions, args.reward_weights)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
+            check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
             self.train_prompts = train_prompts_of(train_dataset, self.policy, args)
             self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args)
@@ -117,6 +115,7 @@ class GRPOTrainer(PackedTrainer):
         )
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
+        self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
         self.loss = LOSSES[args.loss_type].from_config(args)
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
@@ -129,6 +128,9 @@ class GRPOTrainer(PackedTrainer):
         )
         self.engine, self.weights = sampler.engine, sampler.weights
         self.residency, self.memory = sampler.residency, sampler.memory
+        self.reference = sampler.reference  # of the KL term; None where beta is 0
+        if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
+            self.add_callback(FollowPolicy(self.reference, self.model))
 
     # -- stages: a subclass replaces any of these
 
@@ -166,13 +168,20 @@ class GRPOTrainer(PackedTrainer):
         """Sums for the metrics of the rollouts since the last call."""
         return self.scorer.take_counts()
 
+    def take_logged(self, group: Group) -> Logged:
+        """What the reward functions logged of a group, besides its rewards."""
+        return self.scorer.take_logged(group.position)
+
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         """[G, R] rewards -> [G] weighted sums."""
-        return weighted_sum(rewards, [reward.weight for reward in self.rewards])
+        return weighted_sum(rewards, self.estimator.weights)
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others."""
-        return group_advantages(self.combine(rewards), self.args.scale_rewards)
+        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others.
+
+        With `scale_rewards: batch` or `normalize_then_sum` what this returns is divided by a deviation over the step.
+        """
+        return self.estimator.of_group(rewards)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
@@ -207,12 +216,34 @@ class GRPOTrainer(PackedTrainer):
         names = [reward.name for reward in self.rewards]
         with self.residency.sampling(self.optimizer):
             rounds = args.dynamic_sampling_max_rounds * args.dynamic_sampling
-            batches, groups = collect(self, steps, self.rules, names, self.times, args.reward_call == "all", rounds)
+            one_call, scores = args.reward_call == "all", self.estimator.step_scores
+            batches, groups = collect(self, steps, self.rules, names, self.times, one_call, rounds, scores)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         if self.completion_log is not None:
             with self.times.phase("log"):
                 self.completion_log.add(groups, self.decode, self.state)
-        if self.args.round_length == 1:
+        return self._with_logprobs(batches)
+
+    def _with_logprobs(self, batches: list[StepBatch]) -> list[StepBatch]:
+        """A round's optimizer steps, with what other weights than the trained ones say of their tokens."""
+        while True:
+            try:
+                return self._ask_others(batches)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            batches = self._back_off(batches, reason, among=len(batches))
+
+    def _ask_others(self, batches: list[StepBatch]) -> list[StepBatch]:
+        """The reference, and for the later steps of a round the weights that sampled it."""
+        args: GRPOConfig = self.args
+        if self.reference is not None:
+            with (
+                together("the reference's log-probabilities"),
+                self.times.phase("ref_logprobs"),
+                self.compute_loss_context_manager(),
+            ):
+                batches = with_ref_logprobs(self.reference, batches, args.temperature)
+        if args.round_length == 1:
             return batches
         with (
             together("the old log-probabilities"),
@@ -220,8 +251,8 @@ class GRPOTrainer(PackedTrainer):
             self.compute_loss_context_manager(),
         ):
             # The first step trains on what its own weights sampled; for the later ones the policy has moved on.
-            behind = [with_old_logprobs(self.model, batch, self.args.temperature) for batch in batches]
-        return [batches[0], *behind[1:], *behind * (self.args.num_iterations - 1)]
+            behind = [with_old_logprobs(self.model, batch, args.temperature) for batch in batches]
+        return [batches[0], *behind[1:], *behind * (args.num_iterations - 1)]
 
     def _measure_budget(self) -> None:
         """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
@@ -229,6 +260,8 @@ class GRPOTrainer(PackedTrainer):
 
         def loss(micro_batch: MicroBatch) -> torch.Tensor:
             with self.compute_loss_context_manager():
+                if self.reference is not None:
+                    (micro_batch,) = fill(self.reference, [micro_batch], args.temperature)
                 return self.compute_loss(self.model, micro_batch).loss
 
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
@@ -257,7 +290,8 @@ class GRPOTrainer(PackedTrainer):
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            inputs = self._back_off(inputs, reason)  # the exception, whose traceback holds activations, is gone
+            # The exception, whose traceback holds activations, is gone.
+            inputs, *self._round = self._back_off([inputs, *self._round], reason)
         with self.times.phase("sync"):
             sum_gradients(list(self.model.parameters()))
             reduced = metrics.reduce()
@@ -288,15 +322,15 @@ class GRPOTrainer(PackedTrainer):
         metrics.add("loss_sum", total, 1.0 / world_size())
         return metrics
 
-    def _back_off(self, failed: StepBatch, reason: str) -> StepBatch:
+    def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
         budget.free_memory(self.model)
-        self.rules, (step, *self._round) = budget.back_off(self.rules, [failed, *self._round], reason)
+        self.rules, steps = budget.back_off(self.rules, steps, reason, among)
         self.console.say(
             f"memory: step {self.state.global_step + 1} ran out of it and is repeated; micro-batches have at most "
             f"{self.rules.max_tokens:,} tokens from here on"
         )
-        return step
+        return steps
 
     def at_boundary(self) -> bool:
         """Rollouts of a round aren't saved: a checkpoint in its middle couldn't go on."""
@@ -307,6 +341,17 @@ class GRPOTrainer(PackedTrainer):
         self._round, self._logs = [], []
         self.engine.version = None  # steps are counted anew, or weights loaded: what the engine holds is of no step
         return super().train(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """And, as they are needed to go on, a reference that has moved."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.reference is not None and self.args.should_save:
+            self.reference.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.reference is not None and checkpoint is not None:
+            self.reference.load(checkpoint)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -351,3 +396,4 @@ class GRPOTrainer(PackedTrainer):
         if self.completion_log is not None:
             self.completion_log.close()
         self.engine.close()
+        self.reference = None

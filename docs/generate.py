@@ -28,10 +28,8 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 
 # Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
 LIMITED = (
-    "beta",
     "importance_sampling_level",
     "loss_type",
-    "scale_rewards",
     "use_vllm",
     "vllm_mode",
     "vllm_tensor_parallel_size",
@@ -216,6 +214,7 @@ def help_of(group: type, name: str) -> str:
         str(field_of(group, name).metadata["help"])
         .replace("%%", "%")
         .replace("see docs/losses.md", "see [losses](losses.md)")
+        .replace("See docs/reference.md", "See [reference](reference.md)")
     )
 
 

@@ -52,3 +52,61 @@ def with_alarm(completions: list[str], **kwargs: Any) -> list[float]:
 def loud(completions: list[str], **kwargs: Any) -> list[float]:
     sys.stderr.write("x" * 2**20)
     return [1.0] * len(completions)
+
+
+# -- what they log
+
+
+def talkative(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    log_extra("answer", [text.upper() for text in completions])
+    for text in completions:
+        log_extra("length", [len(text)])
+    log_metric("share", 0.25)
+    log_metric("share", 0.75)
+    log_metric("calls", 1)
+    return [1.0] * len(completions)
+
+
+async def talkative_too(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    return talkative(completions, log_extra, log_metric)
+
+
+def short(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+    log_extra("answer", completions[1:])
+    return [1.0] * len(completions)
+
+
+def bare(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+    log_extra("answer", "text")
+    return [1.0] * len(completions)
+
+
+def worded(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
+    log_metric("share", "a lot")
+    return [1.0] * len(completions)
+
+
+def unbounded(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
+    log_metric("share", float("nan"))
+    return [1.0] * len(completions)
+
+
+def presumptuous(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
+    log_metric("completions/mean_length", 3)
+    return [1.0] * len(completions)
+
+
+def failing(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    talkative(completions, log_extra, log_metric)
+    raise ValueError("after logging")
+
+
+def late(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    talkative(completions, log_extra, log_metric)
+    time.sleep(60)
+    return [1.0] * len(completions)
+
+
+def dead(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    talkative(completions, log_extra, log_metric)
+    os._exit(3)

@@ -1,41 +1,144 @@
-"""Advantages: TRL's formula on one group."""
+"""Advantages: TRL's own code on the same rewards, for every mode; what abstentions and dead groups get."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from colograd.advantages import group_advantages, group_std
+from colograd.advantages import Estimator, divided, group_advantages, group_std, step_std
+from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
+from colograd.experience import collect
+from colograd.metrics import PhaseTimes
+from colograd.packing import PackingRules, has_signal
+from colograd.rewards import Ready, weighted_sum
 
 NAN = math.nan
+GROUP = 6  # completions
+WEIGHTS = {1: (1.0,), 3: (1.0, 0.5, -2.0)}
 
 
-@pytest.fixture(scope="module")
-def nanstd() -> Callable[..., torch.Tensor]:
-    """TRL's own standard deviation."""
-    utils = pytest.importorskip("trl.trainer.utils")
-    return utils.nanstd  # type: ignore[no-any-return]
+# -- the installed TRL, with generation and rewards given
 
 
-def trl_advantages(rewards: torch.Tensor, scale: str, nanstd: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """GRPOTrainer._generate_and_score_completions of TRL 1.16, on one group."""
-    advantages = rewards - torch.nanmean(rewards)
-    if scale != "none":
-        advantages = advantages / (nanstd(rewards) + 1e-4)
-    return torch.nan_to_num(advantages, nan=0.0)
+def trl_advantages(rewards: torch.Tensor, weights: tuple[float, ...], **settings: Any) -> torch.Tensor:
+    """[B, R] rewards of a batch -> [B] advantages, by the installed TRL's `_generate_and_score_completions`.
+
+    ``baseline="leave_one_out"`` is its RLOOTrainer; all else its GRPOTrainer. Nothing else of a trainer is made: the
+    completions are one token each, and no log-probabilities are asked for.
+    """
+    trl = pytest.importorskip("trl")
+    cls = trl.RLOOTrainer if settings.pop("baseline", "mean") == "leave_one_out" else trl.GRPOTrainer
+    bare = cls.__new__(cls)
+    many = len(rewards)
+    completion = [[{"role": "assistant", "content": ""}]] * many
+    generated = {
+        trl.GRPOTrainer: ([[1]] * many, [[2]] * many, None, completion, None, {}, None, None),
+        trl.RLOOTrainer: ([[1]] * many, [[2]] * many, completion),
+    }
+    bare._generate = lambda prompts: generated[cls]
+    bare._calculate_rewards = lambda *given: rewards.clone()
+    bare._get_per_token_logps_and_entropies = lambda *args, **kwargs: (torch.zeros(many, 1), None, None)
+    names = [f"reward {index}" for index in range(len(weights))]
+    state = {
+        "accelerator": SimpleNamespace(
+            device=torch.device("cpu"), process_index=0, gather=lambda x: x, gather_for_metrics=lambda x: x
+        ),
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "args": SimpleNamespace(
+            per_device_train_batch_size=many,
+            gradient_checkpointing_kwargs=None,
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+        ),
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "num_generations": GROUP,
+        "reward_weights": torch.tensor(weights),
+        "reward_funcs": names,
+        "reward_func_names": names,
+        "_metrics": {"train": defaultdict(list)},
+        "_logs": defaultdict(list) | {"rewards": defaultdict(list), "extra": defaultdict(list)},
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+        "beta": 0.0,
+        "num_iterations": 1,
+        "reward_clip_range": None,
+        **dict.fromkeys(("environment_factories", "environments", "tools", "pad_to_multiple_of"), None),
+        **dict.fromkeys(("mask_truncated_completions", "use_vllm", "log_multimodal", "_is_vlm"), False),
+        **settings,
+    }
+    vars(bare).update(state)
+    output = cls._generate_and_score_completions(bare, [{"prompt": ""}] * many)
+    return output["advantages"]
 
 
-@pytest.mark.parametrize("scale", ["group", "none"])
-@pytest.mark.parametrize("abstained", [(), (0,), (2, 5, 7)])
-def test_advantages_equal_trl_s(scale: str, abstained: tuple[int, ...], nanstd: Callable[..., torch.Tensor]) -> None:
-    for seed in range(20):
-        rewards = torch.randn(8, generator=torch.Generator().manual_seed(seed))
-        rewards[list(abstained)] = NAN
-        expected = trl_advantages(rewards, scale, nanstd)
-        torch.testing.assert_close(group_advantages(rewards, scale), expected, rtol=1e-5, atol=1e-6)
+def ours(rewards: torch.Tensor, estimator: Estimator) -> torch.Tensor:
+    """[B, R] -> [B] through the two stages that a step has."""
+    groups = rewards.split(GROUP)
+    advantages = torch.cat([estimator.of_group(group) for group in groups])
+    scores = estimator.step_scores
+    return advantages / step_std([scores(group) for group in groups]) if scores else advantages
+
+
+def abstaining(rewards: torch.Tensor, how: str) -> torch.Tensor:
+    """Rewards of 4 groups with abstentions: of a completion by one function (`some`), of all functions on a completion
+    (`nobody`), on a group but for one (`alone`), on whole groups (`groups`), and of a function everywhere
+    (`function`)."""
+    given = rewards.clone()
+    if how == "some":
+        given[torch.rand(given.shape, generator=torch.Generator().manual_seed(1)) < 0.3] = NAN
+    elif how == "nobody":
+        given[[0, 7, 8, 20]] = NAN
+    elif how == "alone":
+        given[1:GROUP] = NAN
+    elif how == "groups":
+        given[GROUP : 3 * GROUP] = NAN
+    elif how == "function":
+        given[:, -1] = NAN
+    return given
+
+
+MODES = [
+    *({"scale_rewards": s, "multi_objective_aggregation": "sum_then_normalize"} for s in ("group", "batch", "none")),
+    *({"scale_rewards": s, "multi_objective_aggregation": "normalize_then_sum"} for s in ("group", "batch", "none")),
+    {"baseline": "leave_one_out", "normalize_advantages": False},
+]
+
+
+def test_advantages_equal_trl_s_in_every_mode_with_and_without_abstentions(capsys: pytest.CaptureFixture[str]) -> None:
+    combinations = 0
+    for mode, functions, how in itertools.product(
+        MODES, WEIGHTS, ("none", "some", "nobody", "alone", "groups", "function")
+    ):
+        weights = WEIGHTS[functions]
+        estimator = Estimator(
+            mode.get("scale_rewards", "none"),
+            mode.get("multi_objective_aggregation", "sum_then_normalize"),
+            mode.get("baseline", "mean"),
+            weights,
+        )
+        for seed, spread in enumerate((1.0, 0.1, 5.0)):
+            drawn = spread * torch.randn(4 * GROUP, functions, generator=torch.Generator().manual_seed(seed))
+            if seed == 2:  # few values, as most rewards have, and a group without a difference
+                drawn = drawn.round()
+                drawn[:GROUP] = 1.0
+            rewards = abstaining(drawn, how)
+            found, expected = ours(rewards, estimator), trl_advantages(rewards, weights, **dict(mode))
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5), (mode, how, seed, found, expected)
+            combinations += 1
+    with capsys.disabled():
+        print(f"\n{combinations} combinations of mode, reward functions, abstentions and rewards agree with TRL")
+
+
+def test_leave_one_out_is_the_distance_from_the_mean_of_the_others() -> None:
+    rewards = torch.tensor([1.0, 0.0, NAN, 0.5])
+    expected = torch.tensor([1.0 - 0.25, 0.0 - 0.75, 0.0, 0.5 - 0.5])
+    torch.testing.assert_close(group_advantages(rewards, "none", "leave_one_out"), expected)
 
 
 def test_scaling_divides_by_the_sample_deviation() -> None:
@@ -46,27 +149,144 @@ def test_scaling_divides_by_the_sample_deviation() -> None:
     torch.testing.assert_close(group_advantages(rewards, "group"), expected / (deviation + 1e-4))
 
 
-@pytest.mark.parametrize("scale", ["group", "none"])
-def test_an_abstention_gets_zero_and_moves_nobody(scale: str) -> None:
+ESTIMATORS = [
+    Estimator(scale, "sum_then_normalize", baseline, (1.0,))
+    for scale in ("group", "batch", "none")
+    for baseline in ("mean", "leave_one_out")
+] + [Estimator("group", "normalize_then_sum", "mean", (1.0,))]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_abstention_gets_zero_and_moves_nobody(estimator: Estimator) -> None:
     judged = torch.tensor([1.0, 0.0, 0.5])
-    advantages = group_advantages(torch.tensor([1.0, NAN, 0.0, 0.5, NAN]), scale)
+    advantages = estimator.of_group(torch.tensor([1.0, NAN, 0.0, 0.5, NAN])[:, None])
     assert advantages[[1, 4]].tolist() == [0.0, 0.0]
-    torch.testing.assert_close(advantages[[0, 2, 3]], group_advantages(judged, scale))
+    torch.testing.assert_close(advantages[[0, 2, 3]], estimator.of_group(judged[:, None]))
 
 
-@pytest.mark.parametrize("scale", ["group", "none"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("rewards", [[1.0] * 4, [0.0] * 4, [NAN] * 4, [0.5, NAN, NAN, NAN], [0.25, 0.25, NAN, 0.25]])
-def test_no_difference_is_no_advantage(rewards: list[float], scale: str) -> None:
-    assert group_advantages(torch.tensor(rewards), scale).tolist() == [0.0] * 4
+def test_no_difference_is_no_advantage(rewards: list[float], estimator: Estimator) -> None:
+    assert estimator.of_group(torch.tensor(rewards)[:, None]).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e3 + 0.1])
+@pytest.mark.parametrize("size", [3, 7, 8, 12])
+def test_equal_rewards_give_exactly_zero_whatever_their_value(value: float, size: int, estimator: Estimator) -> None:
+    """A group counts as dead exactly where this is zero: rounding of the mean must not wake it."""
+    assert not estimator.of_group(torch.full((size, 1), value)).any()
+
+
+def test_normalised_rewards_that_cancel_are_no_signal() -> None:
+    """One function likes what the other doesn't: what is left is the rounding of their means."""
+    liked = torch.tensor([1.0, 0.0, 0.0])
+    assert (
+        not Estimator("group", "normalize_then_sum", "mean", (1.0, 1.0))
+        .of_group(torch.stack([liked, 1 - liked], 1))
+        .any()
+    )
 
 
 def test_the_deviation_of_fewer_than_two_is_zero() -> None:
     assert group_std(torch.tensor([3.0, NAN])) == 0 == group_std(torch.tensor([NAN]))
     assert group_std(torch.tensor([1.0, 3.0, NAN])) == pytest.approx(math.sqrt(2))
+    assert step_std([]) == step_std([torch.tensor([NAN])]) == 1e-4
 
 
-@pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e3 + 0.1])
-@pytest.mark.parametrize("size", [3, 7, 8, 12])
-def test_equal_rewards_give_exactly_zero_whatever_their_value(value: float, size: int) -> None:
-    """A group counts as dead exactly where this is zero: rounding of the mean must not wake it."""
-    assert not group_advantages(torch.full((size,), value), "group").any()
+def test_the_deviation_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = torch.tensor([0.25, 1.0, NAN]), [0.5, 4.0]
+    monkeypatch.setattr("colograd.advantages.gather", lambda own: [theirs, own])
+    everything = torch.tensor([*theirs, *mine.tolist()])
+    assert step_std([mine[:2], mine[2:]]) == pytest.approx(float(group_std(everything)) + 1e-4)
+
+
+# -- over the step
+
+
+def scored(position: int, rewards: torch.Tensor, advantages: torch.Tensor) -> ScoredGroup:
+    rollouts = tuple(
+        Rollout((1,), (2, 3), torch.zeros(2), torch.ones(2, dtype=torch.bool), FinishReason.STOP, 0)
+        for _ in range(len(rewards))
+    )
+    return ScoredGroup(Group({"prompt": ""}, rollouts, position), rewards, advantages)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_scaling_keeps_the_kind_of_advantages_and_which_groups_have_a_signal(per_token: bool) -> None:
+    rewards = torch.tensor([[1.0], [3.0]])
+    for advantages in (torch.zeros(4 if per_token else 2), torch.arange(4.0 if per_token else 2.0)):
+        group = scored(0, rewards, advantages)
+        found = divided(group, 4.0)
+        torch.testing.assert_close(found.advantages, advantages / 4.0)
+        assert has_signal(found) == has_signal(group) and found.rewards is rewards
+
+
+class Stages:
+    """Two groups a step, whose rewards are given by their position."""
+
+    REWARDS = {0: [1.0, 3.0], 1: [2.0, 2.0], 2: [5.0, NAN], 3: [0.0, 8.0], 4: [1.0, 1.5], 5: [4.0, 0.0]}
+
+    def __init__(self, estimator: Estimator, per_token: bool) -> None:
+        self.estimator, self.per_token = estimator, per_token
+
+    def generate(self, prompts: Any) -> Any:
+        for prompt in prompts:
+            yield scored(prompt.position, torch.zeros(2, 1), torch.zeros(2)).group
+
+    def begin_score(self, groups: Any) -> Any:
+        return Ready(torch.cat([torch.tensor(self.REWARDS[group.position])[:, None] for group in groups]))
+
+    def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
+        return [Prompt({}, (1,), 4 + drawn + index) for index in range(min(count, 2 - drawn))]
+
+    def take_counts(self) -> dict[str, float]:
+        return {}
+
+    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
+        return weighted_sum(rewards, self.estimator.weights)
+
+    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
+        advantages = self.estimator.of_group(rewards)
+        return advantages.repeat_interleave(2) if self.per_token else advantages
+
+
+RULES = PackingRules(
+    max_tokens=100,
+    mask_truncated=False,
+    skip_without_signal=True,
+    share_prompts=True,
+    balance_ranks=False,
+    equal_counts=False,
+    pair_cost=0.0,
+    device=torch.device("cpu"),
+)
+STEPS = [[Prompt({}, (1,), 0), Prompt({}, (1,), 1)], [Prompt({}, (1,), 2), Prompt({}, (1,), 3)]]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("max_rounds", [0, 3])
+def test_a_batch_is_the_step_and_with_dynamic_sampling_what_it_trains(max_rounds: int, per_token: bool) -> None:
+    stages = Stages(Estimator("batch", "sum_then_normalize", "mean", (1.0,)), per_token)
+    scores = stages.estimator.step_scores
+    batches, logged = collect(stages, STEPS, RULES, ["r"], PhaseTimes(), max_rounds=max_rounds, step_scores=scores)
+    # Groups 1 and 2 have no difference: they count in the step's deviation unless they are replaced.
+    of_steps = [(0, 3), (4, 5)] if max_rounds else [(0, 1), (2, 3)]
+    for batch, positions in zip(batches, of_steps, strict=True):
+        rewards = [torch.tensor(stages.REWARDS[position]) for position in positions]
+        std = float(torch.cat(rewards)[~torch.cat(rewards).isnan()].std()) + 1e-4
+        differing = [r - r.mean() for r in rewards if not r.isnan().any() and r[0] != r[1]]
+        expected = torch.cat(differing).repeat_interleave(2) / std
+        (row,) = batch.micro_batches
+        torch.testing.assert_close(row.advantages.sort().values, expected.sort().values)
+        for group in (g for part in logged for g in part if g.group.position in positions and has_signal(g)):
+            repeats = 1 if per_token else 2
+            assert group.advantages.repeat_interleave(repeats).abs().max() in row.advantages.abs()
+
+
+def test_without_scaling_over_the_step_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    for scale in ("group", "none"):
+        estimator = Estimator(scale, "sum_then_normalize", "mean", (1.0,))
+        assert estimator.step_scores is None
+        monkeypatch.setattr("colograd.experience.step_std", None)
+        collect(Stages(estimator, False), STEPS, RULES, ["r"], PhaseTimes(), step_scores=estimator.step_scores)

@@ -256,6 +256,7 @@ NEW = {
     "prompts_per_step",
     "max_prompt_tokens",
     "offload_optimizer",
+    "offload_reference",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",
@@ -271,6 +272,7 @@ NEW = {
     "reward_call",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",
+    "advantage_baseline",
     "log_completions_steps",
     "verbose",
 }
@@ -372,11 +374,19 @@ def test_the_parts_of_a_mixture_have_trl_s_keys() -> None:
         ("reward_on_error", "ignore", "raise, abstain"),
         ("reward_call", "row", "group, all"),
         ("dynamic_sampling_max_rounds", 0, "dynamic_sampling_max_rounds"),
+        ("scale_rewards", "rank", "group, batch, none"),
+        ("multi_objective_aggregation", "sum", "sum_then_normalize, normalize_then_sum"),
+        ("advantage_baseline", "median", "mean, leave_one_out"),
     ],
 )
 def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         GRPOConfig(output_dir=str(tmp_path), **{name: value})
+
+
+def test_normalising_each_reward_has_no_other_baseline() -> None:
+    with pytest.raises(ValueError, match="compares with the mean"):
+        config(multi_objective_aggregation="normalize_then_sum", advantage_baseline="leave_one_out")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Prompt, Rollout
+from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
 from colograd.completion_log import logged_steps, read_log
 from colograd.data import PromptRules, extra_prompts, tokenize_prompts
 from colograd.experience import draw
@@ -53,6 +53,9 @@ class Stages:
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         return rewards[:, 0] - rewards[:, 0].mean()
+
+    def take_logged(self, group: Group) -> Logged:
+        return Logged({}, {})
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         return rewards.sum(1)

@@ -159,7 +159,7 @@ def test_a_generation_closed_early_leaves_nothing_in_flight(engine, config, prom
 
 
 def test_weights_can_not_be_stamped_while_completions_are_decoded(engine, config, prompts) -> None:
-    engine._add(prompts[0], Sampling(1, 4, 1.0, {"ignore_eos": True}), seed=1)
+    engine.submit(prompts[0].prompt_ids, Sampling(1, 4, 1.0, {"ignore_eos": True}), seed=1)
     with pytest.raises(RuntimeError, match="drain the engine first"):
         engine.stamp(1)
     while engine.core.has_unfinished_requests():

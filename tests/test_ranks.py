@@ -31,7 +31,7 @@ def results(folder: Path, ranks: int) -> list[dict]:
 @pytest.fixture(scope="module")
 def two(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("two")
-    done = start(2, str(tiny_model), str(folder / "run"), str(folder), "float32")
+    done = start(2, str(tiny_model), str(folder / "run"), str(folder), "float32", "exchange")
     assert done.returncode == 0, done.stderr[-3000:]
     assert (folder / "run" / "checkpoint-3" / "trainer_state.json").exists()
     assert {p.name for p in (folder / "run" / "checkpoint-3").glob("rng_state_*")} == {
@@ -52,6 +52,12 @@ def test_ranks_hold_identical_weights_after_each_step(two) -> None:
     assert first == second and len(set(first[:4])) == 4
 
 
+def test_ranks_hold_identical_references_that_follow_every_second_step(two) -> None:
+    first, second = ([step["reference"] for step in rank["seen"]] for rank in two)
+    assert first == second and [a == b for a, b in zip(first[:3], first[1:4], strict=True)] == [True, False, True]
+    assert first[0] == two[0]["seen"][0]["weights"], "what the run began with"
+
+
 def test_ranks_sample_different_prompts_and_completions(two) -> None:
     for mine, theirs in zip(two[0]["seen"][:3], two[1]["seen"][:3], strict=True):
         assert not mine["completions"].keys() & theirs["completions"].keys()
@@ -59,7 +65,7 @@ def test_ranks_sample_different_prompts_and_completions(two) -> None:
 
 def test_the_number_of_ranks_changes_neither_rollouts_nor_losses(two, tiny_model, tmp_path) -> None:
     """The same prompts give the same completions on one rank; losses agree to rounding."""
-    done = start(1, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32")
+    done = start(1, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "exchange")
     assert done.returncode == 0, done.stderr[-3000:]
     (one,) = results(tmp_path, 1)
     assert one["seen"][0]["completions"] == two[0]["seen"][0]["completions"] | two[1]["seen"][0]["completions"]

@@ -16,7 +16,7 @@ import torch
 from reward_cases import dying, hanging, leaving, lengths, loud, process_id, raising, with_alarm
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Prompt, Rollout
+from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
 from colograd.experience import roll_out
 from colograd.metrics import PhaseTimes
 from colograd.rewards import RewardError, Scorer, resolve_rewards
@@ -206,6 +206,9 @@ class Stages:
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(group.rollouts))
+
+    def take_logged(self, group: Group) -> Logged:
+        return Logged({}, {})
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         return rewards.sum(1)

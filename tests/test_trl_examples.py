@@ -54,7 +54,7 @@ def steps(trainer: GRPOTrainer) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with room for TRL's default of 512 new tokens."""
-    folder = tiny.make_model(tmp_path_factory.mktemp("models") / "tiny-long")
+    folder = tiny.make_model(tmp_path_factory.mktemp("models") / "tiny-long", layers=1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     return folder
@@ -76,8 +76,7 @@ def test_quickstart(long_model, tmp_path, monkeypatch, closing) -> None:
     closing(trainer)
     assert trainer.state.global_step == 3 and Path(trainer.args.output_dir).name == "tiny-long-GRPO"
     assert (trainer.args.num_generations, trainer.args.max_completion_length) == (8, 512)
-    entry = trainer.completion_log  # nothing was asked for
-    assert entry is None and trainer.state.num_input_tokens_seen > 8 * 3
+    assert trainer.state.num_input_tokens_seen > 8 * 3
 
 
 @engine

@@ -17,6 +17,7 @@ SHAPING = (
 )  # fmt: skip
 NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 # What `accelerate launch` sets for a configuration whose ranks share one model. transformers takes it without a word.
 SHARDING = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -80,6 +81,7 @@ def check_values(config: GRPOConfig) -> None:
         )
     for name in ("max_completion_length", "num_iterations", "num_generations_eval", "dynamic_sampling_max_rounds"):
         _at_least(name, getattr(config, name), 1)
+    _at_least("ref_model_sync_steps", config.ref_model_sync_steps, 1)
     for name in ("epsilon", "epsilon_high", "beta", "temperature_eval"):
         _at_least(name, getattr(config, name), 0)
     if config.temperature <= 0:
@@ -97,7 +99,7 @@ def check_values(config: GRPOConfig) -> None:
     if not 0 < config.top_p <= 1:
         raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
     _one_of("loss_type", config.loss_type, LOSSES, " in this version")
-    _one_of("scale_rewards", config.scale_rewards, ("group", "none"), " in this version")
+    _check_advantages(config)
     _one_of("reward_on_error", config.reward_on_error, ("raise", "abstain"))
     _one_of("reward_call", config.reward_call, ("group", "all"))
     _at_least("reward_workers", config.reward_workers, 0)
@@ -136,11 +138,28 @@ def check_evaluation(config: GRPOConfig) -> None:
         )
 
 
-def check_objective(config: GRPOConfig) -> None:
-    """The rules of the loss and its sampler correction."""
-    if config.beta != 0:
+def _check_advantages(config: GRPOConfig) -> None:
+    _one_of("scale_rewards", config.scale_rewards, ("group", "batch", "none"))
+    _one_of("multi_objective_aggregation", config.multi_objective_aggregation, AGGREGATIONS)
+    _one_of("advantage_baseline", config.advantage_baseline, ("mean", "leave_one_out"))
+    if config.multi_objective_aggregation == "normalize_then_sum" and config.advantage_baseline == "leave_one_out":
         raise ValueError(
-            f"beta is {config.beta}, but this version has no reference model: set beta: 0.0 (the default)."
+            "advantage_baseline is 'leave_one_out' and multi_objective_aggregation is 'normalize_then_sum', which "
+            "compares with the mean: scaling over the step undoes any other constant. Set one of the two back."
+        )
+
+
+def check_objective(config: GRPOConfig) -> None:
+    """The rules of the loss, its reference and its sampler correction."""
+    if config.sync_ref_model and config.beta == 0:
+        raise ValueError(
+            "sync_ref_model is true, but beta is 0, so that there is no reference model: set beta, or remove "
+            "sync_ref_model."
+        )
+    if not 0 < config.ref_model_mixup_alpha <= 1:
+        raise ValueError(
+            f"ref_model_mixup_alpha is {config.ref_model_mixup_alpha}, but is the policy's share of a mixture, in "
+            "(0, 1]: 1 replaces the reference by the policy."
         )
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:

@@ -235,7 +235,25 @@ class GRPOConfig(TrainingArguments):
     )
     scale_rewards: str = field(
         default="group",
-        metadata={"help": "Divide advantages by the group's standard deviation (`group`), or not (`none`)."},
+        metadata={
+            "help": "Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of "
+            "those of all groups of the step on all ranks (`batch`), or not at all (`none`, `false`)."
+        },
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={
+            "help": "Several reward functions: sum the weighted rewards, then normalise (`sum_then_normalize`); or "
+            "normalise each function's in the group, sum, and scale over the step (`normalize_then_sum`, GDPO), where "
+            "`scale_rewards` has no part, as in TRL."
+        },
+    )
+    advantage_baseline: str = field(
+        default="mean",
+        metadata={
+            "help": "What a completion is compared with: the `mean` of its group, or of the others in it "
+            "(`leave_one_out`, RLOO)."
+        },
     )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit the token limit out of the loss."}
@@ -249,7 +267,9 @@ class GRPOConfig(TrainingArguments):
     epsilon: float = field(default=0.2, metadata={"help": "Lower clip range of the importance ratio."})
     epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range; default `epsilon`."})
     delta: float | None = field(default=None, metadata={"help": "Upper bound of the ratio in two-sided clipping."})
-    beta: float = field(default=0.0, metadata={"help": "KL coefficient. Only 0 (no reference model) in this version."})
+    beta: float = field(
+        default=0.0, metadata={"help": "KL coefficient; 0: no KL term and no reference model. See docs/reference.md."}
+    )
     importance_sampling_level: str = field(default="token", metadata={"help": "Only `token` in this version."})
     vllm_importance_sampling_correction: bool = field(
         default=True, metadata={"help": "Weigh the loss by trainer over sampler probability, to undo their mismatch."}
@@ -263,6 +283,23 @@ class GRPOConfig(TrainingArguments):
     )
     vllm_importance_sampling_clip_min: float | None = field(
         default=None, metadata={"help": "Lower bound of that ratio."}
+    )
+
+    # -- the reference model, where `beta` isn't 0
+    sync_ref_model: bool = field(
+        default=False,
+        metadata={"help": "Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."},
+    )
+    ref_model_mixup_alpha: float = field(
+        default=0.6, metadata={"help": "Share of the policy in that mixture; 1 replaces the reference."}
+    )
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimizer steps between two mixtures."})
+    offload_reference: bool = field(
+        default=False,
+        metadata={
+            "help": "On a GPU, keep the reference model in pinned host memory but while its log-probabilities are "
+            "computed. Does nothing on a CPU, nor for LoRA, which has no second model."
+        },
     )
 
     # -- the training path
@@ -318,9 +355,8 @@ class GRPOConfig(TrainingArguments):
             self.metric_for_best_model = "reward"  # there is no evaluation loss
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
-        self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
-            self.scale_rewards, self.scale_rewards
-        )
+        spelt: dict[Any, str] = {"true": "group", "false": "none"}  # TRL's, on the command line too
+        self.scale_rewards = spelt.get(str(self.scale_rewards).lower(), self.scale_rewards)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         self.max_tokens_per_microbatch = token_budget(self.max_tokens_per_microbatch, self.on_cpu)
         self.logging_nan_inf_filter = False  # a NaN loss must be seen

@@ -56,8 +56,8 @@ class ScriptArguments:
     reward_funcs: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "The reward functions: names of built-in rewards, or import paths (`package.module:function` or "
-            "`package.module.function`). Their weights are `reward_weights`."
+            "help": "The reward functions: names of built-in rewards, import paths (`package.module:function` or "
+            "`package.module.function`), or reward models (a folder or a Hub id). Their weights are `reward_weights`."
         },
     )
 

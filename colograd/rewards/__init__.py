@@ -2,10 +2,12 @@
 
 A reward function has TRL's signature, called with keywords only and for one group at a time:
 
-    f(prompts, completions, completion_ids, trainer_state, **columns) -> list[float | None]    # G numbers
+    f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns)
+        -> list[float | None]    # G numbers
 
 ``columns`` are the dataset's other columns, each repeated G times; ``None`` means that the function abstains. A
-function without ``**kwargs`` gets only what it names. ``async def`` functions of a group run concurrently.
+function without ``**kwargs`` gets only what it names. ``async def`` functions of a group run concurrently. Reward
+models (see `models`) are callables of the same form.
 
 The built-in functions are in `BUILTIN_REWARDS`.
 """
@@ -20,6 +22,7 @@ from .builtin import (
 )
 from .calling import weighted_sum
 from .functions import RewardError, RewardFunction, resolve_rewards
+from .models import RewardModel, with_models
 from .scoring import Ready, Scorer, Scoring, score_group
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "Ready",
     "RewardError",
     "RewardFunction",
+    "RewardModel",
     "Scorer",
     "Scoring",
     "accuracy_reward",
@@ -37,4 +41,5 @@ __all__ = [
     "score_group",
     "think_format_reward",
     "weighted_sum",
+    "with_models",
 ]

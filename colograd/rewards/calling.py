@@ -20,40 +20,57 @@ import torch
 
 from ..batch import Group
 from .functions import RewardError, RewardFunction
+from .worker import CallLog
 
-RESERVED = ("prompt", "prompts", "completions", "completion_ids", "trainer_state")
+RESERVED = ("prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# Metrics that are the trainer's own, by name and by what comes before the slash.
+OWN_METRICS = (
+    "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
+    "reward_std", "frac_reward_zero_std",
+)  # fmt: skip
+OWN_FAMILIES = ("clip_ratio", "completions", "dynamic_sampling", "sampling", "time", "tools", "train")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # Where code lies that stands between the trainer and a reward function in a traceback.
 PLUMBING = tuple(os.path.dirname(file) for file in (__file__, asyncio.__file__, concurrent.futures.__file__))
 
 
 def keywords_for(
-    reward: RewardFunction, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any
+    reward: RewardFunction,
+    groups: Sequence[Group],
+    texts: Sequence[Sequence[str]],
+    trainer_state: Any,
+    log: CallLog | None = None,
 ) -> dict[str, Any]:
     """The keywords of one call, made of copies: a function that changes its arguments changes nobody else's.
 
     Args:
         groups: those that the call judges, one or all of a rank. Where ``group.example["prompt"]`` is a list of
-            messages, functions get each completion as ``[{"role": "assistant", "content": text}]``, else as text.
+            messages, functions get each completion as ``[{"role": "assistant", "content": text}]``, or as all messages
+            of a conversation with tools; else as text. A rollout's own ``columns`` come before the example's.
         texts: the decoded completions of each group.
         trainer_state: the Trainer's state, for rewards that follow the training's progress.
+        log: what ``log_extra`` and ``log_metric`` write into; None: a worker has one of its own.
 
     Raises:
         RewardError: the function needs a column that the example hasn't.
     """
     keywords: dict[str, Any] = {"prompts": [], "completions": [], "completion_ids": [], "trainer_state": trainer_state}
+    keywords |= {"log_extra": log and log.extra, "log_metric": log and log.metric}
     columns = [name for name in groups[0].example if name not in RESERVED]
-    keywords |= {name: [] for name in columns}
+    own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
+    keywords |= {name: [] for name in (*columns, *own)}
     for group, of_group in zip(groups, texts, strict=True):
-        assert len(of_group) == len(group.rollouts), (len(of_group), len(group.rollouts))
         prompt = group.example["prompt"]
         conversational = isinstance(prompt, list)
-        keywords["completions"] += [[{"role": "assistant", "content": c}] if conversational else c for c in of_group]
-        keywords["completion_ids"] += [list(rollout.completion_ids) for rollout in group.rollouts]
-        for _ in of_group:
-            keywords["prompts"].append([dict(message) for message in prompt] if conversational else prompt)
-            for name in columns:
-                keywords[name].append(copy.copy(group.example.get(name)))
+        for rollout, text in zip(group.rollouts, of_group, strict=True):
+            said = list(rollout.messages) or [{"role": "assistant", "content": text}]
+            keywords["completions"].append(copy.deepcopy(said) if conversational else text)
+            keywords["completion_ids"].append(list(rollout.completion_ids))
+            row: dict[str, Any] = {name: copy.copy(group.example.get(name)) for name in columns}
+            row |= {"prompts": prompt, **dict.fromkeys(own), **rollout.columns}
+            row["prompts"] = [dict(message) for message in row["prompts"]] if conversational else row["prompts"]
+            for name, value in row.items():
+                keywords[name].append(value)
     try:
         parameters = inspect.signature(reward.function).parameters.values()
     except (TypeError, ValueError):  # some callables written in C don't tell
@@ -75,6 +92,14 @@ def keywords_for(
             "default.",
         )
     return keywords
+
+
+def takes_environments(reward: RewardFunction) -> bool:
+    """Whether a function asks for the environments of its conversations."""
+    try:
+        return "environments" in inspect.signature(reward.function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def raised(reward: RewardFunction, position: int, error: BaseException) -> RewardError:
@@ -123,6 +148,29 @@ def checked(reward: RewardFunction, position: int, size: int, values: Any) -> li
             raise fail(index, f"its reward is {_shown(value)}, but must be a finite float32 number or None.{hint}")
         numbers_G.append(number)
     return numbers_G
+
+
+def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Whether what a function logged of ``size`` completions has a place in the log.
+
+    Raises:
+        RewardError: a column hasn't one value per completion, or a metric is the trainer's own.
+    """
+    columns, metrics = logged
+    for name, values in columns.items():
+        if len(values) != size:
+            raise RewardError(
+                reward.name,
+                position,
+                None,
+                f"it logged {len(values)} values in the column {name!r} for {size} completions: give log_extra exactly "
+                "one per completion, and None where there is none.",
+            )
+    for name in metrics:
+        if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
+            raise RewardError(
+                reward.name, position, None, f"it logged the metric {name!r}, which is the trainer's own: rename it."
+            )
 
 
 def _number(value: Any) -> float | None:

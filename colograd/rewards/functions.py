@@ -54,7 +54,8 @@ def resolve_rewards(
 
     Args:
         reward_funcs: one or several of: a key of `BUILTIN_REWARDS`, an import path (``package.module:function`` or
-            ``package.module.function``; modules in the current directory are found), a callable.
+            ``package.module.function``; modules in the current directory are found), a callable. Models are callables
+            when `with_models` has been there.
         weights: one per function; None is 1 for each.
 
     Raises:
@@ -85,11 +86,6 @@ def _find(spec: str) -> Any:
     """The built-in or the object at the import path ``spec``."""
     if spec in BUILTIN_REWARDS:
         return BUILTIN_REWARDS[spec]
-    if "/" in spec and ":" not in spec:
-        raise ValueError(
-            f"reward function {spec!r} looks like a model id, but reward models aren't available in this version: "
-            "wrap it in a function and give its import path (package.module:function)."
-        )
     module_name, colon, attribute = spec.partition(":")
     if not colon:
         module_name, _, attribute = spec.rpartition(".")
@@ -97,7 +93,8 @@ def _find(spec: str) -> Any:
         near = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"reward function {spec!r} isn't one of the built-in ones ({', '.join(BUILTIN_REWARDS)}): the nearest is "
-            f"{near!r}. For a function of your own give its import path: package.module:function."
+            f"{near!r}. For a function of your own give its import path (package.module:function), for a reward model "
+            "its folder or Hub id."
         )
     module = _import(spec, module_name)
     try:
@@ -130,8 +127,8 @@ def _check_function(item: Any, function: Any) -> None:
     shown = item if isinstance(item, str) else reprlib.repr(item)
     if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
         raise ValueError(
-            f"reward function {shown!r} is a model ({_name_of(function)}), but reward models aren't available in "
-            "this version: wrap it in a function."
+            f"reward function {shown!r} is a model, but an import path must lead to a function: give the model's "
+            "folder or Hub id, or the model itself."
         )
     if inspect.isclass(function):
         raise ValueError(f"reward function {shown!r} is a class, but must be a function: give an instance of it.")

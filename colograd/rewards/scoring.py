@@ -2,6 +2,7 @@
 
     sync functions     in a worker process, where there are workers and the function can travel; else here, at once
     async functions    on one event loop in a thread, all groups together
+    reward models      here, all groups that wait for them together: when the first is asked for, after the generation
 
 A call that is late becomes an abstention, unless it runs here, where nothing can end it: that ends the run.
 """
@@ -27,10 +28,12 @@ from typing import Any
 
 import torch
 
-from ..batch import Group
-from .calling import checked, keywords_for, raised, raised_elsewhere
+from ..batch import Group, Logged
+from .calling import check_log, checked, keywords_for, raised, raised_elsewhere, takes_environments
 from .functions import RewardError, RewardFunction
-from .workers import CannotTravel, Outcome, Worker, WorkerPool, travelling
+from .models import RewardModel
+from .worker import CallLog
+from .workers import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
 
 GRACE = 10.0  # seconds for a stuck function to notice that it was interrupted
 
@@ -41,7 +44,8 @@ class Scoring:
     def __init__(self, scorer: Scorer, groups: Sequence[Group]) -> None:
         self._scorer = scorer
         self._position = groups[0].position
-        self._size = sum(len(group.rollouts) for group in groups)
+        self._sizes = {group.position: len(group.rollouts) for group in groups}
+        self._size = sum(self._sizes.values())
         self._calls: list[Future[Outcome]] = []  # [R]
         self.seconds: dict[str, float] = {}  # in each function, known once the result is
 
@@ -54,29 +58,51 @@ class Scoring:
         return all(call.done() for call in self._calls)
 
     def cancel(self) -> None:
-        """Drop what hasn't begun."""
+        """Nobody asks for the result: what hasn't begun never does, and what runs keeps nobody waiting."""
         for call in self._calls:
-            call.cancel()
+            call.drop() if isinstance(call, Call) else call.cancel()
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, [completions, R] float32, NaN where a function abstained.
 
+        What the functions logged is in `Scorer.take_logged` then.
+
         Raises:
-            RewardError: a function raised, died, or didn't return one number per completion, unless errors abstain.
+            RewardError: a function raised, died, didn't return one number per completion, or logged what can't be
+                logged, unless errors abstain.
         """
+        self._scorer.score_with_models()
         rewards, columns = self._scorer.rewards, []
+        log: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})
         for reward, call in zip(rewards, self._calls, strict=True):
             try:
-                columns.append(self._column(reward, call))
+                columns.append(self._column(reward, call, log))
             except RewardError:
                 self._scorer.counts[f"rewards/{reward.name}/errors"] += 1
                 if self._scorer.on_error == "raise":
                     self.cancel()
                     raise
                 columns.append([float("nan")] * self._size)
+        self._scorer.logged |= self._by_group(*log)
         return torch.tensor(columns, dtype=torch.float32).reshape(len(rewards), -1).T.contiguous()
 
-    def _column(self, reward: RewardFunction, call: Future[Outcome]) -> list[float]:
+    def _by_group(self, columns: dict[str, list[Any]], metrics: dict[str, list[float]]) -> dict[int, Logged]:
+        """The columns cut by group. The metrics are of the whole call: the first group has them."""
+        found, start = {}, 0
+        of_call = {name: (sum(values), len(values)) for name, values in metrics.items()}
+        for position, size in self._sizes.items():
+            cut = {name: tuple(values[start : start + size]) for name, values in columns.items()}
+            found[position] = Logged(cut, of_call)
+            start, of_call = start + size, {}
+        return found
+
+    def _column(
+        self,
+        reward: RewardFunction,
+        call: Future[Outcome],
+        log: tuple[dict[str, list[Any]], dict[str, list[float]]],
+    ) -> list[float]:
+        """What one function returned; what it logged is added to ``log``, if it returned rewards."""
         try:
             outcome = call.result()
         except Exception as error:
@@ -96,7 +122,16 @@ class Scoring:
                 f"its worker process ended with status {outcome.value}: it exits, crashes, or runs out of memory. Set "
                 "reward_on_error: abstain to go on without its opinion.",
             )
-        return checked(reward, self._position, self._size, outcome.value)
+        column = checked(reward, self._position, self._size, outcome.value)
+        check_log(reward, self._position, self._size, outcome.logged)
+        columns, metrics = outcome.logged
+        for name in columns.keys() & log[0].keys():
+            problem = f"it logged the column {name!r}, as another reward function did: rename it."
+            raise RewardError(reward.name, self._position, None, problem)
+        log[0].update(columns)
+        for name, values in metrics.items():
+            log[1].setdefault(name, []).extend(values)
+        return column
 
 
 class Ready:
@@ -107,6 +142,9 @@ class Ready:
 
     def done(self) -> bool:
         return True
+
+    def cancel(self) -> None:
+        """There is nothing to drop."""
 
     def result(self) -> torch.Tensor:
         return self._rewards
@@ -127,10 +165,12 @@ class Scorer:
     ) -> None:
         self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
+        self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
         self.notes: list[str] = []  # for the user
         self._numbers: dict[int, int] = {}  # of the functions that run in workers: their numbers there
         self._pool: WorkerPool | None = None
         self._state: tuple[Any, bytes] = (None, b"")
+        self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # what waits for them
         if workers:
             self._open(workers)
 
@@ -157,6 +197,32 @@ class Scorer:
         self.counts.clear()
         return taken
 
+    def take_logged(self, position: int) -> Logged:
+        """What the functions logged of the group at ``position``, whose rewards were just waited for."""
+        return self.logged.pop(position, Logged({}, {}))
+
+    def score_with_models(self) -> None:
+        """Let the reward models score everything that waits for them."""
+        waiting, self._for_models = self._for_models, []
+        for model in dict.fromkeys(model for model, _, _ in waiting):
+            calls = [(keywords, call) for m, keywords, call in waiting if m is model]
+            calls = [(keywords, call) for keywords, call in calls if call.set_running_or_notify_cancel()]
+            prompts = [prompt for keywords, _ in calls for prompt in keywords["prompts"]]
+            completions = [completion for keywords, _ in calls for completion in keywords["completions"]]
+            started = time.perf_counter()
+            try:
+                values = model(prompts, completions)
+            except Exception as error:
+                for _, call in calls:
+                    call.set_exception(error)
+                continue
+            each = (time.perf_counter() - started) / max(len(values), 1)
+            start = 0
+            for keywords, call in calls:
+                size = len(keywords["prompts"])
+                call.set_result(Outcome("value", values[start : start + size], each * size))
+                start += size
+
     def close(self) -> None:
         """End the workers."""
         if self._pool is not None:
@@ -166,7 +232,10 @@ class Scorer:
     def _open(self, workers: int) -> None:
         able: dict[int, bytes] = {}
         for index, reward in enumerate(self.rewards):
-            if inspect.iscoroutinefunction(reward.function):
+            if inspect.iscoroutinefunction(reward.function) or isinstance(reward.function, RewardModel):
+                continue
+            if takes_environments(reward):
+                self._stays(reward, CannotTravel("it takes environments, which live here"))
                 continue
             try:
                 able[index] = travelling(reward.function)
@@ -200,9 +269,14 @@ class Scorer:
     ) -> Future[Outcome]:
         if self._pool is not None and index in self._numbers:
             keywords = keywords_for(reward, groups, texts, None)
+            keywords.pop("environments", None)
             return self._pool.submit(self._numbers[index], keywords, self._pickled(trainer_state))
         done: Future[Outcome] = Future()
-        keywords = keywords_for(reward, groups, texts, trainer_state)
+        log = CallLog()
+        keywords = keywords_for(reward, groups, texts, trainer_state, log)
+        if isinstance(reward.function, RewardModel):
+            self._for_models.append((reward.function, keywords, done))
+            return done
         started = time.perf_counter()
         try:
             with self._watched(reward):
@@ -214,8 +288,8 @@ class Scorer:
             return done
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
-            return asyncio.run_coroutine_threadsafe(_awaited(value, elapsed, self.timeout), event_loop())
-        done.set_result(Outcome("value", value, elapsed))
+            return asyncio.run_coroutine_threadsafe(_awaited(value, elapsed, self.timeout, log), event_loop())
+        done.set_result(Outcome("value", value, elapsed, log.content()))
         return done
 
     def _pickled(self, trainer_state: Any) -> tuple[Any, bytes]:
@@ -281,7 +355,7 @@ def score_group(
     return scoring.result(), scoring.seconds
 
 
-async def _awaited(awaitable: Awaitable[Any], elapsed: float, timeout: float | None) -> Outcome:
+async def _awaited(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
     started = time.perf_counter()
     try:
         value = await asyncio.wait_for(awaitable, timeout)
@@ -289,7 +363,7 @@ async def _awaited(awaitable: Awaitable[Any], elapsed: float, timeout: float | N
         if timeout is not None and time.perf_counter() - started >= timeout:
             return Outcome("late", None, elapsed + timeout)
         raise
-    return Outcome("value", value, elapsed + time.perf_counter() - started)
+    return Outcome("value", value, elapsed + time.perf_counter() - started, log.content())
 
 
 @functools.cache

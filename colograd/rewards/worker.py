@@ -6,14 +6,17 @@ Started as a file of its own and not by importing the user's script, which often
 nothing of Colograd. Messages on the socket FD are pickles:
 
     from the parent   (sys.path, functions), then (index, state or None, keywords) per call; state: a pickle to keep
-    to the parent     None or what went wrong while loading, then (kind, value, seconds) per call
+    to the parent     None or what went wrong while loading, then (kind, value, seconds, logged) per call
 
 ``kind`` is ``value`` (what the function returned) or ``raised`` (type and text of the exception, its traceback).
+``logged`` is what the function gave to ``log_extra`` and ``log_metric``; nothing of a call that raised.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import numbers
 import os
 import pickle
 import signal
@@ -22,6 +25,51 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+
+class CallLog:
+    """What a function logs during one call: `extra` and `metric` are its ``log_extra`` and ``log_metric``."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {}  # values of each column of the completions table
+        self.metrics: dict[str, list[float]] = {}  # values of each metric
+
+    def extra(self, column: str, values: Any) -> None:
+        """Add values to a column: over all of a call, one per completion."""
+        _check_name("log_extra", "column", column)
+        values = _plain(values)
+        if not isinstance(values, (list, tuple)):
+            raise TypeError(
+                f"log_extra({column!r}, ...) got {values!r:.60} ({type(values).__name__}), but takes a list with one "
+                "value per completion."
+            )
+        self.columns.setdefault(column, []).extend(map(_plain, values))
+
+    def metric(self, name: str, value: Any) -> None:
+        """Add a number to a metric: its mean is reported."""
+        _check_name("log_metric", "metric", name)
+        value = _plain(value)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise TypeError(
+                f"log_metric({name!r}, ...) got {value!r:.60} ({type(value).__name__}), but takes a finite number: "
+                "leave the call out where there is none."
+            )
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def content(self) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
+        return self.columns, self.metrics
+
+
+def _check_name(function: str, kind: str, name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{function}({name!r:.60}, ...): the {kind}'s name must be a text that isn't empty.")
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as lists or numbers: they travel without what they are made by."""
+    if hasattr(value, "detach"):
+        value = value.detach()
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def main(descriptor: int) -> None:
@@ -49,23 +97,20 @@ def main(descriptor: int) -> None:
 
 
 def _call(function: Any, keywords: dict[str, Any], state: Any) -> bytes:
-    if "trainer_state" in keywords:
-        keywords["trainer_state"] = state
+    log = CallLog()
+    given_here = {"trainer_state": state, "log_extra": log.extra, "log_metric": log.metric}
+    keywords |= {name: value for name, value in given_here.items() if name in keywords}
     started = time.perf_counter()
     try:
-        value = function(**keywords)
-        if hasattr(value, "detach"):
-            value = value.detach()
-        if hasattr(value, "tolist"):
-            value = value.tolist()  # tensors and arrays travel as lists
+        value = _plain(function(**keywords))
     except (Exception, SystemExit) as error:
-        return pickle.dumps(("raised", _text(error), time.perf_counter() - started))
+        return pickle.dumps(("raised", _text(error), time.perf_counter() - started, ({}, {})))
     seconds = time.perf_counter() - started
     try:
-        return pickle.dumps(("value", value, seconds))
+        return pickle.dumps(("value", value, seconds, log.content()))
     except Exception as error:  # its objects may raise anything
-        line = f"{type(error).__name__}: {error} (in what it returned)"
-        return pickle.dumps(("raised", (line, line), seconds))
+        line = f"{type(error).__name__}: {error} (in what it returned or logged)"
+        return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
 
 
 def _text(error: BaseException) -> tuple[str, str]:

@@ -7,6 +7,7 @@ longer than its deadline is ended with its process, which is replaced; so is one
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import queue
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,15 +27,29 @@ import cloudpickle
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0  # for a worker to import what its functions need
+LOOK_SECONDS = 0.1  # between two looks at whether a call that runs is still needed
+DROP_SECONDS = 1.0  # that a call which nobody needs gets to end by itself: a new process takes as long
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a call in a worker ended."""
 
-    kind: str  # value, raised, late or died
+    kind: str  # value, raised, late, died or dropped
     value: Any  # what was returned; (line, traceback) of what was raised; the exit status of what died
     seconds: float  # in the function
+    logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # columns and metrics, see `CallLog`
+
+
+class Call(Future[Outcome]):
+    """A call that is queued or runs in a worker."""
+
+    unneeded_since: float | None = None  # time.monotonic() since when nobody waits for it
+
+    def drop(self) -> None:
+        """Nobody waits for it any more: it doesn't begin, or its worker is replaced when another call needs it."""
+        if not self.cancel():
+            self.unneeded_since = time.monotonic()
 
 
 class CannotTravel(ValueError):
@@ -95,12 +111,20 @@ class Worker:
         finally:
             self.stop()
 
-    def call(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes], timeout: float | None) -> Outcome:
+    def call(
+        self,
+        index: int,
+        keywords: dict[str, Any],
+        state: tuple[Any, bytes],
+        timeout: float | None,
+        unneeded: Callable[[], bool] = lambda: False,
+    ) -> Outcome:
         """Call function ``index`` with ``keywords``.
 
         Args:
             state: a key and the pickled trainer state, which is sent only where the key is new to the process.
             timeout: seconds; None waits for ever.
+            unneeded: asked while it runs; once true, the call is ended with its process.
         """
         if self._connection is None:
             self.start()
@@ -109,16 +133,29 @@ class Worker:
         message = pickle.dumps((index, None if key == self._state_key else pickled, keywords))
         try:
             self._connection.send_bytes(message)
-            if not self._connection.poll(timeout):
+            if (ended := self._wait(self._connection, timeout, unneeded)) is not None:
                 self.stop()
-                return Outcome("late", None, timeout or 0.0)
-            kind, value, seconds = pickle.loads(self._connection.recv_bytes())
+                return ended
+            kind, value, seconds, logged = pickle.loads(self._connection.recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError):
             status = self._status()
             self.stop()
             return Outcome("died", status, 0.0)
         self._state_key = key
-        return Outcome(kind, value, seconds)
+        return Outcome(kind, value, seconds, logged)
+
+    @staticmethod
+    def _wait(connection: Connection, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome | None:
+        """Until there is an answer: None. Or why there is to be none."""
+        started = time.monotonic()
+        while True:
+            left = LOOK_SECONDS if timeout is None else started + timeout - time.monotonic()
+            if connection.poll(max(min(left, LOOK_SECONDS), 0.0)):
+                return None
+            if timeout is not None and time.monotonic() - started >= timeout:
+                return Outcome("late", None, timeout)
+            if unneeded():
+                return Outcome("dropped", None, time.monotonic() - started)
 
     def _status(self) -> int:
         """The exit status of a process that closed its socket; one that did so and lives on is killed."""
@@ -140,7 +177,7 @@ class Worker:
             process.wait()
 
 
-_Queued = tuple[Future[Outcome], tuple[int, dict[str, Any], tuple[Any, bytes]]]
+_Queued = tuple[Call, tuple[int, dict[str, Any], tuple[Any, bytes]]]
 
 
 class WorkerPool:
@@ -163,9 +200,9 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes]) -> Future[Outcome]:
+    def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes]) -> Call:
         """Queue a call; see `Worker.call`. The future fails only where the worker can't be started or sent to."""
-        future: Future[Outcome] = Future()
+        future = Call()
         self._queue.put((future, (index, keywords, state)))
         return future
 
@@ -175,9 +212,15 @@ class WorkerPool:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(worker.call(index, keywords, state, self._timeout))
+                unneeded = functools.partial(self._stands_in_the_way, future)
+                future.set_result(worker.call(index, keywords, state, self._timeout, unneeded))
             except BaseException as error:
                 future.set_exception(error)
+
+    def _stands_in_the_way(self, call: Call) -> bool:
+        """Whether nobody waits for the call, and another one waits for its worker."""
+        since = call.unneeded_since
+        return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
     def close(self) -> None:
         """Kill the workers; calls that are queued are dropped."""

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT]
 
 FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only), `memory` (rank 1 runs out of
-memory above 100 tokens); on rank 1 a reward that never returns in a worker (`hangs`) or in the trainer's process
+memory above 100 tokens); `exchange`, no fault, adds what ranks have to agree on further: advantages scaled over the
+step, and a reference that follows the policy; on rank 1 a reward that never returns in a worker (`hangs`) or in the trainer's process
 (`stuck`), or that ends its worker (`dies`).
 """
 
@@ -28,6 +29,7 @@ FAULT = sys.argv[5] if len(sys.argv) > 5 else ""
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "exchange": {"scale_rewards": "batch", "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "hangs": {"reward_workers": 1, "reward_timeout": 2.0},
     "stuck": {"reward_timeout": 5.0},
     "dies": {"reward_workers": 1},
@@ -45,6 +47,13 @@ def reward(completions, **kwargs):
     return tiny.vowels(completions)
 
 
+def digest(model) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().float().numpy().tobytes())
+    return found.hexdigest()
+
+
 class Watching(GRPOTrainer):
     def __init__(self, *args, **kwargs) -> None:
         self.seen: list[dict] = []
@@ -52,12 +61,11 @@ class Watching(GRPOTrainer):
 
     def publish(self) -> None:
         super().publish()
-        digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            digest.update(parameter.detach().float().numpy().tobytes())
         self.seen.append(
-            {"version": self.engine.version, "differing": self.weights.differing(), "weights": digest.hexdigest()}
+            {"version": self.engine.version, "differing": self.weights.differing(), "weights": digest(self.model)}
         )
+        if self.reference is not None:
+            self.seen[-1]["reference"] = digest(self.reference.model)
 
     def generate(self, prompts):
         groups = []

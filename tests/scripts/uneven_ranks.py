@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd import attention
-from colograd.batch import FinishReason, Group, Prompt, Rollout
+from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
 from colograd.experience import collect
 from colograd.logprobs import policy_logprobs
 from colograd.metrics import PhaseTimes
@@ -42,6 +42,9 @@ class Outcomes:
                 kept = torch.rand(length, generator=draw) < 0.9
                 rollouts.append(Rollout(prompt.prompt_ids, ids, logprobs, kept, FinishReason.STOP, 3))
             yield Group(prompt.example, tuple(rollouts), prompt.position)
+
+    def take_logged(self, group: Group) -> Logged:
+        return Logged({}, {})
 
     def take_counts(self) -> dict[str, float]:
         return {}

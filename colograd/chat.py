@@ -1,0 +1,178 @@
+"""A chat template's way with tools: which calls a turn makes, and the tokens that tell the model a tool's answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+# How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+ASKED = {"role": "user", "content": "asked"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolFormat:
+    """How a tokenizer's chat template writes tool calls and answers.
+
+    Calls are read by the tokenizer's own ``parse_response`` where it has a ``response_template`` or
+    ``response_schema``, else as JSON between ``<tool_call>`` and ``</tool_call>``.
+
+    Args:
+        tokenizer: with a chat template.
+        template_kwargs: further arguments of the template.
+
+    Raises:
+        ValueError: the template can't show a tool's answer, or nothing is known that reads its calls.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
+        self._tokenizer, self._kwargs = tokenizer, template_kwargs
+        self._parses = any(
+            getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")
+        )
+        template = getattr(tokenizer, "chat_template", None)
+        if not template:
+            raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
+        call = _message("", [ToolCall("the_name", {"the_argument": "the value"})])
+        answer = {"role": "tool", "name": "the_name", "content": "the answer"}
+        try:
+            shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            shown = f"({type(error).__name__}: {error})"
+        for part in ("the_name", "the_argument", "the value", "the answer"):
+            if part not in shown:
+                raise ValueError(
+                    f"the chat template of {tokenizer.name_or_path} doesn't write tools' calls and answers ({part!r} "
+                    f"of a conversation with both is missing in {shown[-200:]!r}): set chat_template_path to one that "
+                    "does, such as recipes/chat_templates/smollm2_tools.jinja."
+                )
+        if not self._parses and not CALL.search(shown):
+            raise ValueError(
+                f"nothing is known that reads tool calls as {tokenizer.name_or_path} writes them: set the tokenizer's "
+                "response_template (see response parsing in transformers' documentation)."
+            )
+        self.answer_ids([answer])
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """The token that ends a turn."""
+        end: int | None = self._tokenizer.eos_token_id
+        return end
+
+    def prompt_ids(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict] | None, own: dict[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """A conversation's tokens, up to where the model goes on. ``own``: the row's arguments of the template."""
+        given = {name: value for name, value in (own or {}).items() if value is not None}
+        return self._encode(messages, tools=list(tools or ()) or None, add_generation_prompt=True, **given)
+
+    def read(
+        self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
+    ) -> tuple[dict[str, Any], list[ToolCall]]:
+        """What a turn says, as a message, and its calls. Malformed calls are text."""
+        message = self._parsed(ids, prompt_ids, tools) if self._parses else None
+        if message is None:
+            text = self._text(ids)
+            calls = [] if self._parses else _calls(text)
+            return _message(text if not calls else text[: text.index("<tool_call>")].strip(), calls), calls
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            calls.append(ToolCall(function["name"], function.get("arguments") or {}))
+        return _message(message.get("content") or "", calls), calls
+
+    def answer_ids(self, messages: Sequence[dict[str, Any]], *, ended: bool = True) -> tuple[int, ...]:
+        """The tokens from the end of a turn to the start of the next, with tools' answers between them.
+
+        They are appended to what was sampled: nothing that the model wrote is tokenised again.
+
+        Args:
+            messages: the tools' answers, in the order of the calls.
+            ended: whether the turn's last token is the template's end of a turn; else it is put first here.
+        """
+        call = _message("", [ToolCall(messages[0]["name"], {})])
+        before = self._encode([ASKED, call])
+        whole = self._encode([ASKED, call, *messages], add_generation_prompt=True)
+        end = self._tokenizer.eos_token_id
+        if end in before:
+            # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
+            # once something follows them; and what follows the end (a newline, mostly) wasn't sampled.
+            places = [place for place, token in enumerate(whole) if token == end]
+            start = places[before.count(end) - 1] + ended
+        elif whole[: len(before)] == before:
+            start = len(before)
+        else:
+            raise ValueError(
+                f"the chat template of {self._tokenizer.name_or_path} neither ends turns with {end!r}, the end token, "
+                "nor leaves earlier turns as they are when a tool's answer follows: set chat_template_path."
+            )
+        return whole[start:]
+
+    def _encode(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> tuple[int, ...]:
+        ids = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=False, **{**self._kwargs, **kwargs}
+        )
+        return tuple(ids)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        end = self._tokenizer.eos_token
+        return (text.removesuffix(end) if end else text).strip()
+
+    def _parsed(
+        self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
+    ) -> dict[str, Any] | None:
+        """What the tokenizer's own parser makes of it; None where it can't, or finds a call without a name."""
+        kwargs: dict[str, Any] = {}
+        if getattr(self._tokenizer, "response_template", None) is not None:
+            kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
+        try:
+            message = self._tokenizer.parse_response(list(ids), **kwargs)
+        except (ValueError, TypeError):
+            return None
+        if not isinstance(message, dict):
+            return None
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else {}
+            if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments") or {}, dict):
+                return None
+        if isinstance(message.get("content"), str) and self._tokenizer.eos_token:
+            message["content"] = message["content"].removesuffix(self._tokenizer.eos_token)
+        return message
+
+
+def _calls(text: str) -> list[ToolCall]:
+    """The calls in a text; none where any of them isn't one."""
+    calls = []
+    for match in CALL.finditer(text):
+        try:
+            call = json.loads(match[1])
+        except ValueError:
+            return []
+        arguments = call.get("arguments") or {} if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            return []
+        calls.append(ToolCall(call["name"], arguments))
+    return calls
+
+
+def _message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An assistant's message, as chat templates take it."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+        ]
+    return message

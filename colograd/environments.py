@@ -1,0 +1,361 @@
+"""Tools and environments: what a model may call while it writes, and who runs it.
+
+    sync tools                in a worker process, where there are workers and the tool can travel; else in a thread
+    async tools               on the event loop that async rewards have, all conversations together
+    an environment's methods  in a thread, one conversation's calls in their order
+
+A conversation's slow tool stalls nobody else. A late call is answered with an error, which the model sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from .chat import ToolCall
+from .importing import find_object
+from .rewards.scoring import event_loop
+from .rewards.workers import CannotTravel, Outcome, Worker, WorkerPool, travelling
+
+CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
+
+
+@dataclass(slots=True)
+class Session:
+    """One conversation's tools."""
+
+    schemas: list[dict[str, Any]]  # as chat templates take them
+    functions: dict[str, Callable[..., Any]]
+    environment: Any = None
+    environment_name: str | None = None
+    stuck: bool = False  # a call of the environment never came back: its state is unknown
+
+
+@dataclass(slots=True)
+class Answers:
+    """The outcomes of some calls, on their way."""
+
+    calls: list[tuple[str, Future[Outcome]]]
+    deadline: float = float("inf")  # of `time.monotonic`, for calls in threads, which nothing ends
+    session: Session | None = None
+    timeout: float | None = None
+
+    def done(self) -> bool:
+        """Whether `outcomes` has all it will get."""
+        return all(future.done() for _, future in self.calls) or time.monotonic() > self.deadline
+
+    def outcomes(self) -> list[tuple[str, Outcome]]:
+        """Each call's name and outcome, in the order of the calls; ``late`` for one that isn't back."""
+        found = []
+        for name, future in self.calls:
+            if future.done():
+                found.append((name, future.result()))
+            else:
+                found.append((name, Outcome("late", None, self.timeout or 0.0)))
+                if self.session is not None:
+                    self.session.stuck = True
+        return found
+
+
+class Toolbox:
+    """The tools of a run, and its environments.
+
+    Args:
+        tools: functions or import paths, sync or async, with type hints and a Google-style docstring.
+        environment_factory: makes an environment, whose ``reset`` begins an episode and whose other public methods are
+            tools; or several by name, of which a row's column ``environment`` picks one.
+        workers: processes for the sync tools; 0: they run in threads.
+        timeout: seconds that a call may take; None: any.
+
+    Raises:
+        ValueError: a tool that isn't one, two with one name, or an environment without ``reset``.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | str] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | str | None = None,
+        workers: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        self.timeout = timeout
+        self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
+        self.notes: list[str] = []
+        self._tools = _named([find_object(t, "tool", callable) if isinstance(t, str) else t for t in tools or ()])
+        if isinstance(environment_factory, str):
+            environment_factory = find_object(environment_factory, "environment_factory", callable)
+        self.by_name = isinstance(environment_factory, dict)
+        self._factories: dict[str | None, Callable[[], Any]] = {}
+        if environment_factory is not None:
+            self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
+        self._free: dict[str | None, list[Any]] = {name: [make()] for name, make in self._factories.items()}
+        self._lent: list[Session] = []
+        shared = [_schema(name, function) for name, function in self._tools.items()]
+        self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
+        for name, (environment,) in self._free.items():
+            methods = _methods(environment)
+            taken = set(methods) & set(self._tools)
+            if taken:
+                raise ValueError(f"tool {taken.pop()!r} is a method of {_class(environment)} too: rename one of them.")
+            self._schemas[name] = shared + [_schema(key, method) for key, method in methods.items()]
+        self._numbers: dict[str, int] = {}  # of the tools that run in workers
+        self._pool: WorkerPool | None = None
+        if workers:
+            self._open(workers)
+
+    @property
+    def has_environments(self) -> bool:
+        return bool(self._factories)
+
+    def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The tools that a row's conversation shows the model.
+
+        Raises:
+            ValueError: the row names an environment that there isn't.
+        """
+        return self._schemas[self._name(row)]
+
+    def reward_classes(self) -> list[type]:
+        """The environments' classes that reward themselves (``get_reward``), each once."""
+        classes = [type(environment) for free in self._free.values() for environment in free]
+        return [c for c in dict.fromkeys(classes) if callable(getattr(c, "get_reward", None))]
+
+    def open(self, row: dict[str, Any]) -> tuple[Session, Answers | None]:
+        """A conversation's tools, and the answer of its environment's ``reset(**row)`` on its way."""
+        name = self._name(row)
+        session = Session(self._schemas[name], dict(self._tools))
+        if name not in self._factories:
+            return session, None
+        free = self._free[name]
+        session.environment = free.pop() if free else self._factories[name]()
+        session.environment_name = name
+        session.functions |= _methods(session.environment)
+        self._lent.append(session)
+        arguments = {key: value for key, value in row.items() if not (self.by_name and key == "environment")}
+        return session, self._in_thread(session, [("reset", session.environment.reset, arguments)])
+
+    def call(self, session: Session, calls: Sequence[ToolCall]) -> Answers:
+        """Begin to run a turn's calls."""
+        answers = Answers([], timeout=self.timeout)
+        local: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
+        places = []
+        for call in calls:
+            self.counts["tools/calls"] += 1
+            function, future = session.functions.get(call.name), Future[Outcome]()
+            if function is None:
+                future.set_result(Outcome("raised", (f"ValueError: Tool {call.name} not found.", ""), 0.0))
+            elif session.stuck and call.name not in self._tools:
+                future.set_result(Outcome("raised", ("RuntimeError: The environment is stuck.", ""), 0.0))
+            elif call.name in self._numbers and call.name in self._tools:
+                assert self._pool is not None
+                future = self._pool.submit(self._numbers[call.name], call.arguments, (None, b""))
+            elif inspect.iscoroutinefunction(function):
+                future = self._on_loop(function, call.arguments)
+            else:
+                local.append((call.name, function, call.arguments))
+                places.append(len(answers.calls))
+            answers.calls.append((call.name, future))
+        if local:
+            here = self._in_thread(session if session.environment is not None else None, local)
+            for place, named in zip(places, here.calls, strict=True):
+                answers.calls[place] = named
+            answers.deadline, answers.session = here.deadline, here.session
+        return answers
+
+    def told(self, answers: Answers) -> list[dict[str, Any]]:
+        """The messages that tell the model what its calls returned."""
+        messages = []
+        for name, outcome in answers.outcomes():
+            content = outcome.value
+            if outcome.kind != "value":
+                self.counts["tools/failures"] += 1
+                self.counts["tools/timeouts"] += outcome.kind == "late"
+                content = {"error": _problem(outcome)}
+            self.counts["tools/seconds"] += outcome.seconds
+            messages.append({"role": "tool", "name": name, "content": text_of(content)})
+        return messages
+
+    def release(self) -> None:
+        """Take back the environments of conversations that are over and scored. Stuck ones are left to themselves."""
+        for session in self._lent:
+            if not session.stuck:
+                self._free[session.environment_name].append(session.environment)
+        self._lent = []
+
+    def take_counts(self) -> dict[str, float]:
+        """Sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
+        taken = dict(self.counts)
+        self.counts.clear()
+        return taken
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _name(self, row: dict[str, Any]) -> str | None:
+        if not self.by_name:
+            return None
+        name = row.get("environment")
+        if name not in self._factories:
+            raise ValueError(
+                f"a row's column `environment` is {name!r}, but environment_factory has "
+                f"{', '.join(map(str, self._factories))}: name one of these in each row."
+            )
+        return name
+
+    def _open(self, workers: int) -> None:
+        able: dict[str, bytes] = {}
+        for name, function in self._tools.items():
+            if inspect.iscoroutinefunction(function):
+                continue
+            try:
+                able[name] = travelling(function)
+                Worker([able[name]]).probe()
+            except CannotTravel as reason:
+                able.pop(name, None)
+                self.notes.append(f"tools: {name} runs in the trainer's process ({reason})")
+        if able:
+            self._pool = WorkerPool(list(able.values()), workers, self.timeout)
+            self._numbers = {name: number for number, name in enumerate(able)}
+            self.notes.insert(0, f"tools: {', '.join(able)} in {workers} worker process(es)")
+
+    def _in_thread(
+        self, session: Session | None, calls: Sequence[tuple[str, Callable[..., Any], dict[str, Any]]]
+    ) -> Answers:
+        """Run calls one after the other in a thread of their own. A daemon: a stuck one doesn't keep the run from
+        ending."""
+        futures = [Future[Outcome]() for _ in calls]
+
+        def run() -> None:
+            for (_, function, arguments), future in zip(calls, futures, strict=True):
+                future.set_result(_outcome(function, arguments))
+
+        threading.Thread(target=run, name="colograd-tool", daemon=True).start()
+        limit = float("inf") if self.timeout is None else time.monotonic() + self.timeout * len(calls)
+        named = [(name, future) for (name, *_), future in zip(calls, futures, strict=True)]
+        return Answers(named, limit, session, self.timeout)
+
+    def _on_loop(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
+        async def run() -> Outcome:
+            started = time.perf_counter()
+            try:
+                value = await asyncio.wait_for(function(**arguments), self.timeout)
+            except Exception as error:
+                late = isinstance(error, TimeoutError) and self.timeout is not None
+                if late and time.perf_counter() - started >= (self.timeout or 0.0):
+                    return Outcome("late", None, self.timeout or 0.0)
+                return _raised(error)
+            return Outcome("value", value, time.perf_counter() - started)
+
+        return asyncio.run_coroutine_threadsafe(run(), event_loop())
+
+
+def environment_reward(of: Any) -> Callable[..., Any]:
+    """The reward that environments of the class ``of`` give themselves: None for conversations without one."""
+
+    def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
+        return [e.get_reward() if type(e) is of else None for e in environments]
+
+    async def own_awaited(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
+        return [await e.get_reward() if type(e) is of else None for e in environments]
+
+    reward: Any = own_awaited if inspect.iscoroutinefunction(of.get_reward) else own
+    reward.__name__ = of.__name__
+    return reward
+
+
+def text_of(content: Any) -> str:
+    """What a tool returned, as text; of a list of content parts the texts.
+
+    Raises:
+        ValueError: a part that isn't text.
+    """
+    if not (isinstance(content, list) and content and all(isinstance(p, dict) and "type" in p for p in content)):
+        return str(content)
+    other = {part["type"] for part in content} - {"text"}
+    if other:
+        raise ValueError(
+            f"a tool answered with a part of type {other.pop()!r}, but only text can be shown: return text."
+        )
+    return "".join(str(part["text"]) for part in content)
+
+
+def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    started = time.perf_counter()
+    try:
+        value = function(**arguments)
+        if inspect.isawaitable(value):  # an environment's async method, in its own thread's turn
+            value = asyncio.run_coroutine_threadsafe(_value(value), event_loop()).result()
+        return Outcome("value", value, time.perf_counter() - started)
+    except BaseException as error:  # SystemExit too: it would end the thread, and the conversation would wait for ever
+        return _raised(error)
+
+
+async def _value(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _raised(error: BaseException) -> Outcome:
+    text = "".join(traceback.format_exception(error))
+    return Outcome("raised", (f"{type(error).__name__}: {error}", text), 0.0)
+
+
+def _problem(outcome: Outcome) -> str:
+    if outcome.kind == "late":
+        return f"timed out after {outcome.seconds:g} s"
+    if outcome.kind == "died":
+        return f"the tool's process ended with status {outcome.value}"
+    return str(outcome.value[0]).partition(": ")[2]
+
+
+def _named(functions: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {}
+    for function in functions:
+        if not callable(function) or not getattr(function, "__name__", None):
+            raise ValueError(
+                f"tools holds {function!r}, but a tool must be a function: give functions or import paths."
+            )
+        if function.__name__ in found:
+            raise ValueError(f"two tools are called {function.__name__!r}, by which the model calls them: rename one.")
+        found[function.__name__] = function
+    return found
+
+
+def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    """An environment's tools: its public methods. Looked up on the class, so that no property is evaluated."""
+    names = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
+    if "reset" not in names:
+        raise ValueError(
+            f"environment_factory makes a {_class(environment)}, which has no method `reset`: define one, which begins "
+            "an episode from the row's columns and returns None or a text that ends the prompt."
+        )
+    return {name: getattr(environment, name) for name in names if name not in CONTROL and not name.startswith("_")}
+
+
+def _class(environment: Any) -> str:
+    return type(environment).__name__
+
+
+@functools.cache
+def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+        return schema
+    except Exception as error:  # transformers has several kinds for several omissions
+        raise ValueError(
+            f"tool {name!r} can't be described to the model ({error}): give it type hints and a Google-style "
+            "docstring with every argument under `Args:`."
+        ) from None

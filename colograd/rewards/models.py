@@ -1,0 +1,171 @@
+"""Reward models: sequence classifiers with one output, which score prompt and completion in the trainer's process.
+
+They run on the device that the engine samples on, and on a CPU on the same cores, so nothing is gained by calling them
+while the engine decodes; large batches of similar lengths are. So they score everything that was sampled at once, after
+the generation: see `Scorer.score_with_models`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from ..config import GRPOConfig
+from .builtin import BUILTIN_REWARDS
+
+BATCH_TOKENS = {"cpu": 4096}  # in one forward, padding included
+GPU_BATCH_TOKENS = 16384
+# Of the policy's `model_init_kwargs`: what says where and which the policy is, and not how a model is loaded.
+OF_THE_POLICY = ("revision", "device_map")
+
+
+def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> list[Any]:
+    """The reward functions as a list in which each model is a `RewardModel`.
+
+    Args:
+        reward_funcs: one or several of what `resolve_rewards` takes, or modules, folders and Hub ids.
+        processing_classes: TRL's ``reward_processing_classes``: a tokenizer for the only reward function, or a list
+            with one entry per function; None is the model's own. Those of functions aren't looked at.
+
+    Raises:
+        ValueError: their number differs from that of the functions, or a model can't give rewards.
+    """
+    single = isinstance(reward_funcs, str) or callable(reward_funcs)
+    given = [reward_funcs] if single else list(reward_funcs or ())
+    classes = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
+    classes = [None] * len(given) if processing_classes is None else list(classes)
+    if len(classes) != len(given):
+        raise ValueError(
+            f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one for "
+            "each, None where it is a function or a model with a tokenizer of its own."
+        )
+    return [
+        RewardModel(item, tokenizer, config) if _is_model(item) else item
+        for item, tokenizer in zip(given, classes, strict=True)
+    ]
+
+
+def _is_model(item: Any) -> bool:
+    if not isinstance(item, str):
+        return isinstance(item, torch.nn.Module)
+    return item not in BUILTIN_REWARDS and ":" not in item and ("/" in item or os.path.isdir(item))
+
+
+class RewardModel:
+    """A reward function that is a model: its reward is the logit of the last token of prompt and completion.
+
+    Conversations go through the tokenizer's chat template, with the run's ``chat_template_kwargs``; other prompts and
+    completions are joined as they are. As in TRL 1.16 no special tokens are added, and rows are padded to the right.
+
+    Args:
+        model: a module whose output has ``logits`` [rows, 1], a folder, or a Hub id.
+        tokenizer: default: the model's.
+        config: the run's; ``model_init_kwargs`` (but the policy's revision) are for a model that is loaded here.
+
+    Raises:
+        ValueError: the model or its tokenizer can't be loaded, or it hasn't one output.
+    """
+
+    def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
+        shown = model if isinstance(model, str) else type(model).__name__
+        loaded = _load(model, config) if isinstance(model, str) else model
+        settings: Any = getattr(loaded, "config", None)
+        path = model if isinstance(model, str) else getattr(settings, "_name_or_path", "")
+        self.__name__ = path.rstrip("/").split("/")[-1] or shown
+        _check_outputs(shown, getattr(settings, "num_labels", 1))
+        self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(shown, path, config)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if self.tokenizer.pad_token_id is None:
+            raise ValueError(
+                f"The tokenizer of reward model {shown!r} has neither a padding nor an end token: set its pad_token."
+            )
+        if settings is not None:  # transformers' classifiers look for the last token that isn't padding
+            settings.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        self.model = loaded.to(config.device).eval()
+        self.device = config.device
+        self.batch_tokens = BATCH_TOKENS.get(config.device.type, GPU_BATCH_TOKENS)
+        self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """The rewards of any number of completions, in sub-batches of similar lengths."""
+        texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
+        rows = self.tokenizer(text=texts, add_special_tokens=False)
+        lengths = [len(ids) for ids in rows["input_ids"]]
+        rewards = [0.0] * len(texts)
+        for batch in batches(lengths, self.batch_tokens):
+            taken = {name: [values[row] for row in batch] for name, values in rows.items()}
+            padded = self.tokenizer.pad(taken, padding_side="right", return_tensors="pt").to(self.device)
+            with torch.inference_mode():
+                logits = self.model(**padded).logits
+            if logits.shape != (len(batch), 1):
+                raise ValueError(
+                    f"reward model {self.__name__!r} gives logits of shape {tuple(logits.shape)} for {len(batch)} "
+                    "texts, but must give one number each: use a model for sequence classification with num_labels 1."
+                )
+            for row, reward in zip(batch, logits[:, 0].float().tolist(), strict=True):
+                rewards[row] = reward
+        return rewards
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if not isinstance(prompt, list):
+            return str(prompt + completion)
+        return str(self.tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self._template))
+
+
+def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Rows, longest first, in batches that have at most ``tokens`` when padded to their longest (or a single row)."""
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _load(path: str, config: GRPOConfig) -> torch.nn.Module:
+    """A sequence classifier from a folder or the Hub."""
+    trust = config.trust_remote_code
+    try:
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"reward model {path!r} can't be loaded ({str(error).splitlines()[0]}): give a folder, a Hub id, or the "
+            "import path of a function (package.module:function)."
+        ) from error
+    _check_outputs(path, settings.num_labels)
+    kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    kwargs = {name: value for name, value in kwargs.items() if name not in OF_THE_POLICY}
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        path, **({"dtype": "auto", "trust_remote_code": trust} | kwargs), output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"reward model {path!r} has no weights for {', '.join(missing[:3])}: it wasn't trained to give rewards. "
+            "Give a checkpoint of a model for sequence classification."
+        )
+    return model
+
+
+def _check_outputs(shown: str, labels: int) -> None:
+    if labels != 1:
+        raise ValueError(
+            f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for sequence "
+            "classification with num_labels 1, or wrap it in a function that says what its outputs are worth."
+        )
+
+
+def _load_tokenizer(shown: str, path: str, config: GRPOConfig) -> Any:
+    problem = "its configuration doesn't say where it comes from"
+    if path:
+        try:
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError) as error:
+            problem = str(error).splitlines()[0]
+    raise ValueError(f"reward model {shown!r} has no tokenizer ({problem}): give it in reward_processing_classes.")
