@@ -96,6 +96,7 @@ class Toolbox:
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
         self.by_name = isinstance(environment_factory, dict)
+        self.brings_prompts = False  # the dataset has no column `prompt`: what `reset` returns is all of it
         self._factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
             self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
@@ -142,7 +143,8 @@ class Toolbox:
         session.environment_name = name
         session.functions |= _methods(session.environment)
         self._lent.append(session)
-        arguments = {key: value for key, value in row.items() if not (self.by_name and key == "environment")}
+        without = ("environment",) * self.by_name + ("prompt",) * self.brings_prompts
+        arguments = {key: value for key, value in row.items() if key not in without}
         return session, self._in_thread(session, [("reset", session.environment.reset, arguments)])
 
     def call(self, session: Session, calls: Sequence[ToolCall]) -> Answers:

@@ -137,6 +137,10 @@ class RolloutStatistics:
             result["reward"] = float(totals.nanmean())
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
+        if "tools/calls" in self.counts:
+            calls = self.counts["tools/calls"]
+            result["tools/call_frequency"] = calls / max(len(self.lengths), 1)
+            result["tools/failure_frequency"] = self.counts["tools/failures"] / calls if calls else 0.0
         if self.flat_groups:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)
         return result

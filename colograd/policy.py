@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ def load_policy(
         tokenizer = AutoTokenizer.from_pretrained(
             tokenizer_path or path, revision=revision, trust_remote_code=config.trust_remote_code
         )
+    if config.chat_template_path is not None:
+        tokenizer.chat_template = _chat_template(config.chat_template_path)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.disable_dropout:
@@ -97,6 +100,15 @@ def load_policy(
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter=peft_config is not None)
+
+
+def _chat_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"chat_template_path is {path!r}, which can't be read ({error.strerror}): give a Jinja template's file."
+        ) from None
 
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:

@@ -1,18 +1,23 @@
-"""What a trainer builds once, before the first step: tokenised prompts, and the engine beside the policy."""
+"""What a trainer builds once, before the first step: the engine beside the policy, and who writes with it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from datasets import IterableDataset
+from typing import Any, Protocol
 
 from . import memory, process
+from .batch import Group, Prompt
+from .chat import ToolFormat
 from .config import GRPOConfig
-from .data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
+from .conversations import Conversations
+from .custom_rollouts import CustomRollouts
+from .data import PromptDataset, PromptStream
 from .engine import Engine
+from .environments import Toolbox
+from .importing import find_object
+from .inputs import longest_completion
 from .memory import MemoryPlan
 from .metrics import PhaseTimes
 from .packing import PackingRules
@@ -21,82 +26,11 @@ from .progress import Console
 from .ranks import together
 from .reference import Reference, reference_bytes, reference_of
 from .residency import Residency
+from .sampling import Sampling
 from .weights import Publisher, bytes_apart, check_choice, expects_sharing, publisher
 
-
-def longest_completion(args: GRPOConfig) -> int:
-    """Tokens a completion may have, in training or evaluation."""
-    return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
-
-
-def train_prompts_of(dataset: Any, policy: Policy, args: GRPOConfig) -> PromptDataset | PromptStream:
-    """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
-
-    Raises:
-        ValueError: no dataset, no room for a prompt, prompts that don't fill a round, or what tokenising finds.
-    """
-    rules = _rules(policy, args, "train", None)
-    if dataset is None:
-        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
-    if isinstance(dataset, IterableDataset):
-        return PromptStream(_wanted(dataset, args), rules, args)
-    prompts = tokenize_prompts(_wanted(dataset, args), rules)
-    StepOrder.of(args, len(prompts))
-    return prompts
-
-
-def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
-    """One item is the list of prompts of one optimizer step on this rank."""
-    if isinstance(prompts, PromptStream):
-        return StreamLoader(prompts)
-    return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
-
-
-def _wanted(dataset: Any, args: GRPOConfig) -> Any:
-    """The dataset without what ``remove_unused_columns`` takes from the reward functions."""
-    if args.remove_unused_columns and "prompt" in (getattr(dataset, "column_names", None) or ()):
-        return dataset.select_columns(["prompt"])
-    return dataset
-
-
-def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None) -> PromptRules:
-    """How rows become prompts behind which there is room for a completion.
-
-    Args:
-        name: of the dataset in messages: train, eval or the user's.
-        context: tokens that an engine which is there has room for.
-    """
-    completion = longest_completion(args)
-    most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
-    limit = min(args.max_prompt_tokens or most, most - completion)
-    if limit < 1:
-        raise ValueError(
-            f"max_completion_length is {completion}, but the context has {most} tokens: no room is left for a "
-            "prompt. Lower max_completion_length or raise vllm_max_model_length."
-        )
-    return PromptRules(
-        policy.tokenizer,
-        max_prompt_tokens=limit,
-        overlong=args.overlong_prompts,
-        chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
-        name=name,
-    )
-
-
-def eval_prompts_of(dataset: Any, policy: Policy, args: GRPOConfig, context: int | None = None) -> Any:
-    """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are.
-
-    Iterable ones are read to their end: evaluation takes every prompt once.
-    """
-    if dataset is None or isinstance(dataset, PromptDataset):
-        return dataset
-    if isinstance(dataset, dict):
-        given: dict[str, Any] = dataset
-        return {
-            name: tokenize_prompts(_wanted(part, args), _rules(policy, args, name, context))
-            for name, part in given.items()
-        }
-    return tokenize_prompts(_wanted(dataset, args), _rules(policy, args, "eval", context))
+# Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set.
+OBSERVATION = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +42,46 @@ class Sampler:
     residency: Residency
     memory: MemoryPlan
     reference: Reference | None
+    writer: Writer
 
 
-def build_sampler(
-    policy: Policy,
-    model: Any,
-    args: GRPOConfig,
-    prompts: Sequence[PromptDataset | PromptStream],
-    rules: PackingRules,
-    times: PhaseTimes,
-    console: Console,
-    notes: Sequence[str],
-) -> Sampler:
+class Writer(Protocol):
+    """Writes the groups of some prompts: the engine itself, conversations with tools, or a function of the user's."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]: ...
+
+
+class Starting(Protocol):
+    """What of a trainer is there before its engine."""
+
+    policy: Policy
+    model: Any  # the policy's, as the trainer holds it; its parameters may move into the engine's
+    args: Any
+    train_prompts: PromptDataset | PromptStream
+    eval_prompts: Any
+    rules: PackingRules
+    times: PhaseTimes
+    console: Console
+    tools: Toolbox | None
+
+
+def build_sampler(trainer: Starting, notes: Sequence[str], form: ToolFormat | None, rollout_func: Any) -> Sampler:
     """Build the engine beside the policy, and say what the user should know of both. A collective.
 
     Args:
-        policy, model: the policy, and its model as the trainer holds it; its parameters may move into the engine's.
-        prompts: all that will be sampled from, for the engine's context.
         notes: further lines to say.
+        form: how the policy's chat template writes tool calls, where there are tools.
+        rollout_func: the user's, if any.
     """
     started = time.perf_counter()
-    context = args.vllm_max_model_length or max(part.longest for part in prompts) + longest_completion(args)
+    policy, model, rules, tools = trainer.policy, trainer.model, trainer.rules, trainer.tools
+    args: GRPOConfig = trainer.args
+    evaluated = trainer.eval_prompts.values() if isinstance(trainer.eval_prompts, dict) else [trainer.eval_prompts]
+    prompts = [trainer.train_prompts, *(part for part in evaluated if part is not None)]
+    longest = max(part.longest for part in prompts) + longest_completion(args)
+    context = args.vllm_max_model_length or longest + OBSERVATION * (tools is not None and tools.has_environments)
     sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
     end = policy.tokenizer.eos_token_id
     shared, held = expects_sharing(args, policy), reference_bytes(args, policy)
@@ -155,9 +108,10 @@ def build_sampler(
         process.give_back_freed_memory()  # the policy's former place
     with together("the reference model"):
         reference = reference_of(args, policy)
-    residency = Residency(engine, args, times)
+    residency = Residency(engine, args, trainer.times)
     plan = plan.with_engine(engine.weight_bytes, bytes_apart(model, engine.model), engine.kv_tokens)
     lines = [*args.notes, engine.describe(), weights.describe(), *plan.table().splitlines(), *residency.notes, *notes]
+    lines += tools.notes if tools else []
     lines += policy.describe(args, rules.max_tokens)
     lines += [reference.describe()] if reference else []
     lines += [
@@ -166,5 +120,16 @@ def build_sampler(
         if isinstance(part, PromptDataset) and part.num_dropped
     ]
     for line in (*lines, f"ready in {time.perf_counter() - started:.0f} s"):
-        console.say(line)
-    return Sampler(engine, weights, residency, plan, reference)
+        trainer.console.say(line)
+    return Sampler(engine, weights, residency, plan, reference, _writer(engine, trainer, form, rollout_func))
+
+
+def _writer(engine: Engine, trainer: Starting, form: ToolFormat | None, rollout_func: Any) -> Writer:
+    """Who writes completions: a function of the user's, conversations with tools, or the engine alone."""
+    if isinstance(rollout_func, str):
+        rollout_func = find_object(rollout_func, "rollout_func", callable)
+    if rollout_func is not None:
+        return CustomRollouts(engine, rollout_func, trainer)
+    if trainer.tools is not None and form is not None:
+        return Conversations(engine, trainer.tools, form, trainer.args.max_tool_calling_iterations)
+    return engine

@@ -63,7 +63,7 @@ def build(argv: Sequence[str]) -> GRPOTrainer:
     script, config, model, recipe = parse_arguments(argv)
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing: give a folder or a Hub id.")
-    if not script.all_rewards():
+    if not script.all_rewards() and script.environment_factory is None:
         raise ValueError("reward_funcs is missing: give at least one name or import path of a reward function.")
     trainer = make_trainer(script, config, model)
     trainer.facts |= {
@@ -88,6 +88,9 @@ def make_trainer(script: ScriptArguments, config: GRPOConfig, model: ModelConfig
         train_dataset=train_dataset,
         eval_dataset=eval_dataset if config.do_eval or config.eval_on_start else None,
         peft_config=model.peft_config(),
+        tools=script.tools,
+        rollout_func=script.rollout_func,
+        environment_factory=script.environment_factory,
     )
     if model.attn_implementation is not None:
         trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from . import budget, evaluation, process
+from . import budget, evaluation
 from .advantages import Estimator
 from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
@@ -31,6 +30,7 @@ from .contract import checked_loss, checked_rewards
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine import check_vllm
 from .experience import collect
+from .inputs import begin, eval_prompts_of, loader_of, rewards_of, tool_format_of, toolbox_of, train_prompts_of
 from .logprobs import policy_logprobs, with_old_logprobs
 from .losses import LOSSES
 from .metrics import Metrics
@@ -39,9 +39,9 @@ from .packed_trainer import PackedTrainer
 from .policy import load_policy
 from .ranks import set_zero_gradient, sum_gradients, together, world_size
 from .reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
-from .rewards import Ready, RewardFunction, Scorer, Scoring, resolve_rewards, weighted_sum, with_models
+from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
 from .sampling import Sampling, check_sampling
-from .start import build_sampler, eval_prompts_of, loader_of, train_prompts_of
+from .start import build_sampler
 from .weights import check_choice
 
 
@@ -60,7 +60,10 @@ class GRPOTrainer(PackedTrainer):
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
-        quantization_config, tools, rollout_func, environment_factory: TRL's; refused in this version.
+        tools: functions that the model may call while it writes (see docs/tools.md).
+        rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
+        environment_factory: makes environments, whose methods are tools; or several by name.
+        quantization_config: refused in this version.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -79,29 +82,26 @@ class GRPOTrainer(PackedTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
-        tools: Any = None,
+        tools: Sequence[Any] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        process.prepare_ranks()
-        args = GRPOConfig(output_dir=f"{os.path.basename(str(model))}-GRPO") if args is None else args
-        process.quiet_logs(args.verbose)
-        if args.on_cpu:
-            process.keep_freed_memory()
+        args = begin(args, model)
         with together("the start"):
             check_trainer(args, quantization_config=quantization_config)
-            check_trainer(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
             check_vllm()
             check_sampling(args)
+            self.tools = toolbox_of(args, tools, environment_factory)
             functions = with_models(reward_funcs, reward_processing_classes, args)
-            self.rewards: list[RewardFunction] = resolve_rewards(functions, args.reward_weights)
+            self.rewards: list[RewardFunction] = rewards_of(functions, args, self.tools)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
             check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
-            self.train_prompts = train_prompts_of(train_dataset, self.policy, args)
-            self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args)
+            form = tool_format_of(self.tools, self.policy, args)
+            self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.tools)
+            self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.tools)
         super().__init__(
             model=self.policy.model,
             args=args,
@@ -121,12 +121,8 @@ class GRPOTrainer(PackedTrainer):
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._round: list[StepBatch] = []  # what is left of the present round
         self.rules = budget.rules_for(args, self.policy)  # the token budget in it may change
-        evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
-        prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
-        sampler = build_sampler(
-            self.policy, self.model, args, prompts, self.rules, self.times, self.console, self.scorer.notes
-        )
-        self.engine, self.weights = sampler.engine, sampler.weights
+        sampler = build_sampler(self, self.scorer.notes, form, rollout_func)
+        self.engine, self.weights, self.writer = sampler.engine, sampler.weights, sampler.writer
         self.residency, self.memory = sampler.residency, sampler.memory
         self.reference = sampler.reference  # of the KL term; None where beta is 0
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
@@ -143,7 +139,7 @@ class GRPOTrainer(PackedTrainer):
         sampling = Sampling.for_evaluation(self.args) if self.evaluating else Sampling.for_training(self.args)
         bar = self.console.generation(len(prompts), "evaluate" if self.evaluating else "generate")
         version, seed = self.state.global_step, self.args.seed
-        for group in self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose):
+        for group in self.writer.generate(prompts, sampling, version=version, seed=seed, purpose=purpose):
             bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
             yield group
         bar.close()
@@ -166,7 +162,7 @@ class GRPOTrainer(PackedTrainer):
 
     def take_counts(self) -> dict[str, float]:
         """Sums for the metrics of the rollouts since the last call."""
-        return self.scorer.take_counts()
+        return self.scorer.take_counts() | (self.tools.take_counts() if self.tools else {})
 
     def take_logged(self, group: Group) -> Logged:
         """What the reward functions logged of a group, besides its rewards."""
@@ -370,7 +366,7 @@ class GRPOTrainer(PackedTrainer):
         if isinstance(eval_dataset, str) and isinstance(given, dict):
             given = given[eval_dataset]
         elif eval_dataset is not None:
-            given = eval_prompts_of(eval_dataset, self.policy, self.args, self.engine.context)
+            given = eval_prompts_of(eval_dataset, self.policy, self.args, self.tools, self.engine.context)
         if given is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
         if not self.is_in_train:
@@ -393,6 +389,8 @@ class GRPOTrainer(PackedTrainer):
         self.stop_signal.remove()
         del self.weights  # views of the engine's tensors, which would stay in memory
         self.scorer.close()
+        if self.tools is not None:
+            self.tools.close()
         if self.completion_log is not None:
             self.completion_log.close()
         self.engine.close()

@@ -253,6 +253,9 @@ DIFFERENT_DEFAULTS = {
     "vllm_gpu_memory_utilization": "the KV cache is planned where nothing is said",
 }
 NEW = {
+    "chat_template_path",
+    "tool_workers",
+    "tool_timeout",
     "prompts_per_step",
     "max_prompt_tokens",
     "offload_optimizer",

@@ -79,7 +79,10 @@ def check_values(config: GRPOConfig) -> None:
             f"num_generations is {config.num_generations}, but a group needs at least 2 completions: an advantage "
             "compares completions of the same prompt. Set num_generations to 2 or more (8 is common)."
         )
-    for name in ("max_completion_length", "num_iterations", "num_generations_eval", "dynamic_sampling_max_rounds"):
+    for name in (
+        "max_completion_length", "num_iterations", "num_generations_eval", "dynamic_sampling_max_rounds",
+        "max_tool_calling_iterations",
+    ):  # fmt: skip
         _at_least(name, getattr(config, name), 1)
     _at_least("ref_model_sync_steps", config.ref_model_sync_steps, 1)
     for name in ("epsilon", "epsilon_high", "beta", "temperature_eval"):
@@ -103,11 +106,13 @@ def check_values(config: GRPOConfig) -> None:
     _one_of("reward_on_error", config.reward_on_error, ("raise", "abstain"))
     _one_of("reward_call", config.reward_call, ("group", "all"))
     _at_least("reward_workers", config.reward_workers, 0)
-    if config.reward_timeout is not None and not config.reward_timeout > 0:
-        raise ValueError(
-            f"reward_timeout is {config.reward_timeout}, but must be a positive number of seconds: leave it out for no "
-            "limit."
-        )
+    _at_least("tool_workers", config.tool_workers, 0)
+    for name in ("reward_timeout", "tool_timeout"):
+        seconds = getattr(config, name)
+        if seconds is not None and not seconds > 0:
+            raise ValueError(
+                f"{name} is {seconds}, but must be a positive number of seconds: leave it out for no limit."
+            )
     _one_of("vllm_importance_sampling_mode", config.vllm_importance_sampling_mode, CORRECTIONS)
     _one_of("importance_sampling_level", config.importance_sampling_level, ("token",), " in this version")
     _one_of("overlong_prompts", config.overlong_prompts, ("drop", "error"))

@@ -103,6 +103,10 @@ class GRPOConfig(TrainingArguments):
     overlong_prompts: str = field(
         default="drop", metadata={"help": "Prompts over the limit: `drop` (counted, said once) or `error`."}
     )
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "A file with a chat template to use in place of the tokenizer's; saved with the model."},
+    )
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments of the chat template."}
     )
@@ -214,6 +218,23 @@ class GRPOConfig(TrainingArguments):
     reward_on_error: str = field(
         default="raise",
         metadata={"help": "A reward function that fails ends the run (`raise`), or has no opinion (`abstain`)."},
+    )
+    max_tool_calling_iterations: int | None = field(
+        default=None, metadata={"help": "Rounds of tool calls in one completion; default: as many as its tokens allow."}
+    )
+    tool_workers: int = field(
+        default=0,
+        metadata={
+            "help": "Processes per rank that run tools. 0: each runs in a thread of the trainer's process. An "
+            "environment's methods always do, and `async` tools on an event loop."
+        },
+    )
+    tool_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that one call of a tool may take. The answer to a late one is an error, which the model "
+            "sees; its worker is replaced, its thread left to itself."
+        },
     )
     reward_call: str = field(
         default="group",

@@ -27,7 +27,6 @@ REFUSED: dict[str, str] = {
     "entropy_coef_max": "entropy bonuses aren't available in this version",
     "entropy_coef_delta": "entropy bonuses aren't available in this version",
     "entropy_target": "entropy bonuses aren't available in this version",
-    "max_tool_calling_iterations": "tools aren't available in this version",
     "off_policy_mask_threshold": "the off-policy sequence mask isn't available in this version",
     "use_bias_correction_kl": "there is no KL term in this version (beta must be 0)",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",

@@ -61,6 +61,18 @@ class ScriptArguments:
         },
     )
 
+    tools: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Functions that the model may call while it writes, by import path."},
+    )
+    environment_factory: str | None = field(
+        default=None,
+        metadata={"help": "What makes environments (a class, mostly) or a dict of such, by import path."},
+    )
+    rollout_func: str | None = field(
+        default=None, metadata={"help": "A function that writes completions in the engine's place, by import path."}
+    )
+
     def all_rewards(self) -> list[str]:
         """The reward functions with the reward model before them, as in TRL's script."""
         return [*([self.reward_model_name_or_path] if self.reward_model_name_or_path else []), *self.reward_funcs]

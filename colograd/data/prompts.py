@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_AT_ONCE = 1000  # tokenised together
+COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # what a prompt's tokens may depend on
 
 
 class PromptDataset(torch.utils.data.Dataset):
@@ -67,6 +69,7 @@ class PromptRules:
     overlong: str  # what becomes of longer ones: `drop` (counted in ``num_dropped``) or `error`
     chat_template_kwargs: dict[str, Any]
     name: str  # what messages call the dataset
+    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's, which the template shows
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...] | None]:
         """The tokens of some rows, the first of which has the number ``first``; None for one to be dropped.
@@ -76,7 +79,7 @@ class PromptRules:
         """
         assert self.overlong in ("drop", "error"), self.overlong
         found: list[tuple[int, ...] | None] = []
-        encoded = _encode(columns, self.tokenizer, self.chat_template_kwargs, self.name, first)
+        encoded = _encode(columns, self, first)
         for row, ids in enumerate(encoded, start=first):
             if not ids:
                 raise ValueError(
@@ -110,7 +113,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
             "prompts (dataset_prompt_column in a recipe)."
         )
     dataset = dataset.with_format(None)
-    wanted = dataset.select_columns([c for c in ("prompt", "chat_template_kwargs") if c in dataset.column_names])
+    wanted = dataset.select_columns([c for c in COLUMNS if c in dataset.column_names])
     kept, chunks, lengths = [], [], [0]
     for first in range(0, len(dataset), ROWS_AT_ONCE):
         for row, ids in enumerate(rules.encode(wanted[first : first + ROWS_AT_ONCE], first), start=first):
@@ -128,10 +131,9 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     return PromptDataset(rows, np.concatenate(chunks), ends, num_dropped=len(dataset) - len(kept))
 
 
-def _encode(
-    batch: dict[str, list[Any]], tokenizer: Any, shared: dict[str, Any], name: str, first: int
-) -> list[list[int]]:
+def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list[list[int]]:
     """Token ids of each row of a batch whose first row has the number ``first``."""
+    tokenizer, name = rules.tokenizer, rules.name
     prompts, own = batch["prompt"], batch.get("chat_template_kwargs") or [None] * len(batch["prompt"])
     ids: list[list[int]] = [[]] * len(prompts)
     groups: dict[
@@ -140,13 +142,22 @@ def _encode(
     plain = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
+            if rules.tools is not None:
+                raise ValueError(
+                    f"{name}, row {first + index}: the prompt is plain text, but tools need a conversation: give a "
+                    'list of messages, such as [{"role": "user", "content": "..."}].'
+                )
             plain.append(index)
             continue
         _check_conversation(prompt, f"{name}, row {first + index}")
         # A struct column fills the keys that a row doesn't give with None.
         mine = {key: value for key, value in (own[index] or {}).items() if value is not None}
         continues = prompt[-1]["role"] == "assistant"
-        arguments = {"add_generation_prompt": not continues, "continue_final_message": continues, **shared, **mine}
+        arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        arguments |= {**rules.chat_template_kwargs, **mine}
+        if rules.tools is not None:
+            named = {"environment": batch["environment"][index]} if "environment" in batch else {}
+            arguments["tools"] = rules.tools(named) or None
         groups.setdefault(repr(sorted(arguments.items())), (arguments, []))[1].append(index)
     if plain:
         for index, row in zip(plain, tokenizer([prompts[i] for i in plain]).input_ids, strict=True):

@@ -1,0 +1,135 @@
+"""What a trainer is given, made ready: tools, reward functions, tokenised prompts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from datasets import IterableDataset
+
+from . import process
+from .chat import ToolFormat
+from .config import GRPOConfig
+from .data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
+from .environments import Toolbox, environment_reward
+from .policy import Policy
+from .rewards import RewardFunction, resolve_rewards
+
+
+def begin(args: GRPOConfig | None, model: Any) -> GRPOConfig:
+    """The configuration, TRL's default one if none is given; and the process ready for it."""
+    process.prepare_ranks()
+    args = GRPOConfig(output_dir=f"{os.path.basename(str(model))}-GRPO") if args is None else args
+    process.quiet_logs(args.verbose)
+    if args.on_cpu:
+        process.keep_freed_memory()
+    return args
+
+
+def longest_completion(args: GRPOConfig) -> int:
+    """Tokens a completion may have, in training or evaluation."""
+    return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
+
+
+def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbox | None:
+    """The run's tools and environments, if it has any."""
+    if not tools and environment_factory is None:
+        return None
+    return Toolbox(tools, environment_factory, args.tool_workers, args.tool_timeout)
+
+
+def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> ToolFormat | None:
+    """How the policy's chat template writes tool calls, where there are tools."""
+    return ToolFormat(policy.tokenizer, dict(args.chat_template_kwargs or {})) if tools else None  # type: ignore[arg-type]
+
+
+def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[RewardFunction]:
+    """The reward functions with their weights, and with weight 1 the environments that reward themselves."""
+    own = [environment_reward(c) for c in tools.reward_classes()] if tools else []
+    given = [functions] if isinstance(functions, str) or callable(functions) else list(functions or ())
+    if not own:
+        return resolve_rewards(given, args.reward_weights)
+    weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
+    if len(weights) == len(given):  # else `resolve_rewards` says what is wrong
+        given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
+    return resolve_rewards(given, weights)
+
+
+def train_prompts_of(
+    dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None
+) -> PromptDataset | PromptStream:
+    """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
+
+    Raises:
+        ValueError: no dataset, no room for a prompt, prompts that don't fill a round, or what tokenising finds.
+    """
+    rules = _rules(policy, args, "train", None, tools)
+    if dataset is None:
+        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+    if isinstance(dataset, IterableDataset):
+        return PromptStream(_wanted(dataset, args, tools), rules, args)
+    prompts = tokenize_prompts(_wanted(dataset, args, tools), rules)
+    StepOrder.of(args, len(prompts))
+    return prompts
+
+
+def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
+    """One item is the list of prompts of one optimizer step on this rank."""
+    if isinstance(prompts, PromptStream):
+        return StreamLoader(prompts)
+    return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
+
+
+def _wanted(dataset: Any, args: GRPOConfig, tools: Toolbox | None) -> Any:
+    """The dataset without what ``remove_unused_columns`` takes from the reward functions; with empty prompts where
+    environments bring their own."""
+    names = getattr(dataset, "column_names", None) or ()
+    if tools is not None and tools.has_environments and names and "prompt" not in names:
+        tools.brings_prompts = True
+        return dataset.map(lambda row: {"prompt": [{"role": "user", "content": ""}]})
+    if args.remove_unused_columns and "prompt" in (getattr(dataset, "column_names", None) or ()):
+        return dataset.select_columns(["prompt"])
+    return dataset
+
+
+def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, tools: Toolbox | None) -> PromptRules:
+    """How rows become prompts behind which there is room for a completion.
+
+    Args:
+        name: of the dataset in messages: train, eval or the user's.
+        context: tokens that an engine which is there has room for.
+    """
+    completion = longest_completion(args)
+    most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
+    limit = min(args.max_prompt_tokens or most, most - completion)
+    if limit < 1:
+        raise ValueError(
+            f"max_completion_length is {completion}, but the context has {most} tokens: no room is left for a "
+            "prompt. Lower max_completion_length or raise vllm_max_model_length."
+        )
+    return PromptRules(
+        policy.tokenizer,
+        max_prompt_tokens=limit,
+        overlong=args.overlong_prompts,
+        chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
+        name=name,
+        tools=tools.schemas if tools else None,
+    )
+
+
+def eval_prompts_of(
+    dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None, context: int | None = None
+) -> Any:
+    """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are.
+
+    Iterable ones are read to their end: evaluation takes every prompt once.
+    """
+    if dataset is None or isinstance(dataset, PromptDataset):
+        return dataset
+    if isinstance(dataset, dict):
+        given: dict[str, Any] = dataset
+        return {
+            name: tokenize_prompts(_wanted(part, args, tools), _rules(policy, args, name, context, tools))
+            for name, part in given.items()
+        }
+    return tokenize_prompts(_wanted(dataset, args, tools), _rules(policy, args, "eval", context, tools))
