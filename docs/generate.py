@@ -40,6 +40,7 @@ OTHER_METRICS = {
     "aux_loss": "auxiliary losses of mixtures of experts aren't computed",
     "cispo_clip_ratio": "loss_type cispo isn't available in this version",
     "entropy_coef": "entropy bonuses aren't available in this version",
+    "kl": "the losses of this version have no KL term",
     "policy_loss": "entropy bonuses aren't available in this version",
     "vespo/phi_seq_mean": "loss_type vespo isn't available in this version",
 }
@@ -249,15 +250,15 @@ def trl_metrics() -> list[str]:
 
 
 def metric_templates() -> list[re.Pattern[str]]:
-    """Every text of the package, but for the names of its knobs, that may be a metric's name; `{}` stands for words."""
+    """The texts of the package that may be a metric's name: keys and arguments, with `{}` standing for words. The
+    configuration's are names of knobs."""
     package = Path(sys.modules["colograd"].__file__ or "").parent
-    texts = set()
-    for path in package.rglob("*.py"):
-        if path.parent.name == "config":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (text := constant(node)) and re.fullmatch(r"[\w/{}]+", text) and re.search(r"\w", text.replace("_", "")):
-                texts.add(text)
+    files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    places = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys if key is not None]
+    places += [node.slice for node in nodes if isinstance(node, ast.Subscript)]
+    places += [argument for node in nodes if isinstance(node, ast.Call) for argument in node.args]
+    texts = {text for place in places if (text := constant(place)) and re.search(r"[a-z]", text)}
     return [re.compile(re.escape(text).replace(r"\{\}", r"(\w+|\{\})")) for text in texts]
 
 
