@@ -425,7 +425,6 @@ def test_a_mixture_of_experts_is_told_that_its_balance_is_left_alone() -> None:
     for coefficient, said in ((0.1, True), (0.0, False)):
         experts = MixtralConfig(
             **shape,
-            vocab_size=8,
             num_key_value_heads=1,
             num_local_experts=2,
             num_experts_per_tok=1,
