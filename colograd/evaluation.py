@@ -16,6 +16,7 @@ from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, ScoredGroup, S
 from .config import GRPOConfig
 from .contract import checked_advantages, checked_groups, checked_loss
 from .data import PromptDataset
+from .entropy import EntropyController
 from .experience import Pending, RolloutStatistics
 from .metrics import Metrics
 from .packing import PackingRules, pack_step
@@ -31,6 +32,7 @@ class Evaluated(Protocol):
     """What an evaluation needs of a trainer."""
 
     args: Any
+    entropy: EntropyController
     loss: Any
     model: Any
     optimizer: Any
@@ -56,6 +58,8 @@ class Evaluated(Protocol):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
+
+    def loss_of(self, step: StepBatch) -> Any: ...
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager: ...
 
@@ -132,14 +136,15 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
         groups = [divided(group, std) for group in groups]
     rows = pack_step(sorted(groups, key=lambda group: group.group.position), rules)
     if trainer.reference is not None:
-        with together("the evaluation's reference"), trainer.compute_loss_context_manager():
+        with together("the reference's log-probabilities"), trainer.compute_loss_context_manager():
             rows = fill(trainer.reference, rows, trainer.args.temperature)
     step = StepBatch(rows, whole.loss_tokens, len(whole.lengths), {}, True, tuple(groups))
     metrics, denominator = Metrics(), trainer.loss.denominator(step)
     metrics.add("loss", 0.0, 1.0 / world_size())
-    trained = trainer.model.training
+    trained, of_training = trainer.model.training, trainer.loss
     trainer.model.eval()
     try:
+        trainer.loss = trainer.loss_of(step)
         with together("the evaluation's forward"), torch.no_grad():
             for row in rows:
                 with trainer.compute_loss_context_manager():
@@ -148,4 +153,7 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
                 metrics.update(output.sums, output.minima, output.maxima)
     finally:
         trainer.model.train(trained)
-    return metrics.reduce()
+        trainer.loss = of_training
+    reduced = metrics.reduce()
+    trainer.entropy.show(reduced, reduced["loss"])
+    return reduced

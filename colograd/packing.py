@@ -47,19 +47,10 @@ def has_signal(group: ScoredGroup) -> bool:
 
 
 def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
-    """[C] bool: the tokens of a completion that count in the loss.
-
-    Not those whose log-probability the sampler couldn't tell (NaN): what can't be corrected isn't trained on. (TRL
-    trains on them as if sampler and trainer agreed.) They are counted in the metrics.
-    """
+    """[C] bool: the tokens of a completion that count in the loss."""
     if mask_truncated and rollout.finish_reason is FinishReason.LENGTH:
         return torch.zeros_like(rollout.sampled)
-    return rollout.sampled & ~rollout.sampler_logprobs.isnan()
-
-
-def told(logprobs: torch.Tensor) -> torch.Tensor:
-    """The log-probabilities with 0 in place of NaN, where no loss looks at it and which no mask can take out."""
-    return torch.where(logprobs.isnan(), 0.0, logprobs)
+    return rollout.sampled
 
 
 def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[MicroBatch, ...]:
@@ -206,7 +197,7 @@ def _micro_batch(row: Sequence[Part], mask_truncated: bool, device: torch.device
         labels=torch.cat([torch.tensor(r.completion_ids) for r in rollouts]).to(device),
         loss_mask=torch.cat([loss_tokens(r, mask_truncated) for r in rollouts]).float().to(device),
         sequence=torch.cat(sequence).to(device),
-        sampler_logprobs=torch.cat([told(r.sampler_logprobs) for r in rollouts]).to(device),
+        sampler_logprobs=torch.cat([r.sampler_logprobs for r in rollouts]).to(device),
         advantages=torch.cat(advantages).float().to(device),
         old_logprobs=None,
         ref_logprobs=None,

@@ -28,22 +28,13 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 
 # Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
 LIMITED = (
-    "importance_sampling_level",
-    "loss_type",
     "use_vllm",
     "vllm_mode",
     "vllm_tensor_parallel_size",
 )
 
 # Metrics that TRL logs and this version doesn't, with the reason.
-OTHER_METRICS = {
-    "aux_loss": "auxiliary losses of mixtures of experts aren't computed",
-    "cispo_clip_ratio": "loss_type cispo isn't available in this version",
-    "entropy_coef": "entropy bonuses aren't available in this version",
-    "kl": "the losses of this version have no KL term",
-    "policy_loss": "entropy bonuses aren't available in this version",
-    "vespo/phi_seq_mean": "loss_type vespo isn't available in this version",
-}
+OTHER_METRICS = {"aux_loss": "auxiliary losses of mixtures of experts aren't computed"}
 # What is to be said of metrics that have TRL's name.
 METRIC_NOTES = {
     "completions/clipped_ratio": "By what vLLM says: a stop string or stop token ends a completion too",
@@ -119,14 +110,13 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch, and
   `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
 - **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
-  per micro-batch, is `dapo` here.
-- **Groups without a reward difference** aren't trained on. They count in every denominator and metric.
+  per micro-batch, is `dapo` here. [losses.md](losses.md) has the rest of what differs.
+- **Groups without a reward difference** aren't trained on, where nothing but the advantage gives a gradient. They count
+  in every denominator and metric.
 - **Rewards** are called for one group at a time. The signature is TRL's.
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
   `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
-- **A token that vLLM couldn't score** (its log-probability is NaN) isn't trained on, and is counted in
-  `sampling/unscored_tokens`. TRL trains on it with ratio 1.
 - **`evaluate` runs no training forward** unless `loss_eval` asks for it; `temperature_eval` and
   `max_completion_length_eval` are its own, and it reports pass@k.
 - **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`) are refused

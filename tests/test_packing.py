@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
-from colograd.experience import RolloutStatistics
 from colograd.packing import has_signal, loss_tokens, pack
 
 CPU = torch.device("cpu")
@@ -166,14 +165,3 @@ def test_without_shared_prompts_a_row_padded_to_its_longest_fits_the_budget(budg
         sequences = [row.layout.lengths[i] + row.layout.lengths[i + 1] for i in range(0, len(row.layout.lengths), 2)]
         assert row.layout.sees == tuple(() if i % 2 == 0 else (i - 1,) for i in range(2 * len(sequences)))
         assert len(sequences) * max(sequences) <= budget or len(sequences) == 1
-
-
-def test_a_token_that_the_sampler_could_not_score_is_not_trained_on() -> None:
-    """vLLM gives NaN for it: the others' losses stay finite, and the denominators don't count it."""
-    logprobs = torch.tensor([-0.5, float("nan"), float("-inf")])
-    group = scored(rollout((1, 2), (10, 11, 12), sampler_logprobs=logprobs), rollout((1, 2), (20,)))
-    (row,) = pack([group], 100, False, CPU)
-    assert row.loss_mask.tolist() == [1.0, 0.0, 1.0, 1.0] and row.labels.tolist() == [10, 11, 12, 20]
-    assert row.sampler_logprobs[:3].tolist() == [-0.5, 0.0, float("-inf")]
-    counted = RolloutStatistics.of([(group, torch.zeros(2))], mask_truncated=False)
-    assert counted.loss_tokens == 3 and counted.metrics(["r"])["sampling/unscored_tokens"] == 1
