@@ -37,6 +37,7 @@ class Evaluated(Protocol):
     loss: Any
     model: Any
     optimizer: Any
+    estimator: Estimator
     reference: Any
     residency: Residency
     rewards: list[RewardFunction]

@@ -64,6 +64,7 @@ class GRPOTrainer(PackedTrainer):
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
         environment_factory: makes environments, whose methods are tools; or several by name.
+        quantization_config: refused in this version.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -80,15 +81,15 @@ class GRPOTrainer(PackedTrainer):
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
         peft_config: Any = None,
         tools: Sequence[Any] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
-        **later: Any,
     ) -> None:
         args = begin(args, model)
         with together("the start"):
-            check_trainer(later, args)
+            check_trainer(args, quantization_config=quantization_config)
             check_vllm()
             check_sampling(args)
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)

@@ -448,3 +448,27 @@ def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str)
 def test_what_trl_takes_and_is_rarely_meant_gets_a_line(given: dict[str, Any], said: list[str]) -> None:
     lines = list(check.advice(config(**given)))
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))
+
+
+def test_a_mixture_of_experts_is_told_that_its_balance_is_left_alone() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from colograd.policy import Policy
+
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+    }
+    for coefficient, said in ((0.1, True), (0.0, False)):
+        experts = MixtralConfig(
+            **shape,
+            num_key_value_heads=1,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            router_aux_loss_coef=coefficient,
+        )
+        lines = Policy(MixtralForCausalLM(experts), None, "", False, "").describe(config(), 10)
+        assert any("load-balancing loss isn't added" in line for line in lines) == said

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from .grpo import GRPOConfig
 
 LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
-# TRL's constructor arguments that this version refuses by name.
-LATER = ("quantization_config",)
 # vLLM's sampling parameters that reshape the distribution, and the values at which they don't.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
@@ -366,11 +364,9 @@ def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) 
     return config.steps_per_generation // accumulation
 
 
-def check_trainer(later: dict[str, Any], config: GRPOConfig) -> None:
+def check_trainer(config: GRPOConfig, **later: Any) -> None:
     """Constructor arguments of TRL that aren't available, and combinations that can't train."""
     for name, value in later.items():
-        if name not in LATER:
-            raise TypeError(f"GRPOTrainer has no argument {name!r}.")
         if value is not None:
             raise ValueError(f"GRPOTrainer's argument {name!r} isn't available in this version: leave it out.")
     if config.n_gpu > 1:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 # TRL 1.16 fields that this version refuses, each with the reason and what to use instead.
 REFUSED: dict[str, str] = {
-    "router_aux_loss_coef": "mixture-of-experts auxiliary losses aren't computed yet; remove it",
+    "router_aux_loss_coef": "mixture-of-experts auxiliary losses aren't computed (TRL adds the model's own where "
+    "nothing is said); remove it",
     "cast_lm_head_to_fp32": "the head's products are in its own dtype, all after them in float32; remove it, or set "
     "dtype: float32",
     "cache_implementation": "generation always runs in vLLM; remove it",
