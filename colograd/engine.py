@@ -146,6 +146,11 @@ class Engine:
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
     @property
+    def max_sequences(self) -> int:
+        """Completions that are decoded at once, at most; others wait."""
+        return int(self.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
     def weight_bytes(self) -> int:
         """Of the model's parameters, each counted once."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -290,11 +295,19 @@ class Engine:
             n: completions; default ``sampling.n``.
             spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
         """
+        params = self.parameters(ids, sampling, seed, sampling.n if n is None else n, spent)
+        self._requests += 1
+        request = f"request-{self._requests}"
+        self.core.add_request(request, {"prompt_token_ids": list(ids)}, params, lora_request=self._adapter)
+        return request
+
+    def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
+        """A request's vllm.SamplingParams; see `submit`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            n=sampling.n if n is None else n,
+        return SamplingParams(
+            n=n,
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
@@ -303,10 +316,6 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(sampling.options | {"stop_token_ids": self._stop_token_ids(sampling)}),
         )
-        self._requests += 1
-        request = f"request-{self._requests}"
-        self.core.add_request(request, {"prompt_token_ids": list(ids)}, params, lora_request=self._adapter)
-        return request
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         """One step of the engine: the requests that it finished, each with its n completions."""

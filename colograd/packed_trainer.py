@@ -15,9 +15,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from .card import SETTINGS, RunFacts, write_card
 from .config import GRPOConfig
+from .lengths import LengthHistory
 from .metrics import PhaseTimes
 from .policy import Policy
 from .progress import Console, Timekeeper
+from .ranks import rank
 from .resumable import ResumableTrainer
 from .rewards import RewardFunction
 from .weights import state_dict_on_host
@@ -37,12 +39,23 @@ class PackedTrainer(ResumableTrainer):
         self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
+        self.lengths = LengthHistory()
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
         self._step_started = 0.0
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         self.add_callback(self.console)
         self.add_callback(Timekeeper(self.times, self._finish_step))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """And this rank's history of lengths, which says what the engine's batches will be."""
+        super()._save_rng_state(output_dir)
+        self.lengths.save(output_dir, rank())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self.lengths.load(checkpoint, rank())
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not before the engine is built: the policy then moves into its memory (see `weights.plan`)."""

@@ -41,12 +41,35 @@ class Sampling:
             "min_p": config.min_p or 0.0,
             "repetition_penalty": config.repetition_penalty,
         }
-        if config.vllm_structured_outputs_regex is not None:
-            from vllm.sampling_params import StructuredOutputsParams
-
-            options["structured_outputs"] = StructuredOutputsParams(regex=config.vllm_structured_outputs_regex)
         options |= config.generation_kwargs or {}  # type: ignore[arg-type]
+        if (structured := _structured_outputs(config)) is not None:
+            options["structured_outputs"] = structured
         return cls(n, int(max_tokens or 512), temperature, options)
+
+
+def _structured_outputs(config: GRPOConfig) -> Any:
+    """What every completion must match, as vLLM's StructuredOutputsParams; None: nothing.
+
+    Raises:
+        ValueError: it is given twice, or vLLM knows no such form.
+    """
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given: Any = (config.generation_kwargs or {}).get("structured_outputs")  # type: ignore[union-attr]
+    regex = config.vllm_structured_outputs_regex
+    if given is not None and regex is not None:
+        raise ValueError(
+            "vllm_structured_outputs_regex and generation_kwargs: {structured_outputs: ...} say the same thing: give "
+            "one of them."
+        )
+    if regex is not None:
+        return StructuredOutputsParams(regex=regex)
+    if not isinstance(given, dict):
+        return given
+    forms = [name for name in inspect.signature(StructuredOutputsParams).parameters if not name.startswith("_")]
+    if unknown := [name for name in given if name not in forms]:  # vLLM would ignore them
+        raise ValueError(f"structured_outputs has {unknown[0]!r}, but knows {', '.join(forms)}.")
+    return StructuredOutputsParams(**given)
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
@@ -87,5 +110,5 @@ def check_sampling(config: GRPOConfig) -> None:
         SamplingParams(
             n=evaluated.n, max_tokens=evaluated.max_tokens, temperature=evaluated.temperature, **evaluated.options
         )
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
         raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None

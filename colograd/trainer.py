@@ -140,7 +140,10 @@ class GRPOTrainer(PackedTrainer):
         sampling = Sampling.for_evaluation(self.args) if self.evaluating else Sampling.for_training(self.args)
         bar = self.console.generation(len(prompts), "evaluate" if self.evaluating else "generate")
         version, seed = self.state.global_step, self.args.seed
+        if len(prompts) * sampling.n > self.engine.max_sequences:
+            prompts = self.lengths.longest_first(prompts)
         for group in self.writer.generate(prompts, sampling, version=version, seed=seed, purpose=purpose):
+            self.lengths.add(group)
             bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
             yield group
         bar.close()
@@ -347,6 +350,7 @@ class GRPOTrainer(PackedTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
         self._round, self._logs = [], []
+        self.take_counts()  # of a step that failed
         self.engine.version = None  # steps are counted anew, or weights loaded: what the engine holds is of no step
         return super().train(*args, **kwargs)
 

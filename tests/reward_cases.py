@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
@@ -20,6 +21,12 @@ def process_id(completions: list[str]) -> list[float]:
 def hanging(**kwargs: Any) -> list[float]:
     while True:
         pass
+
+
+def when_told(**kwargs: Any) -> list[float]:
+    """Asleep, and so ready to be interrupted, for longer than any test."""
+    time.sleep(600)
+    return []
 
 
 def dying(**kwargs: Any) -> list[float]:
@@ -52,6 +59,10 @@ def with_alarm(completions: list[str], **kwargs: Any) -> list[float]:
 def loud(completions: list[str], **kwargs: Any) -> list[float]:
     sys.stderr.write("x" * 2**20)
     return [1.0] * len(completions)
+
+
+def odd(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [float(len(text)) if int(text) % 2 else None for text in completions]
 
 
 # -- what they log
@@ -110,3 +121,38 @@ def late(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any)
 def dead(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
     talkative(completions, log_extra, log_metric)
     os._exit(3)
+
+
+# -- those that a file or the environment steers
+
+
+def variety(completions: list[Any]) -> list[float]:
+    """A reward that differs between random completions."""
+    texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+    return [len(set(text)) / 10 for text in texts]
+
+
+def faulty(completions: list[Any], **kwargs: Any) -> Any:
+    """Ends in the way that the file REWARD_FAULT_FILE names; as a reward should, where it names none."""
+    with open(os.environ["REWARD_FAULT_FILE"]) as file:
+        case = file.read()
+    size = len(completions)
+    if case == "megabyte":
+        loud(completions)
+    if case == "alarm":
+        return with_alarm(completions)
+    ends = {
+        "nothing": None,
+        "abstain": [None] * size,
+        "nan": [float("nan")] * size,
+        "text": ["good"] * size,
+        "length": [1.0] * (size + 1),
+    }
+    return ends.get(case, variety(completions))
+
+
+def jittered(completions: list[Any], log_extra: Any, **kwargs: Any) -> list[float]:
+    """`variety` after a random time of at most REWARD_JITTER seconds."""
+    time.sleep(float(os.environ.get("REWARD_JITTER", "0")) * random.SystemRandom().random())
+    log_extra("ended", [time.monotonic()] * len(completions))
+    return variety(completions)

@@ -110,6 +110,22 @@ def test_steps_of_the_optimizer_are_timed_in_turns(tmp_path: Path) -> None:
     assert 0 < found["ratio"]["compiled"] < 1000
 
 
+@pytest.mark.engine
+def test_rollouts_are_timed_in_turns_and_rewards_hide_behind_them(tiny_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "rollouts.py"), "--model", str(tiny_model), "--dtype", "float32"]
+    command += ["--prompts", "6", "--completion-tokens", "40", "--mean-tokens", "20", "--trials", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "f.json")], stdout=subprocess.PIPE, text=True, env=tiny.clean_environment()
+    )
+    assert done.returncode == 0, done.stdout
+    assert "| Engine.generate, streaming, trivial reward |" in done.stdout
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["throughput"]["shortest"] < found["throughput"]["longest"] == 40, "lengths are spread"
+    assert found["ratio"]["throughput"] > 0.3 and 0 < found["ratio"]["streamed_rewards"] <= 1
+    (run,) = found["rewards"]
+    assert run["reward_s"] >= 6 * found["sleep_s"] and run["hidden_s"] <= run["reward_s"]
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 def test_both_trainers_run_side_by_side(tiny_model: Path, tmp_path: Path) -> None:

@@ -91,6 +91,34 @@ def test_what_is_in_flight_and_not_needed_is_aborted() -> None:
     assert len(stages.finished) < 8 + count
 
 
+def test_rewards_that_turn_out_not_to_be_needed_are_not_waited_for() -> None:
+    """Of groups that had finished behind the last one that is trained; whoever works on them is told."""
+    cancelled: list[int] = []
+
+    class Unneeded(Ready):
+        def __init__(self, position: int) -> None:
+            self.position = position
+
+        def done(self) -> bool:
+            return False
+
+        def result(self) -> torch.Tensor:
+            raise AssertionError(f"waited for {self.position}")
+
+        def cancel(self) -> None:
+            cancelled.append(self.position)
+
+    class Slow(Stages):
+        def begin_score(self, groups: Any) -> Any:
+            return Unneeded(groups[0].position) if groups[0].position >= 104 else super().begin_score(groups)
+
+    stages = Slow({0, 1, 2, 3}, seed=3, slow=False)
+    stages.random.shuffle = lambda order: order.reverse()  # type: ignore[method-assign]
+    kept, _ = draw(stages, STEPS, PhaseTimes(), one_call=False, max_rounds=10)
+    assert stages.asked == [(0, 8)] and [p for step in kept for p in positions(step)] == [4, 5, 6, 7, *range(100, 104)]
+    assert sorted(cancelled) == [104, 105, 106, 107]
+
+
 def positions_of(prompts: list[Prompt]) -> list[int]:
     return [prompt.position for prompt in prompts]
 

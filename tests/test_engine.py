@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
-from colograd.batch import FinishReason, Prompt, ScoredGroup
+from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
 from colograd.engine import Engine, StaleWeights, engine_kwargs
-from colograd.sampling import Sampling, request_seed
+from colograd.lengths import LengthHistory
+from colograd.sampling import Sampling, check_sampling, request_seed
 
 pytestmark = pytest.mark.engine
 
@@ -81,6 +84,66 @@ def test_completions_of_a_group_differ_and_another_seed_gives_others(engine, con
     assert tokens(first[1]) != tokens(second[1])
 
 
+def test_any_of_several_stop_tokens_ends_a_completion_and_is_kept(engine, config, prompts) -> None:
+    ends = [*range(0, 256, 8), 256]
+    sampling = Sampling(n=8, max_tokens=12, temperature=1.0, options={"stop_token_ids": ends[:-1]})
+    rollouts = [r for group in sample(engine, config, prompts, sampling=sampling).values() for r in group.rollouts]
+    for rollout in rollouts:
+        *before, last = rollout.completion_ids
+        assert not {*before} & {*ends} and len(rollout.sampler_logprobs) == len(rollout.completion_ids)
+        assert (last in ends) == (rollout.finish_reason is FinishReason.STOP)
+    assert len({r.completion_ids[-1] for r in rollouts if r.finish_reason is FinishReason.STOP} - {256}) > 1
+
+
+def test_any_of_several_stop_strings_ends_a_completion_whose_tokens_are_kept(engine, config, prompts) -> None:
+    decode = tiny.make_tokenizer().decode
+    stops = [chr(code) for code in range(33, 60)]
+    sampling = Sampling(n=8, max_tokens=12, temperature=1.0, options={"stop": stops})
+    rollouts = [r for group in sample(engine, config, prompts, sampling=sampling).values() for r in group.rollouts]
+    ended = [r for r in rollouts if r.finish_reason is FinishReason.STOP and r.completion_ids[-1] != 256]
+    texts = [decode(list(rollout.completion_ids)) for rollout in ended]
+    assert len({text[-1] for text in texts}) > 1
+    assert all(text[-1] in stops and not {*text[:-1]} & {*stops} for text in texts)
+    for rollout in rollouts:
+        if rollout.finish_reason is FinishReason.LENGTH:
+            assert len(rollout.completion_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("constraint", "matches"),
+    [
+        ({"regex": "[ab]{2,4}!"}, lambda text: re.fullmatch("[ab]{2,4}!", text)),
+        ({"json": {"enum": ["yes", "no", 7]}}, lambda text: json.loads(text) in ("yes", "no", 7)),
+        ({"choice": ["left", "right"]}, lambda text: text in ("left", "right")),
+    ],
+)
+def test_completions_match_the_structure_that_is_asked_for(engine, prompts, tmp_path, constraint, matches) -> None:
+    tokenizer = tiny.make_tokenizer()
+    kwargs = {"structured_outputs": constraint}
+    config = tiny.config(tmp_path, generation_kwargs=kwargs, vllm_importance_sampling_correction=False)
+    check_sampling(config)
+    groups = sample(engine, config, prompts, sampling=Sampling.for_training(config))
+    texts = []
+    for rollout in (r for group in groups.values() for r in group.rollouts):
+        assert rollout.finish_reason is FinishReason.STOP and rollout.sampler_logprobs.isfinite().all()
+        texts.append(tokenizer.decode(list(rollout.completion_ids), skip_special_tokens=True))
+        assert matches(texts[-1]), texts[-1]
+    assert len(set(texts)) > 1
+
+
+def test_trl_s_name_for_a_regex_is_the_same_constraint(tmp_path) -> None:
+    off = {"vllm_importance_sampling_correction": False}
+    by_name = tiny.config(tmp_path, vllm_structured_outputs_regex="[ab]+", **off)
+    by_kwargs = tiny.config(tmp_path, generation_kwargs={"structured_outputs": {"regex": "[ab]+"}}, **off)
+    assert Sampling.for_training(by_name).options == Sampling.for_training(by_kwargs).options
+    by_kwargs.vllm_structured_outputs_regex = "x"
+    with pytest.raises(ValueError, match="say the same thing: give one of them"):
+        check_sampling(by_kwargs)
+    by_name.vllm_structured_outputs_regex, by_name.generation_kwargs = None, {"structured_outputs": {"xml": "x"}}
+    with pytest.raises(ValueError, match=r"aren't valid for vLLM: structured_outputs has 'xml', but knows json, regex"):
+        check_sampling(by_name)
+
+
 def test_neighbouring_positions_share_no_seed_of_a_child() -> None:
     seeds = [request_seed(7, position) + child for position in range(1000) for child in range(16)]
     assert len(set(seeds)) == len(seeds) and max(seeds) < 2**63
@@ -142,6 +205,53 @@ def test_greedy_completions_are_the_most_probable_tokens(engine, config, prompts
     with torch.no_grad():
         best = policy(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].argmax(-1)
     assert best.tolist() == list(rollout.completion_ids)
+
+
+def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones_start_first(
+    engine, config, monkeypatch
+) -> None:
+    """24 completions through 4 places. How long a prompt's completions get is known from an earlier epoch."""
+    steps = []
+    step = engine.core.step
+    monkeypatch.setattr(engine.core, "step", lambda: steps.append(1) or step())
+    scheduler = engine.core.engine_core.engine_core.scheduler
+    places = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+    monkeypatch.setattr(scheduler, places, 4)
+    # The context has 64 tokens: what the prompt leaves is the completion's length.
+    sizes = [54, 50, 56, 48, 40, 52, 45, 30, 20, 55, 50, 8]
+    prompts = [Prompt({}, tuple(range(position, position + size)), position) for position, size in enumerate(sizes)]
+    sampling = Sampling(n=2, max_tokens=64, temperature=1.0, options={"ignore_eos": True})
+    history = LengthHistory()
+    assert history.longest_first(prompts) == prompts
+    taken, epochs = [], []
+    for _ in range(2):
+        steps.clear()
+        epochs.append(sample(engine, config, history.longest_first(prompts), sampling=sampling))
+        taken.append(len(steps))
+        for group in epochs[-1].values():
+            history.add(group)
+    assert [p.position for p in history.longest_first(prompts)][:2] == [11, 8]
+    assert all(tokens(epochs[0][p]) == tokens(epochs[1][p]) for p in range(12)), "the same rollouts in any order"
+    assert taken[1] < 0.9 * taken[0], taken
+
+
+def test_a_history_of_lengths_is_saved_by_rank_and_new_prompts_count_as_the_mean(tmp_path: Path) -> None:
+    def group(position: int, length: int) -> Group:
+        rollout = Rollout(
+            (position,), (0,) * length, torch.zeros(length), torch.ones(length).bool(), FinishReason.STOP, 0
+        )
+        return Group({}, (rollout, rollout), position)
+
+    history, prompts = LengthHistory(), [Prompt({}, (p,), p) for p in range(4)]
+    for position, length in ((0, 10), (1, 90), (3, 20)):
+        history.add(group(position, length))
+    history.save(tmp_path, rank=1)
+    again = LengthHistory()
+    again.load(tmp_path, rank=1)
+    for found in (history, again):
+        assert [p.position for p in found.longest_first(prompts)] == [1, 2, 3, 0]
+    again.load(tmp_path, rank=0)
+    assert again.longest_first(prompts) == prompts, "absent: the order of the prompts"
 
 
 def test_sampling_with_weights_of_another_version_raises(engine, config, prompts) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from reward_cases import dying, hanging, leaving, lengths, loud, process_id, raising, with_alarm
+from reward_cases import dying, hanging, leaving, lengths, loud, process_id, raising, when_told, with_alarm
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
@@ -179,6 +179,43 @@ def test_an_async_function_that_is_late_abstains(scorer_of) -> None:
 
     scorer = scorer_of(slow, workers=0, timeout=0.2)
     assert all(map(math.isnan, run(scorer)[0])) and scorer.take_counts()["rewards/slow/timeouts"] == 1
+
+
+def test_a_call_that_nobody_needs_any_more_gives_its_worker_back(scorer_of) -> None:
+    """It may end by itself. Its worker is replaced where another call has waited for it."""
+    scorer = scorer_of(process_id, when_told)
+    (quick, slow), numbers = scorer.rewards, dict(scorer._numbers)
+    scorer.rewards = [quick]
+    (first, *_) = run(scorer)[0]
+    scorer.rewards, scorer._numbers = [slow], {0: numbers[1]}
+    running, queued = (scorer.submit([make_group()], [texts()]) for _ in range(2))
+    while not running._calls[0].running():
+        time.sleep(0.01)
+    queued.cancel()
+    running.cancel()
+    assert queued._calls[0].cancelled() and not running._calls[0].done(), "nobody else waits"
+    scorer.rewards, scorer._numbers = [quick], numbers
+    started = time.monotonic()
+    ((second, *_),) = run(scorer)
+    assert second != first and time.monotonic() - started < 20
+    assert running._calls[0].result().kind == "dropped"
+    assert not [name for name in scorer.take_counts() if "timeouts" in name or "errors" in name]
+
+
+def test_an_async_call_that_nobody_needs_any_more_is_cancelled(scorer_of) -> None:
+    ended = threading.Event()
+
+    async def slow(completions: list[str], **kwargs: Any) -> list[float]:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+        return [1.0] * len(completions)
+
+    scoring = scorer_of(slow, workers=0).submit([make_group()], [texts()])
+    time.sleep(0.1)
+    scoring.cancel()
+    assert ended.wait(10)
 
 
 def test_closing_leaves_no_process_even_of_a_function_that_never_returns(scorer_of) -> None:

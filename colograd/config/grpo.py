@@ -119,7 +119,11 @@ class GRPOConfig(TrainingArguments):
     min_p: float | None = field(default=None, metadata={"help": "Minimum probability relative to the top token's."})
     repetition_penalty: float = field(default=1.0, metadata={"help": "Penalty on tokens already present; 1.0 is off."})
     generation_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "More `vllm.SamplingParams`, such as `stop`, `min_tokens` or `bad_words`."}
+        default=None,
+        metadata={
+            "help": "More `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words` or `structured_outputs` "
+            "(a mapping: `{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`)."
+        },
     )
 
     # -- evaluation

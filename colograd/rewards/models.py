@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from ..config import GRPOConfig
 from .builtin import BUILTIN_REWARDS
 
-BATCH_TOKENS = {"cpu": 4096}  # in one forward, padding included
+BATCH_TOKENS = {"cpu": 512}  # in one forward, padding included
 GPU_BATCH_TOKENS = 16384
 # Of the policy's `model_init_kwargs`: what says where and which the policy is, and not how a model is loaded.
 OF_THE_POLICY = ("revision", "device_map")

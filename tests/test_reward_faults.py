@@ -1,0 +1,62 @@
+"""A reward that goes wrong on one rank of two: the documented end, on both, within its deadline. No rank hangs.
+
+Those that raise, hang, or end their process are in test_ranks.py: they end the launcher's processes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from colograd import process
+
+pytestmark = pytest.mark.engine
+
+SCRIPT = Path(__file__).parent / "scripts" / "reward_faults.py"
+REFUSED = {
+    "nothing": "it returned None (NoneType), but must return a list of 4 numbers",
+    "nan": "its reward is nan (float), but must be a finite float32 number or None",
+    "text": "its reward is 'good' (str), but must be a finite float32 number or None",
+    "length": "it returned 5 rewards for 4 completions",
+}
+TAKEN = ("abstain", "megabyte", "alarm")
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """case -> how it ended, of each rank: all cases one after the other in one pair of processes."""
+    folder = tmp_path_factory.mktemp("faults")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(process.free_port()), str(SCRIPT), str(tiny_model), str(folder / "run")]
+    done = subprocess.run(
+        [*command, str(folder), *REFUSED, *TAKEN],
+        capture_output=True, text=True, timeout=400, env=tiny.clean_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "x" * 2**20 in done.stderr, "what a reward prints is seen"
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_reward_ends_the_step_on_both_ranks_and_leaves_the_weights(ranks, case: str) -> None:
+    mine, theirs = (rank[case] for rank in ranks)
+    assert theirs["problem"].startswith("RewardError: reward function 'faulty', prompt ")
+    assert REFUSED[case] in theirs["problem"]
+    assert mine["problem"] == f"RankError: Rank 1 failed in the rollout: {theirs['problem']}"
+    for end in (mine, theirs):
+        assert end["weights"] == end["before"] and end["seconds"] < 60
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_is_a_reward_trains_both_ranks_alike(ranks, case: str) -> None:
+    mine, theirs = (rank[case] for rank in ranks)
+    assert not mine["problem"] and not theirs["problem"]
+    assert mine["weights"] == theirs["weights"] != mine["before"] == theirs["before"]
+    assert mine["metrics"]["rewards/faulty/abstained"] == (8 if case == "abstain" else 0)
+    assert not [name for name in mine["metrics"] if "timeouts" in name or "errors" in name]
+    assert max(mine["seconds"], theirs["seconds"]) < 60
