@@ -37,7 +37,6 @@ class Evaluated(Protocol):
     loss: Any
     model: Any
     optimizer: Any
-    estimator: Estimator
     reference: Any
     residency: Residency
     rewards: list[RewardFunction]
