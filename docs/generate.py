@@ -246,10 +246,11 @@ def metric_templates() -> list[re.Pattern[str]]:
     files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     places = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys if key is not None]
+    places += [node.key for node in nodes if isinstance(node, ast.DictComp)]
     places += [node.slice for node in nodes if isinstance(node, ast.Subscript)]
     places += [argument for node in nodes if isinstance(node, ast.Call) for argument in node.args]
     texts = {text for place in places if (text := constant(place)) and re.search(r"[a-z]", text)}
-    return [re.compile(re.escape(text).replace(r"\{\}", r"(\w+|\{\})")) for text in texts]
+    return [re.compile(re.escape(text).replace(r"\{\}", r"[\w/{}]+")) for text in texts]
 
 
 def constant(node: ast.AST) -> str | None:
