@@ -17,6 +17,7 @@ from . import memory
 from .balance import pair_cost
 from .batch import MicroBatch, StepBatch
 from .config import GRPOConfig
+from .objective import Objective
 from .packing import PackingRules, dummy, pack_step, sequences
 from .policy import Policy
 from .ranks import gather, world_size
@@ -26,13 +27,13 @@ SMALLEST, LARGEST = 1024, 65536  # measured sizes, in tokens; a row of LARGEST k
 STEP = 256  # budgets are multiples of it
 
 
-def rules_for(config: GRPOConfig, policy: Policy) -> PackingRules:
+def rules_for(config: GRPOConfig, policy: Policy, objective: Objective) -> PackingRules:
     """The packing of a run; a budget of 0 is still to be measured."""
     given = config.max_tokens_per_microbatch
     return PackingRules(
         max_tokens=0 if given == "auto" else int(given or 0),
         mask_truncated=config.mask_truncated_completions,
-        skip_without_signal=True,  # nothing but the advantage gives a gradient in this version
+        skip_without_signal=not objective.every_group,
         share_prompts=not policy.why_padded,
         balance_ranks=config.balance_ranks and world_size() > 1,
         equal_counts=False,  # ranks hold full copies: they meet at the exchange of gradients only

@@ -60,11 +60,6 @@ def _check_rollouts(group: Group) -> None:
                     f"{where}: {name} of rollout {index} is {_shown(value)}, but must be a tensor with one entry for "
                     f"each of its {length} completion tokens."
                 )
-        if rollout.prompt_ids != group.rollouts[0].prompt_ids:
-            raise ValueError(
-                f"{where}: rollout {index} has other prompt_ids than rollout 0, but a group shares them: what a "
-                "completion was begun with belongs to its completion_ids (`sampled` is False there)."
-            )
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:

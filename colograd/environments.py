@@ -102,6 +102,8 @@ class Toolbox:
             self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
         self._free: dict[str | None, list[Any]] = {name: [make()] for name, make in self._factories.items()}
         self._lent: list[Session] = []
+        classes = dict.fromkeys(type(environment) for (environment,) in self._free.values())
+        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # reward themselves
         shared = [_schema(name, function) for name, function in self._tools.items()]
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
         for name, (environment,) in self._free.items():
@@ -126,11 +128,6 @@ class Toolbox:
             ValueError: the row names an environment that there isn't.
         """
         return self._schemas[self._name(row)]
-
-    def reward_classes(self) -> list[type]:
-        """The environments' classes that reward themselves (``get_reward``), each once."""
-        classes = [type(environment) for free in self._free.values() for environment in free]
-        return [c for c in dict.fromkeys(classes) if callable(getattr(c, "get_reward", None))]
 
     def open(self, row: dict[str, Any]) -> tuple[Session, Answers | None]:
         """A conversation's tools, and the answer of its environment's ``reset(**row)`` on its way."""

@@ -11,14 +11,17 @@ from typing import Any, Protocol
 
 import torch
 
+from .advantages import Estimator, divided, step_std
 from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
 from .config import GRPOConfig
 from .contract import checked_advantages, checked_groups, checked_loss
 from .data import PromptDataset
+from .entropy import EntropyController
 from .experience import Pending, RolloutStatistics
 from .metrics import Metrics
 from .packing import PackingRules, pack_step
 from .ranks import gather, rank, together, world_size
+from .reference import fill
 from .residency import Residency
 from .rewards import RewardFunction
 
@@ -29,9 +32,12 @@ class Evaluated(Protocol):
     """What an evaluation needs of a trainer."""
 
     args: Any
+    estimator: Estimator
+    entropy: EntropyController
     loss: Any
     model: Any
     optimizer: Any
+    reference: Any
     residency: Residency
     rewards: list[RewardFunction]
     rules: PackingRules
@@ -52,6 +58,8 @@ class Evaluated(Protocol):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
+
+    def loss_of(self, step: StepBatch) -> Any: ...
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager: ...
 
@@ -123,13 +131,20 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
         whole: the statistics of all ranks.
     """
     rules = dataclasses.replace(trainer.rules, max_tokens=trainer.rules.max_tokens or TOKENS)
+    if scores := trainer.estimator.step_scores:
+        std = step_std([scores(group.rewards) for group in groups])
+        groups = [divided(group, std) for group in groups]
     rows = pack_step(sorted(groups, key=lambda group: group.group.position), rules)
+    if trainer.reference is not None:
+        with together("the reference's log-probabilities"), trainer.compute_loss_context_manager():
+            rows = fill(trainer.reference, rows, trainer.args.temperature)
     step = StepBatch(rows, whole.loss_tokens, len(whole.lengths), {}, True, tuple(groups))
     metrics, denominator = Metrics(), trainer.loss.denominator(step)
     metrics.add("loss", 0.0, 1.0 / world_size())
-    trained = trainer.model.training
+    trained, of_training = trainer.model.training, trainer.loss
     trainer.model.eval()
     try:
+        trainer.loss = trainer.loss_of(step)
         with together("the evaluation's forward"), torch.no_grad():
             for row in rows:
                 with trainer.compute_loss_context_manager():
@@ -138,4 +153,7 @@ def forward(trainer: Evaluated, groups: Sequence[ScoredGroup], whole: RolloutSta
                 metrics.update(output.sums, output.minima, output.maxima)
     finally:
         trainer.model.train(trained)
-    return metrics.reduce()
+        trainer.loss = of_training
+    reduced = metrics.reduce()
+    trainer.entropy.show(reduced, reduced["loss"])
+    return reduced

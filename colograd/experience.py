@@ -78,6 +78,8 @@ class RolloutStatistics:
             self.ended.append(rollout.finish_reason is FinishReason.STOP)
             self.prompt_tokens += len(rollout.prompt_ids)
             self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
+            if unscored := int((rollout.sampled & rollout.sampler_logprobs.isnan()).sum()):
+                self.counts["sampling/unscored_tokens"] += unscored
         self.rewards += group.rewards.tolist()
         self.totals += totals.tolist()
         self.flat_groups.append(bool(group_std(totals) < 1e-8))

@@ -3,7 +3,7 @@
 Only the positions that predict a completion token reach the language-model head. Its logits exist one tile (some rows x
 some of the vocabulary) at a time: the forward keeps a running maximum and sum per row (an online softmax, as in arXiv
 1805.02867), the backward computes each tile again and turns it into its gradient in place. So memory grows with neither
-the vocabulary nor the number of labels, but for one number per label.
+the vocabulary nor the number of labels, but for one number per label (two where the entropy's gradient is asked for).
 """
 
 from __future__ import annotations
@@ -28,18 +28,24 @@ TILE_ROWS = 8192
 
 
 def policy_logprobs(
-    model: torch.nn.Module, micro_batch: MicroBatch, temperature: float
+    model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each label and entropy of its distribution, at ``temperature``.
 
     Returns:
-        logprobs (N,) float32, nats, differentiable; entropy (N,) float32, nats, detached.
+        logprobs (N,) float32, nats, differentiable; entropy (N,) float32, nats, with a gradient if it is asked for.
     """
     model = unwrap(model)
     hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.predictors)
     head = model.get_output_embeddings()
     return label_logprobs(
-        hidden, head.weight, getattr(head, "bias", None), micro_batch.labels, temperature, _logit_transform(model)
+        hidden,
+        head.weight,
+        getattr(head, "bias", None),
+        micro_batch.labels,
+        temperature,
+        _logit_transform(model),
+        entropy_gradient,
     )
 
 
@@ -73,6 +79,7 @@ def label_logprobs(
     labels: torch.Tensor,
     temperature: float,
     transform: dict[str, float],
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden).
 
@@ -85,7 +92,8 @@ def label_logprobs(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     with torch.autocast(device, enabled=False):
-        return _LabelLogprobs.apply(hidden, weight, bias, labels, _Head(temperature, dtype=dtype, **transform))
+        head = _Head(temperature, dtype=dtype, **transform)
+        return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,7 @@ class _LabelLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         head: _Head,
+        entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         states = hidden.to(head.dtype)
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
@@ -165,16 +174,18 @@ class _LabelLogprobs(torch.autograd.Function):
                 moment[row] += torch.linalg.vecdot(power, tile)
         normaliser = maximum + total.log()
         ctx.head = head
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser)
         entropy = total.log() - moment / total  # H = log Z - E[x], both less the maximum
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_gradient else None)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return label_logit - normaliser, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """d logprob / d logit = onehot - softmax, through the temperature, the cap and the scale, tile by tile."""
-        hidden, weight, bias, labels, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """d logprob / d logit = onehot - p and d H / d logit = -p (log p + H), through the temperature, the cap and
+        the scale, tile by tile."""
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
         head: _Head = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         states = hidden.to(head.dtype)
@@ -196,6 +207,7 @@ class _LabelLogprobs(torch.autograd.Function):
                         _place(labels[row], vocabulary),
                         normaliser[row],
                         gradient[row],
+                        None if entropy is None else (of_entropy[row], entropy[row]),
                     )
                     if d_bias is not None:
                         of_bias.add(tile.sum(dim=0))
@@ -208,7 +220,7 @@ class _LabelLogprobs(torch.autograd.Function):
                     d_weight[vocabulary] = of_weight.value
                 if d_bias is not None:
                     d_bias[vocabulary] = of_bias.value
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
 
 
 def _tile_gradient(
@@ -219,14 +231,28 @@ def _tile_gradient(
     place: tuple[torch.Tensor, torch.Tensor],
     normaliser: torch.Tensor,
     gradient: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """A tile's logits again, turned into the gradient of the head's product: gradient * (onehot - softmax) * chain."""
-    gradient = gradient * (head.scale / head.temperature)
+    """A tile's logits again, turned into the gradient of the head's product, with the chain after it.
+
+    Args:
+        gradient: (n,) of the log-probabilities.
+        entropy: the (n,) gradient of the entropies and their values; None: they are constants.
+    """
+    chain = head.scale / head.temperature
+    gradient = gradient * chain
     tile, capped = head.logits(hidden, weight, bias), None
     if head.softcap:
         capped = head.cap_(tile)
         tile = tile.clone()
-    head.finish_(tile).sub_(normaliser[:, None]).exp_().mul_(-gradient[:, None])
+    head.finish_(tile).sub_(normaliser[:, None])
+    if entropy is None:
+        tile.exp_().mul_(-gradient[:, None])
+    else:  # -p (gradient + of_entropy (log p + H))
+        of_entropy, value = entropy[0] * chain, entropy[1]
+        power = tile.exp()
+        tile.mul_(-of_entropy[:, None]).sub_((gradient + of_entropy * value)[:, None]).mul_(power)
+        del power
     index, inside = place
     tile.scatter_add_(1, index, gradient.where(inside, 0.0)[:, None])
     if capped is not None:

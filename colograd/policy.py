@@ -48,6 +48,9 @@ class Policy:
         ]
         if self.why_padded:
             lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
+        text: Any = self.model.config.get_text_config()
+        if hasattr(text, "output_router_logits") and float(getattr(text, "router_aux_loss_coef", 0.0)):
+            lines.append("experts: the router's load-balancing loss isn't added (TRL adds the model's own)")
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim != "adamw_split":
             lines.append(

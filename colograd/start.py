@@ -11,6 +11,7 @@ from . import memory, process
 from .batch import Group, Prompt
 from .chat import ToolFormat
 from .config import GRPOConfig
+from .config.check import advice
 from .conversations import Conversations
 from .custom_rollouts import CustomRollouts
 from .data import PromptDataset, PromptStream
@@ -110,7 +111,8 @@ def build_sampler(trainer: Starting, notes: Sequence[str], form: ToolFormat | No
         reference = reference_of(args, policy)
     residency = Residency(engine, args, trainer.times)
     plan = plan.with_engine(engine.weight_bytes, bytes_apart(model, engine.model), engine.kv_tokens)
-    lines = [*args.notes, engine.describe(), weights.describe(), *plan.table().splitlines(), *residency.notes, *notes]
+    lines = [*args.notes, *advice(args), engine.describe(), weights.describe()]
+    lines += [*plan.table().splitlines(), *residency.notes, *notes]
     lines += tools.notes if tools else []
     lines += policy.describe(args, rules.max_tokens)
     lines += [reference.describe()] if reference else []

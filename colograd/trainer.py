@@ -29,11 +29,12 @@ from .config.check import check_trainer
 from .contract import checked_loss, checked_rewards
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine import check_vllm
+from .entropy import EntropyController, of_step
 from .experience import collect
 from .inputs import begin, eval_prompts_of, loader_of, rewards_of, tool_format_of, toolbox_of, train_prompts_of
 from .logprobs import policy_logprobs, with_old_logprobs
-from .losses import LOSSES
 from .metrics import Metrics
+from .objective import Objective
 from .optim import accumulate_in_float32, optimizer_class
 from .packed_trainer import PackedTrainer
 from .policy import load_policy
@@ -63,6 +64,7 @@ class GRPOTrainer(PackedTrainer):
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
         environment_factory: makes environments, whose methods are tools; or several by name.
+        quantization_config: refused in this version.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -79,17 +81,18 @@ class GRPOTrainer(PackedTrainer):
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
         peft_config: Any = None,
         tools: Sequence[Any] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
-        **later: Any,
     ) -> None:
         args = begin(args, model)
         with together("the start"):
-            check_trainer(later, args)
+            check_trainer(args, quantization_config=quantization_config)
             check_vllm()
             check_sampling(args)
+            self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
             self.tools = toolbox_of(args, tools, environment_factory)
             functions = with_models(reward_funcs, reward_processing_classes, args)
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.tools)
@@ -108,18 +111,17 @@ class GRPOTrainer(PackedTrainer):
             train_dataset=self.train_prompts,
             eval_dataset=self.eval_prompts,
             processing_class=self.policy.tokenizer,
-            callbacks=callbacks,
+            callbacks=[*(callbacks or []), self.entropy],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
         )
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.loss = LOSSES[args.loss_type].from_config(args)
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._round: list[StepBatch] = []  # what is left of the present round
-        self.rules = budget.rules_for(args, self.policy)  # the token budget in it may change
+        self.rules = budget.rules_for(args, self.policy, self.loss)  # the token budget in it may change
         sampler = build_sampler(self, self.scorer.notes, form, rollout_func)
         self.engine, self.weights, self.writer = sampler.engine, sampler.weights, sampler.writer
         self.residency, self.memory = sampler.residency, sampler.memory
@@ -183,7 +185,7 @@ class GRPOTrainer(PackedTrainer):
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
-        logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature)
+        logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, self.loss.entropy_gradient)
         return self.loss(logprobs, entropy, micro_batch)
 
     def decode(self, group: Group) -> list[str]:
@@ -283,6 +285,7 @@ class GRPOTrainer(PackedTrainer):
         model.train()
         while True:
             try:
+                self.loss = self.loss_of(inputs)
                 with together("training"), self.times.phase("train"):
                     metrics = self._forward_backward(model, inputs)
                 break
@@ -294,8 +297,18 @@ class GRPOTrainer(PackedTrainer):
             sum_gradients(list(self.model.parameters()))
             reduced = metrics.reduce()
         loss = reduced.pop("loss_sum")
+        self.entropy.finish(reduced, loss)
         self._logs.append({**inputs.metrics, **reduced})
         return torch.tensor(loss, device=self.args.device)
+
+    def loss_of(self, step: StepBatch) -> Objective:
+        """The objective with what it must know of the whole step. A collective."""
+
+        def entropies(row: MicroBatch) -> torch.Tensor:
+            with self.times.phase("entropies"), self.compute_loss_context_manager():
+                return policy_logprobs(self.model, row, self.args.temperature)[1]
+
+        return of_step(self.loss, step, self.entropy.applied, entropies)
 
     def _forward_backward(self, model: torch.nn.Module, step: StepBatch) -> Metrics:
         """Add up the gradient of this rank's micro-batches."""

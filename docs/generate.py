@@ -28,12 +28,21 @@ NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it re
 
 # Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
 LIMITED = (
-    "importance_sampling_level",
-    "loss_type",
     "use_vllm",
     "vllm_mode",
     "vllm_tensor_parallel_size",
 )
+
+# Metrics that TRL logs and this version doesn't, with the reason.
+OTHER_METRICS = {"aux_loss": "auxiliary losses of mixtures of experts aren't computed"}
+# What is to be said of metrics that have TRL's name.
+METRIC_NOTES = {
+    "completions/clipped_ratio": "By what vLLM says: a stop string or stop token ends a completion too",
+    "completions/mean_terminated_length": "Left out where none ended (TRL logs 0)",
+    "completions/min_terminated_length": "Left out where none ended (TRL logs 0)",
+    "completions/max_terminated_length": "Left out where none ended (TRL logs 0)",
+    "step_time": "The whole step; `time/*` are its phases",
+}
 
 CONFIGURATION = """# Configuration
 
@@ -101,12 +110,15 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch, and
   `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
 - **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
-  per micro-batch, is `dapo` here.
-- **Groups without a reward difference** aren't trained on. They count in every denominator and metric.
+  per micro-batch, is `dapo` here. [losses.md](losses.md) has the rest of what differs.
+- **Groups without a reward difference** aren't trained on, where nothing but the advantage gives a gradient. They count
+  in every denominator and metric.
 - **Rewards** are called for one group at a time. The signature is TRL's.
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
   `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
+- **`evaluate` runs no training forward** unless `loss_eval` asks for it; `temperature_eval` and
+  `max_completion_length_eval` are its own, and it reports pass@k.
 - **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`) are refused
   together with `vllm_importance_sampling_correction`, whose ratio they would bias.
 
@@ -178,6 +190,11 @@ def moving() -> str:
         NOTICE,
         MOVING,
         table(("Field", "", "Default", "Here"), rows),
+        "## Metrics",
+        "Names are TRL's, and so are meanings; in `evaluate` they begin with `eval_`, and those of the loss (entropy, "
+        "ratios, `sampling/*`) need `loss_eval: true`. What a step logs beside them is in the "
+        "[quickstart](quickstart.md).",
+        table(("TRL's metric", "", "Note"), metrics()),
         "## Names from elsewhere in TRL",
         "Of its script's arguments, its command line, or older versions. All other arguments of its `grpo` script are "
         "taken: [Configuration](configuration.md).",
@@ -186,7 +203,63 @@ def moving() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def metrics() -> list[tuple[str, str, str]]:
+    """Rows: each metric that TRL's GRPOTrainer logs, and whether the package logs one of that name.
+
+    Raises:
+        SystemExit: one that is neither logged nor accounted for, or accounted for and logged.
+    """
+    rows, templates = [], metric_templates()
+    for name in trl_metrics():
+        ours = any(template.fullmatch(name) for template in templates)
+        if ours == (name in OTHER_METRICS):
+            raise SystemExit(
+                f"docs/generate.py: TRL's metric {name} is {'logged' if ours else 'not logged'} here: "
+                f"{'remove it from' if ours else 'say why in'} OTHER_METRICS of docs/generate.py."
+            )
+        shown = name.replace("{}", "<name>")
+        rows.append(
+            (f"`{shown}`", "yes" if ours else "no", sentence(OTHER_METRICS.get(name) or METRIC_NOTES.get(name)))
+        )
+    return rows
+
+
 # -- what the sources say
+
+
+def trl_metrics() -> list[str]:
+    """Names that TRL's GRPOTrainer logs, as its source writes them; `{}` stands for what it fills in."""
+    source = (trl_folder() / "trainer" / "grpo_trainer.py").read_text(encoding="utf-8")
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Subscript):
+            continue
+        if ast.unparse(node.value.value) == "self._metrics" and (name := constant(node.slice)):
+            found.append(name)
+    return sorted(set(found))
+
+
+def metric_templates() -> list[re.Pattern[str]]:
+    """The texts of the package that may be a metric's name: keys and arguments, with `{}` standing for words. The
+    configuration's are names of knobs."""
+    package = Path(sys.modules["colograd"].__file__ or "").parent
+    files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    places = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys if key is not None]
+    places += [node.key for node in nodes if isinstance(node, ast.DictComp)]
+    places += [node.slice for node in nodes if isinstance(node, ast.Subscript)]
+    places += [argument for node in nodes if isinstance(node, ast.Call) for argument in node.args]
+    texts = {text for place in places if (text := constant(place)) and re.search(r"[a-z]", text)}
+    return [re.compile(re.escape(text).replace(r"\{\}", r"[\w/{}]+")) for text in texts]
+
+
+def constant(node: ast.AST) -> str | None:
+    """A text as it is written, `{}` for what is filled in; None for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return None
 
 
 def own_names(group: type) -> list[str]:
@@ -232,12 +305,17 @@ def sections(group: type) -> dict[str, list[str]]:
 
 def trl_fields() -> dict[str, str | None]:
     """Fields that TRL's GRPOConfig declares, with the default's text (None where it isn't a plain value)."""
+    source = (trl_folder() / "trainer" / "grpo_config.py").read_text(encoding="utf-8")
+    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "GRPOConfig").body
+    return dict(_field(node) for node in body if isinstance(node, ast.AnnAssign))
+
+
+def trl_folder() -> Path:
+    """The installed TRL, which isn't imported."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(f"docs/generate.py: docs/trl.md is made from the package trl: pip install 'trl>={TRL}'")
-    source = (Path(spec.submodule_search_locations[0]) / "trainer" / "grpo_config.py").read_text(encoding="utf-8")
-    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "GRPOConfig").body
-    return dict(_field(node) for node in body if isinstance(node, ast.AnnAssign))
+    return Path(spec.submodule_search_locations[0])
 
 
 def _field(node: ast.AnnAssign) -> tuple[str, str | None]:
@@ -265,7 +343,9 @@ def yaml_value(value: object) -> str:
     return {None: "null", False: "false"}.get(value, repr(value))  # type: ignore[call-overload]
 
 
-def sentence(text: str) -> str:
+def sentence(text: str | None) -> str:
+    if not text:
+        return ""
     first = text.split()[0]  # which may be a field's name
     return f"{first.capitalize() if first.isalpha() else first}{text[len(first) :]}."
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from colograd.advantages import Estimator, divided, group_advantages, group_std, step_std
-from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout, ScoredGroup
 from colograd.experience import collect
 from colograd.metrics import PhaseTimes
 from colograd.packing import PackingRules, has_signal
@@ -209,7 +209,7 @@ def scored(position: int, rewards: torch.Tensor, advantages: torch.Tensor) -> Sc
         Rollout((1,), (2, 3), torch.zeros(2), torch.ones(2, dtype=torch.bool), FinishReason.STOP, 0)
         for _ in range(len(rewards))
     )
-    return ScoredGroup(Group({"prompt": ""}, rollouts, position), rewards, advantages)
+    return ScoredGroup(Group({"prompt": ""}, rollouts, position), rewards, advantages, Logged({}, {}))
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -242,6 +242,9 @@ class Stages:
 
     def take_counts(self) -> dict[str, float]:
         return {}
+
+    def take_logged(self, group: Group) -> Logged:
+        return Logged({}, {})
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         return weighted_sum(rewards, self.estimator.weights)

@@ -264,8 +264,8 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a loss that doesn't exist": (
         lambda _: config(loss_type="gspo"),
         "loss_type 'gspo'",
-        "isn't supported",
-        "choose one of dapo, grpo",
+        r"isn't one of the built-in ones \(dapo, .*\): the nearest is",
+        "give its import path: package.module:Class",
     ),
     "greedy training": (lambda _: config(temperature=0), "temperature is 0", "must differ", "set it above 0"),
     "a biased sampler correction": (

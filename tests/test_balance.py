@@ -20,7 +20,7 @@ from colograd.balance import MIN_GAIN, _from_arrays, _to_arrays, balance, cost, 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.config import GRPOConfig
 from colograd.logprobs import policy_logprobs
-from colograd.losses import LOSSES
+from colograd.objective import Objective
 from colograd.packing import PackingRules, dummy, pack, pack_step
 
 CPU = torch.device("cpu")
@@ -156,12 +156,12 @@ def test_neither_budget_nor_order_nor_ranks_change_loss_or_gradient(model: Any, 
             assert (found - expected).norm() < 1e-6 * expected.norm(), (ranks, budget)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo"])
 def test_a_dummy_gives_every_parameter_a_gradient_of_zeros_and_counts_nowhere(model: Any, loss_type: str) -> None:
     args = GRPOConfig(output_dir="unused", report_to="none", loss_type=loss_type, use_cpu=True)
     model.zero_grad()
     row = dummy(CPU, [(3, (2, 4)), (1, (1,))])
-    output = LOSSES[loss_type].from_config(args)(*policy_logprobs(model, row, 1.0), row)
+    output = Objective.from_config(args)(*policy_logprobs(model, row, 1.0), row)
     output.loss.backward()
     assert output.loss.item() == 0
     for name, parameter in model.named_parameters():
@@ -183,8 +183,9 @@ def test_short_ranks_add_dummies_only_where_ranks_step_together(monkeypatch: pyt
 # -- Real ranks
 
 
-def run(ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
-    """[rank][case]: unbalanced, balanced, balanced in small rows with equal counts."""
+def run(ranks: int, folder: Path) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """[rank]: the cases unbalanced, balanced, balanced in small rows with equal counts; and with entropy terms, in
+    large and in small rows."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", str(process.free_port()), str(SCRIPT), str(folder)]
     environment = {k: v for k, v in os.environ.items() if k not in process.RANK_VARIABLES}
@@ -193,9 +194,25 @@ def run(ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
     return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 
 
-def test_two_ranks_of_very_different_lengths_share_the_work_and_the_update_stays(tmp_path: Path) -> None:
-    two, (one,) = run(2, tmp_path), run(1, tmp_path)
-    first, second = two
+@pytest.fixture(scope="module")
+def real_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run(2, folder), run(1, folder)
+
+
+def test_the_entropy_s_terms_are_of_all_ranks(real_ranks: Any) -> None:
+    """One rank's completions are long, the other's short: its own threshold or mean would be another."""
+    two, ((_, alone),) = real_ranks
+    wanted = torch.tensor(alone[0]["gradient"])
+    for case in [*alone, *(case for _, cases in two for case in cases)]:
+        assert case["loss"] == pytest.approx(alone[0]["loss"], rel=1e-6)
+        assert (torch.tensor(case["gradient"]) - wanted).norm() < 1e-6 * wanted.norm()
+    assert alone[0]["tokens"] is None or alone[0]["tokens"] == alone[1]["tokens"] == two[0][1][0]["tokens"]
+
+
+def test_two_ranks_of_very_different_lengths_share_the_work_and_the_update_stays(real_ranks: Any) -> None:
+    ((first, _), (second, _)), ((one, _),) = real_ranks
+    two = (first, second)
     assert first[0]["moved"] == 0 and first[0]["tokens"] > 10 * second[0]["tokens"]
     for case in (1, 2):
         assert first[case]["moved"] == second[case]["moved"] > 0

@@ -18,6 +18,7 @@ from colograd import attention, budget, ranks
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, StepBatch
 from colograd.config import GRPOConfig
 from colograd.logprobs import with_old_logprobs
+from colograd.objective import Objective
 from colograd.packing import PackingRules, pack_step, sequences
 
 CPU = torch.device("cpu")
@@ -140,7 +141,7 @@ def test_auto_is_a_number_on_a_cpu_and_measured_on_a_gpu(given: Any, monkeypatch
     monkeypatch.setattr(GRPOConfig, "on_cpu", False)
     config = made()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
-    rules = budget.rules_for(config, SimpleNamespace(model=model, why_padded=""))  # type: ignore[arg-type]
+    rules = budget.rules_for(config, SimpleNamespace(model=model, why_padded=""), Objective.from_config(config))  # type: ignore[arg-type]
     assert config.max_tokens_per_microbatch == "auto" and rules.max_tokens == 0
 
 

@@ -408,3 +408,67 @@ def test_settings_of_evaluation_are_checked(given: dict[str, Any], said: str) ->
     with pytest.raises(ValueError, match=said):
         config(**given)
     assert config(metric_for_best_model="eval_loss", loss_eval=True).loss_eval
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"loss_type": "vespo"}, "vllm_importance_sampling_mode is 'sequence_mask', but loss_type 'vespo'"),
+        ({"importance_sampling_level": "sentence"}, "importance_sampling_level 'sentence' .*: choose one of token"),
+        ({"top_entropy_quantile": 1.5}, "top_entropy_quantile is 1.5, but must be a share"),
+        ({"entropy_coef_min": 2.0}, r"entropy_coef_min \(2.0\) must be at most entropy_coef_max \(1.0\)"),
+        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0, but must be positive"),
+        ({"vespo_lambda_pos": -1.0}, "vespo_lambda_pos is -1.0, but must be at least 0"),
+    ],
+)
+def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, []),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, []),
+        ({"importance_sampling_level": "sequence"}, ["GSPO is loss_type: grpo"]),
+        ({"loss_type": "luspo"}, ["importance_sampling_level: sequence"]),
+        ({"loss_type": "cispo"}, ["0.2 is below 1"]),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, []),
+        (
+            {
+                "loss_type": "vespo",
+                "importance_sampling_level": "sequence",
+                "vllm_importance_sampling_mode": "token_mask",
+            },
+            ["token is meant for it"],
+        ),
+    ],
+)
+def test_what_trl_takes_and_is_rarely_meant_gets_a_line(given: dict[str, Any], said: list[str]) -> None:
+    lines = list(check.advice(config(**given)))
+    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))
+
+
+def test_a_mixture_of_experts_is_told_that_its_balance_is_left_alone() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from colograd.policy import Policy
+
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+    }
+    for coefficient, said in ((0.1, True), (0.0, False)):
+        experts = MixtralConfig(
+            **shape,
+            num_key_value_heads=1,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            router_aux_loss_coef=coefficient,
+        )
+        lines = Policy(MixtralForCausalLM(experts), None, "", False, "").describe(config(), 10)
+        assert any("load-balancing loss isn't added" in line for line in lines) == said

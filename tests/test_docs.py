@@ -44,6 +44,19 @@ def test_a_field_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, mon
         generate.moving()
 
 
+def test_a_metric_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = generate.trl_metrics()
+    assert len(found) > 30 and {"reward", "rewards/{}/mean", "completions/mean_length", "kl"} <= set(found)
+    assert set(generate.OTHER_METRICS) | set(generate.METRIC_NOTES) <= set(found)
+    monkeypatch.setattr(generate, "trl_metrics", lambda: [*found, "brand/new"])
+    with pytest.raises(SystemExit, match="TRL's metric brand/new is not logged here: say why in"):
+        generate.moving()
+    monkeypatch.setattr(generate, "trl_metrics", lambda: found)
+    monkeypatch.setitem(generate.OTHER_METRICS, "reward", "no reason")
+    with pytest.raises(SystemExit, match="TRL's metric reward is logged here: remove it from"):
+        generate.moving()
+
+
 def test_fields_called_limited_are_fields_of_ours_and_theirs(generate: ModuleType) -> None:
     assert set(generate.LIMITED) <= set(generate.trl_fields()) & set(generate.own_names(generate.GRPOConfig))
 

@@ -38,6 +38,8 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         num_generations_eval=4,
         pass_threshold_eval=0.55,
         loss_eval=True,
+        beta=0.01,
+        scale_rewards="batch",
         eval_strategy="steps",
         eval_steps=1,
         eval_on_start=True,
@@ -70,8 +72,15 @@ def test_pass_at_k_and_the_mean_are_those_of_what_was_sampled(trained: Any, monk
 def test_the_forward_that_was_asked_for_has_trls_metrics_and_no_gradient(
     trained: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    trained.seen.clear()
     metrics = trained.evaluate()
-    assert metrics["eval_entropy"] > 0 and metrics["eval_loss"] == pytest.approx(0, abs=1e-4)  # on-policy: sums cancel
+    assert metrics["eval_entropy"] > 0
+    # On-policy the ratios are 1: minus the mean over tokens of the advantages, and the reference's term.
+    rewards = torch.stack([torch.tensor(tiny.vowels(trained.decode(group))) for group in trained.seen])
+    advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std() + 1e-4)
+    lengths = torch.tensor([[len(r.completion_ids) for r in group.rollouts] for group in trained.seen])
+    expected = -float((advantages * lengths).sum() / lengths.sum()) + 0.01 * metrics.get("eval_kl", 0.0)
+    assert metrics["eval_loss"] == pytest.approx(expected, abs=1e-4)
     assert metrics["eval_sampling/sampling_logp_difference/mean"] < 1e-4
     assert all(p.grad is None or not p.grad.any() for p in trained.model.parameters())
     monkeypatch.setattr(trained.args, "loss_eval", False)

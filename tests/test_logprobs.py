@@ -32,7 +32,8 @@ def make_head(tokens: int = 50, bias: bool = False, dtype: torch.dtype = torch.f
 
 def full_softmax(head: dict[str, Any], temperature: float, scale: float = 1.0, softcap: float = 0.0) -> Any:
     """Log-probabilities of the labels and entropies, with all logits at once."""
-    logits = torch.nn.functional.linear(head["hidden"], head["weight"], head["bias"]).float() * scale
+    logits = torch.nn.functional.linear(head["hidden"], head["weight"], head["bias"]) * scale
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     distribution = torch.distributions.Categorical(logits=logits / temperature)
@@ -96,13 +97,19 @@ def test_a_tile_is_never_larger_than_it_may_be(labels: int, vocabulary: int, dev
     assert rows * columns <= logprobs.TILE_ELEMENTS[device]
 
 
+@pytest.mark.parametrize("entropy_gradient", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
     ("temperature", "scale", "softcap"),
     [(1.0, 1.0, 0.0), (0.7, 1.0, 0.0), (1.0, 0.3, 0.0), (1.0, 1.0, 2.0), (1.4, 0.5, 2.0)],
 )
 def test_the_gradient_is_the_derivative(
-    monkeypatch: pytest.MonkeyPatch, bias: bool, temperature: float, scale: float, softcap: float
+    monkeypatch: pytest.MonkeyPatch,
+    bias: bool,
+    temperature: float,
+    scale: float,
+    softcap: float,
+    entropy_gradient: bool,
 ) -> None:
     """In float64 against finite differences, for every transform, over several tiles."""
     monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: (2, 3))
@@ -111,11 +118,30 @@ def test_the_gradient_is_the_derivative(
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     labels = torch.tensor([0, 6, 3, 3, 1])
 
-    def only_logprobs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def differentiable(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         transform = {"scale": scale, "softcap": softcap}
-        return label_logprobs(hidden, weight, bias, labels, temperature, transform)[0]
+        found = label_logprobs(hidden, weight, bias, labels, temperature, transform, entropy_gradient)
+        assert found[1].requires_grad == entropy_gradient
+        return found if entropy_gradient else found[0]
 
-    assert torch.autograd.gradcheck(only_logprobs, given, eps=1e-6, atol=1e-7, rtol=1e-5)
+    assert torch.autograd.gradcheck(differentiable, given, eps=1e-6, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.4, 0.5, 3.0)])
+def test_the_entropy_s_gradient_is_that_of_the_full_softmax(
+    monkeypatch: pytest.MonkeyPatch, bias: bool, temperature: float, scale: float, softcap: float
+) -> None:
+    """In float64 against autograd, alone and together with that of the log-probabilities."""
+    monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: (16, 40))
+    head = make_head(bias=bias, dtype=torch.float64)
+    transform = {"scale": scale, "softcap": softcap}
+    for share in (0.0, 0.3):
+        expected = full_softmax(head, temperature, scale, softcap)
+        found = label_logprobs(**head, temperature=temperature, transform=transform, entropy_gradient=True)
+        torch.testing.assert_close(found, expected)
+        ours, theirs = (gradients(share * logprob + entropy.square(), head) for logprob, entropy in (found, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
 def test_a_second_derivative_is_refused() -> None:

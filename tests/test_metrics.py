@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from colograd import metrics as module
+from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
+from colograd.experience import RolloutStatistics
 from colograd.metrics import Metrics, PhaseTimes
 
 
@@ -88,3 +92,11 @@ def test_seconds_can_be_charged_to_another_phase(times: PhaseTimes) -> None:
     with times.phase("generate"):
         times.move("generate", "reward", 0.25)
     assert times.take() == {"time/generate": 0.75, "time/reward": 0.25}
+
+
+def test_tokens_that_the_sampler_could_not_score_are_counted() -> None:
+    logprobs, sampled = torch.tensor([-1.0, math.nan, math.nan]), torch.tensor([True, True, False])
+    rollout = Rollout((1,), (2, 3, 4), logprobs, sampled, FinishReason.STOP, 0)
+    group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.zeros(1))
+    found = RolloutStatistics.of([(group, torch.zeros(1))], mask_truncated=False).metrics(["r"])
+    assert found["sampling/unscored_tokens"] == 1, "a tool's token isn't one of them"

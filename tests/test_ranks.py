@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def test_ranks_hold_identical_weights_after_each_step(two) -> None:
 
 def test_ranks_hold_identical_references_that_follow_every_second_step(two) -> None:
     first, second = ([step["reference"] for step in rank["seen"]] for rank in two)
-    assert first == second and [a == b for a, b in zip(first[:3], first[1:4], strict=True)] == [True, False, True]
+    assert first == second and [a == b for a, b in itertools.pairwise(first[:4])] == [True, False, True]
     assert first[0] == two[0]["seen"][0]["weights"], "what the run began with"
 
 

@@ -260,6 +260,7 @@ class Watching(GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rows: dict[int, list[tuple[MicroBatch, torch.Tensor]]] = {}
+        self.totals: list[torch.Tensor] = []
         self.dies_above: int | None = None
         super().__init__(*args, **kwargs)
 
@@ -270,6 +271,10 @@ class Watching(GRPOTrainer):
             found = policy_logprobs(model, micro_batch, self.args.temperature)[0]
         self.rows.setdefault(self.state.global_step + 1, []).append((micro_batch, found))
         return super().compute_loss(model, micro_batch)
+
+    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
+        self.totals.append(super().combine(rewards))
+        return self.totals[-1]
 
 
 def trainer_of(model: Path, folder: Path, peft_config: Any = None, **changes: Any) -> Watching:
@@ -307,6 +312,7 @@ def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_mod
             assert moved < 1e-5 if step == 1 else moved > 1e-3
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert logs[0]["time/ref_logprobs"] > 0
+    assert logs[0]["kl"] < 1e-9 and logs[-1]["kl"] > 1e-3
     for entry in logs:
         phases = sum(value for name, value in entry.items() if name.startswith("time/"))
         assert phases == pytest.approx(entry["step_time"])
@@ -320,6 +326,8 @@ def test_a_reference_that_follows_is_resumed_as_it_was(tiny_model, tmp_path, clo
     trainer.train()
     for row, policy in trainer.rows[1]:
         assert torch.equal(row.ref_logprobs, policy), "the divergence of the first step is 0, bit for bit"
+    kl = [entry["kl"] for entry in trainer.state.log_history if "reward" in entry]
+    assert kl[0] == 0 and kl[2] < kl[1], "it came closer after step 2"
     final = [p.clone() for p in trainer.reference.model.parameters()]
     first, trainer.rows = trainer.rows, {}
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -344,3 +352,19 @@ def test_an_adapter_is_held_to_its_base(tiny_model, tmp_path, closing) -> None:
     for row, policy in trainer.rows[3]:
         torch.testing.assert_close(row.ref_logprobs, plain(tiny_model, row, 1.0), rtol=0, atol=1e-4)
         assert (row.ref_logprobs - policy).abs().max() > 1e-4
+
+
+@pytest.mark.engine
+def test_the_loss_of_an_evaluation_has_the_reference_and_the_scale_over_its_groups(
+    tiny_model, tmp_path, closing
+) -> None:
+    trainer = closing(trainer_of(tiny_model, tmp_path, loss_eval=True, scale_rewards="batch"))
+    metrics = trainer.evaluate(tiny.prompts(4))
+    rows = [row for row, _ in trainer.rows[1]]
+    advantages, mask = (torch.cat([getattr(row, name) for row in rows]) for name in ("advantages", "loss_mask"))
+    assert metrics["eval_loss"] == pytest.approx(float(-(advantages * mask).sum() / mask.sum()), abs=1e-3)
+    assert all(torch.equal(row.ref_logprobs, policy) for row, policy in trainer.rows[1])
+    totals = torch.cat(trainer.totals)
+    expected = torch.cat([of_group - of_group.mean() for of_group in trainer.totals]) / (totals.std() + 1e-4)
+    found = [row.advantages[row.sequence.diff(prepend=row.sequence[:1] - 1) != 0] for row in rows]
+    torch.testing.assert_close(torch.cat(found).sort().values, expected.sort().values)

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
+from datasets import IterableDataset
+
+from colograd import GRPOTrainer
 
 pytestmark = pytest.mark.engine
 
@@ -54,3 +58,34 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_model, tmp_path, uninterrupted, m
     assert steps(record) == expected
     assert (run_dir / "model.safetensors").read_bytes() == weights
     assert not list(run_dir.glob(".*")), "what the kill left behind is swept up"
+
+
+def test_a_streamed_run_resumes_bit_for_bit_and_a_finished_one_has_its_optimizer(tiny_model, tmp_path, closing) -> None:
+    rows = tiny.prompts(11)
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    args = tiny.config(tmp_path, prompts_per_step=2, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer = closing(GRPOTrainer(str(tiny_model), tiny.vowels, args, stream))
+
+    def weights() -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
+
+    trainer.train()
+    expected = weights()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4 and torch.equal(weights(), expected)
+
+    trainer.optimizer = trainer.lr_scheduler = None
+    done = trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert done.global_step == 4 and torch.equal(weights(), expected)
+    saved = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    held = trainer.optimizer.state_dict()
+    assert held["state"].keys() == saved["state"].keys() and len(held["state"]) > 10
+    assert all(torch.equal(held["state"][key]["exp_avg"], saved["state"][key]["exp_avg"]) for key in held["state"])
+    assert trainer.lr_scheduler.last_epoch == 4
+
+    trainer.train_dataset.dataset = IterableDataset.from_generator(lambda: iter(rows.select(range(10, -1, -1))))
+    with pytest.raises(ValueError, match="train isn't the stream that the checkpoint was trained on"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (tmp_path / "checkpoint-2" / "prompts.json").unlink()
+    with pytest.raises(ValueError, match="is of a run whose dataset wasn't streamed"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

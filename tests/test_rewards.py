@@ -411,14 +411,16 @@ def test_soft_overlong_punishment_refuses_a_cache_out_of_range(cache: int) -> No
         get_soft_overlong_punishment(100, cache)
 
 
-@pytest.mark.parametrize("name", ["accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"])
+@pytest.mark.parametrize(
+    "name", ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
+)
 def test_built_ins_agree_with_trl(name: str) -> None:
     """TRL's own functions, called on the same conversation; for the factory, its registered values."""
     theirs = pytest.importorskip("trl.rewards")
     function = getattr(theirs, name)
     if name.startswith("get_"):
         function = function(max_completion_len=1280, soft_punish_cache=256)
-    completions = [[{"role": "assistant", "content": text}] for text in [*MATHS, "<think>a</think>b"]]
+    completions = [[{"role": "assistant", "content": text}] for text in [*MATHS, r"<think>a</think>$\boxed{1}$"]]
     keywords = {
         "completions": completions,
         "completion_ids": [[0] * n for n in (1, 1024, 1100, 1280, 1281)],

@@ -18,6 +18,12 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# ... and with tools: calls and answers are shown, and every turn ends with the end token.
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def make_tokenizer() -> Any:
@@ -35,7 +41,7 @@ def make_tokenizer() -> Any:
     return fast
 
 
-def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: int = 2) -> Path:
+def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: int = 2, context: int = 256) -> Path:
     """Save a random model with head size 32, which vLLM's CPU attention takes."""
     import transformers as hf
 
@@ -47,7 +53,7 @@ def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: i
         "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": context,
         "tie_word_embeddings": tied,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from ..importing import is_import_path
 
 if TYPE_CHECKING:
     from .grpo import GRPOConfig
 
-LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo")
-# TRL's constructor arguments that this version refuses by name.
-LATER = ("quantization_config",)
+LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # vLLM's sampling parameters that reshape the distribution, and the values at which they don't.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
@@ -103,7 +105,6 @@ def check_values(config: GRPOConfig) -> None:
         )
     if not 0 < config.top_p <= 1:
         raise ValueError(f"top_p is {config.top_p}, but must be in (0, 1]: 1.0 turns it off.")
-    _one_of("loss_type", config.loss_type, LOSSES, " in this version")
     _check_advantages(config)
     _one_of("reward_on_error", config.reward_on_error, ("raise", "abstain"))
     _one_of("reward_call", config.reward_call, ("group", "all"))
@@ -116,14 +117,64 @@ def check_values(config: GRPOConfig) -> None:
                 f"{name} is {seconds}, but must be a positive number of seconds: leave it out for no limit."
             )
     _one_of("vllm_importance_sampling_mode", config.vllm_importance_sampling_mode, CORRECTIONS)
-    _one_of("importance_sampling_level", config.importance_sampling_level, ("token",), " in this version")
+    _one_of("importance_sampling_level", config.importance_sampling_level, ("token", "sequence"))
     _one_of("overlong_prompts", config.overlong_prompts, ("drop", "error"))
     _one_of("weights", config.weights, ("auto", "shared", "copied", "adapter"), " in this version")
     _one_of("vllm_model_impl", config.vllm_model_impl, ("auto", "vllm", "transformers"))
     _one_of("vllm_mode", config.vllm_mode, ("colocate",), " (there is no server: each rank has its own engine)")
+    check_loss(config)
     check_evaluation(config)
     check_objective(config)
     check_process(config)
+
+
+def check_loss(config: GRPOConfig) -> None:
+    """The rules of the loss's own knobs, and of its entropy terms."""
+    if config.loss_type not in LOSSES and not is_import_path(config.loss_type):
+        near = difflib.get_close_matches(config.loss_type, LOSSES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"loss_type {config.loss_type!r} isn't one of the built-in ones ({', '.join(LOSSES)}): the nearest is "
+            f"{near!r}. For a loss of your own give its import path: package.module:Class."
+        )
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} is {getattr(config, name)}, but must be positive: 1.0 is usual.")
+    for name in ("delta", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg", "entropy_coef_delta"):
+        _at_least(name, getattr(config, name), 0)
+    mode = config.vllm_importance_sampling_mode
+    if config.loss_type == "vespo" and config.vllm_importance_sampling_correction and mode.startswith("sequence"):
+        raise ValueError(
+            f"vllm_importance_sampling_mode is {mode!r}, but loss_type 'vespo' makes the completion's weight of its "
+            "tokens' own: set token_truncate or token_mask, or vllm_importance_sampling_correction: false."
+        )
+    if not 0 <= config.top_entropy_quantile <= 1:
+        raise ValueError(
+            f"top_entropy_quantile is {config.top_entropy_quantile}, but must be a share from 0 to 1: 1.0 turns it off."
+        )
+    if config.entropy_coef_min > config.entropy_coef_max:
+        raise ValueError(
+            f"entropy_coef_min ({config.entropy_coef_min}) must be at most entropy_coef_max "
+            f"({config.entropy_coef_max})."
+        )
+
+
+def advice(config: GRPOConfig) -> Iterator[str]:
+    """Combinations of the objective that TRL takes too, and that rarely are what was meant."""
+    loss, sequence = config.loss_type, config.importance_sampling_level == "sequence"
+    if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        yield (
+            f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by its "
+            "length. GSPO is loss_type: grpo."
+        )
+    if sequence and loss == "vespo":
+        yield "loss: vespo has a weight per completion by itself; importance_sampling_level: token is meant for it."
+    if not sequence and loss == "luspo":
+        yield "loss: luspo is meant for importance_sampling_level: sequence."
+    if loss == "cispo" and (config.epsilon_high or 0.0) < 1:
+        yield (
+            f"loss: cispo bounds the ratio itself by epsilon_high, and {config.epsilon_high} is below 1: the gradient "
+            "of every token is scaled down. 5.0 is usual."
+        )
 
 
 def check_evaluation(config: GRPOConfig) -> None:
@@ -313,11 +364,9 @@ def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) 
     return config.steps_per_generation // accumulation
 
 
-def check_trainer(later: dict[str, Any], config: GRPOConfig) -> None:
+def check_trainer(config: GRPOConfig, **later: Any) -> None:
     """Constructor arguments of TRL that aren't available, and combinations that can't train."""
     for name, value in later.items():
-        if name not in LATER:
-            raise TypeError(f"GRPOTrainer has no argument {name!r}.")
         if value is not None:
             raise ValueError(f"GRPOTrainer's argument {name!r} isn't available in this version: leave it out.")
     if config.n_gpu > 1:

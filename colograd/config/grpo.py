@@ -287,15 +287,71 @@ class GRPOConfig(TrainingArguments):
     # -- the objective
     loss_type: str = field(
         default="dapo",
-        metadata={"help": "How token losses are averaged: `dapo`, `grpo`, `bnpo` or `dr_grpo`; see docs/losses.md."},
+        metadata={
+            "help": "`dapo`, `grpo`, `bnpo`, `dr_grpo`, `luspo`, `cispo`, `sapo`, `vespo`, or the import path of a "
+            "class of your own; see docs/losses.md."
+        },
+    )
+    importance_sampling_level: str = field(
+        default="token",
+        metadata={"help": "The importance ratio of each `token`, or its mean over the `sequence` (GSPO)."},
     )
     epsilon: float = field(default=0.2, metadata={"help": "Lower clip range of the importance ratio."})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range; default `epsilon`."})
+    epsilon_high: float | None = field(
+        default=None,
+        metadata={
+            "help": "Upper clip range; default `epsilon`. Of `cispo`: the bound of the ratio itself (5.0 is usual)."
+        },
+    )
     delta: float | None = field(default=None, metadata={"help": "Upper bound of the ratio in two-sided clipping."})
+    sapo_temperature_pos: float = field(
+        default=1.0, metadata={"help": "`sapo`: how fast the gate closes, for positive advantages."}
+    )
+    sapo_temperature_neg: float = field(default=1.05, metadata={"help": "`sapo`: the same, for the others."})
+    vespo_k_pos: float = field(
+        default=2.0, metadata={"help": "`vespo`: how much small ratios are weighted down, for advantages from 0 up."}
+    )
+    vespo_lambda_pos: float = field(default=3.0, metadata={"help": "`vespo`: how much large ratios are, for the same."})
+    vespo_k_neg: float = field(default=3.0, metadata={"help": "`vespo`: as `vespo_k_pos`, for negative advantages."})
+    vespo_lambda_neg: float = field(
+        default=2.0, metadata={"help": "`vespo`: as `vespo_lambda_pos`, for negative advantages."}
+    )
     beta: float = field(
         default=0.0, metadata={"help": "KL coefficient; 0: no KL term and no reference model. See docs/reference.md."}
     )
-    importance_sampling_level: str = field(default="token", metadata={"help": "Only `token` in this version."})
+    use_bias_correction_kl: bool = field(
+        default=True, metadata={"help": "Multiply the KL term by the importance ratio: its gradient is then unbiased."}
+    )
+    top_entropy_quantile: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of the step's tokens, those of highest entropy, that the policy loss takes; 1 is all. A "
+            "step of several micro-batches then needs one more forward."
+        },
+    )
+    entropy_coef: float = field(
+        default=0.0, metadata={"help": "Coefficient of the mean entropy of the step's tokens in the loss (a bonus)."}
+    )
+    use_adaptive_entropy: bool = field(
+        default=False,
+        metadata={
+            "help": "Move `entropy_coef` after each step, up where the entropy is at most `entropy_target` and down "
+            "elsewhere; it applies only where the step before was at or below the target."
+        },
+    )
+    entropy_coef_min: float = field(default=0.0, metadata={"help": "Lower bound of the adaptive coefficient."})
+    entropy_coef_max: float = field(default=1.0, metadata={"help": "Upper bound of the adaptive coefficient."})
+    entropy_coef_delta: float = field(default=0.005, metadata={"help": "By how much it moves in a step."})
+    entropy_target: float = field(
+        default=0.2, metadata={"help": "Mean entropy of a token, in nats, below which the adaptive bonus acts."}
+    )
+    off_policy_mask_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out completions with a negative advantage whose mean log sampler - log policy probability "
+            "is above this (DeepSeek-V3.2); 0.5, say."
+        },
+    )
     vllm_importance_sampling_correction: bool = field(
         default=True, metadata={"help": "Weigh the loss by trainer over sampler probability, to undo their mismatch."}
     )

@@ -10,25 +10,11 @@ from typing import Any, TypeVar
 
 # TRL 1.16 fields that this version refuses, each with the reason and what to use instead.
 REFUSED: dict[str, str] = {
-    "router_aux_loss_coef": "mixture-of-experts auxiliary losses aren't computed yet; remove it",
+    "router_aux_loss_coef": "mixture-of-experts auxiliary losses aren't computed (TRL adds the model's own where "
+    "nothing is said); remove it",
     "cast_lm_head_to_fp32": "the head's products are in its own dtype, all after them in float32; remove it, or set "
     "dtype: float32",
     "cache_implementation": "generation always runs in vLLM; remove it",
-    "sapo_temperature_neg": "loss_type sapo isn't available in this version",
-    "sapo_temperature_pos": "loss_type sapo isn't available in this version",
-    "vespo_k_pos": "loss_type vespo isn't available in this version",
-    "vespo_k_neg": "loss_type vespo isn't available in this version",
-    "vespo_lambda_pos": "loss_type vespo isn't available in this version",
-    "vespo_lambda_neg": "loss_type vespo isn't available in this version",
-    "top_entropy_quantile": "entropy masks aren't available in this version",
-    "entropy_coef": "entropy bonuses aren't available in this version",
-    "use_adaptive_entropy": "entropy bonuses aren't available in this version",
-    "entropy_coef_min": "entropy bonuses aren't available in this version",
-    "entropy_coef_max": "entropy bonuses aren't available in this version",
-    "entropy_coef_delta": "entropy bonuses aren't available in this version",
-    "entropy_target": "entropy bonuses aren't available in this version",
-    "off_policy_mask_threshold": "the off-policy sequence mask isn't available in this version",
-    "use_bias_correction_kl": "there is no KL term in this version (beta must be 0)",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
     "transformers_continuous_batching_config": "generation always runs in vLLM; remove it",
     "use_transformers_paged": "generation always runs in vLLM; remove it",

@@ -17,6 +17,7 @@ from .builtin import (
     accuracy_reward,
     get_soft_overlong_punishment,
     last_number,
+    reasoning_accuracy_reward,
     think_format_reward,
 )
 from .calling import weighted_sum
@@ -35,6 +36,7 @@ __all__ = [
     "accuracy_reward",
     "get_soft_overlong_punishment",
     "last_number",
+    "reasoning_accuracy_reward",
     "resolve_rewards",
     "score_group",
     "think_format_reward",

@@ -76,6 +76,23 @@ def accuracy_reward(completions: list[Any], solution: list[Any], **kwargs: Any) 
     return rewards
 
 
+def reasoning_accuracy_reward(
+    completions: list[Any], solution: list[Any], reasoning_delimiters: list[str] | None = None, **kwargs: Any
+) -> list[float | None]:
+    """`accuracy_reward` of what follows the reasoning; 0.0 where that doesn't end (as TRL).
+
+    Args:
+        reasoning_delimiters: what ends the reasoning; the first of them that occurs counts, at its last place. Default
+            ``</think>``.
+    """
+    rewards: list[float | None] = []
+    for completion, expected in zip(completions, solution, strict=True):
+        text = _text(completion)
+        ends = [delimiter for delimiter in reasoning_delimiters or ["</think>"] if delimiter in text]
+        rewards += accuracy_reward([text.split(ends[0])[-1]], [expected]) if ends else [0.0]
+    return rewards
+
+
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """1.0 where the completion starts with one ``<think>...</think>`` block, else 0.0 (TRL's rule)."""
     return [float(_THINK.match(_text(completion)) is not None) for completion in completions]
@@ -112,6 +129,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     "last_number": last_number,
     "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,
     # TRL's name and values for its command line; other values: a function of your own made by the factory.
     "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),

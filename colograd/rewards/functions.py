@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
-import os
 import reprlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..importing import find_object, is_import_path
 from .builtin import BUILTIN_REWARDS
 
 
@@ -86,41 +84,14 @@ def _find(spec: str) -> Any:
     """The built-in or the object at the import path ``spec``."""
     if spec in BUILTIN_REWARDS:
         return BUILTIN_REWARDS[spec]
-    module_name, colon, attribute = spec.partition(":")
-    if not colon:
-        module_name, _, attribute = spec.rpartition(".")
-    if not module_name or not attribute:
+    if not is_import_path(spec):
         near = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"reward function {spec!r} isn't one of the built-in ones ({', '.join(BUILTIN_REWARDS)}): the nearest is "
             f"{near!r}. For a function of your own give its import path (package.module:function), for a reward model "
             "its folder or Hub id."
         )
-    module = _import(spec, module_name)
-    try:
-        return functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError:
-        names = [n for n, value in vars(module).items() if inspect.isroutine(value)]
-        near_names = difflib.get_close_matches(attribute, names, n=1)
-        hint = f" Did you mean {near_names[0]!r}?" if near_names else ""
-        raise ValueError(
-            f"reward function {spec!r}: module {module_name!r} ({getattr(module, '__file__', 'no file')}) has no "
-            f"attribute {attribute!r}.{hint}"
-        ) from None
-
-
-def _import(spec: str, module_name: str) -> Any:
-    # Scripts that are installed (`colograd`, `torchrun`) don't have the current directory on the path, `python -m` has.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()  # the file may be younger than the directory listing Python keeps
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does while it is imported
-        raise ValueError(
-            f"reward function {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). "
-            f"It is looked for in the current directory ({os.getcwd()}) and among the installed packages."
-        ) from error
+    return find_object(spec, "reward function", inspect.isroutine)
 
 
 def _check_function(item: Any, function: Any) -> None:

@@ -4,8 +4,8 @@
 
 FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only), `memory` (rank 1 runs out of
 memory above 100 tokens); `exchange`, no fault, adds what ranks have to agree on further: advantages scaled over the
-step, and a reference that follows the policy; on rank 1 a reward that never returns in a worker (`hangs`) or in the trainer's process
-(`stuck`), or that ends its worker (`dies`).
+step, and a reference that follows the policy; on rank 1 a reward that never returns in a worker (`hangs`) or in the
+trainer's process (`stuck`), or that ends its worker (`dies`).
 """
 
 from __future__ import annotations

@@ -18,9 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd import attention
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
+from colograd.entropy import of_step
 from colograd.experience import collect
 from colograd.logprobs import policy_logprobs
+from colograd.losses import SAPOLoss
 from colograd.metrics import PhaseTimes
+from colograd.objective import Objective
 from colograd.packing import PackingRules
 from colograd.ranks import rank, sum_gradients, world_size
 from colograd.rewards import Ready
@@ -93,6 +96,27 @@ def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -
     }
 
 
+def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
+    """The loss and gradient with every term that must know the tokens of all ranks: the top quantile, the bonus."""
+    share = len(LENGTHS) // world_size()
+    prompts = [Prompt({}, tuple(range(1, LENGTHS[i][0] + 1)), i) for i in range(rank() * share, (rank() + 1) * share)]
+    rules = PackingRules(max_tokens, False, True, True, False, False, 1e-3, torch.device("cpu"))
+    (batch,), _ = collect(Outcomes(), [prompts], rules, ["outcome"], PhaseTimes())
+    objective = Objective(SAPOLoss(1.0, 1.05), top_entropy_quantile=0.3, entropy_bonus=True)
+    objective = of_step(objective, batch, 0.1, lambda row: policy_logprobs(model, row, 1.0)[1])
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for row in batch.micro_batches:
+        loss = objective(*policy_logprobs(model, row, 1.0, objective.entropy_gradient), row).loss
+        (loss / objective.denominator(batch)).backward()
+        total += loss.detach() / objective.denominator(batch)
+    sum_gradients(list(model.parameters()))
+    if world_size() > 1:
+        dist.all_reduce(total)
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
+    return {"loss": total.item(), "gradient": gradient, "tokens": objective.step.tokens}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -103,7 +127,8 @@ def main() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).double()
     results = [step(model, *case) for case in ((1000, False, False), (1000, True, False), (120, True, True))]
-    Path(sys.argv[1], f"rank{rank()}-of-{world_size()}.json").write_text(json.dumps(results))
+    entropy = [entropy_step(model, max_tokens) for max_tokens in (1000, 120)]
+    Path(sys.argv[1], f"rank{rank()}-of-{world_size()}.json").write_text(json.dumps([results, entropy]))
     dist.destroy_process_group()
 
 

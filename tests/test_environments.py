@@ -1,0 +1,210 @@
+"""Tools and environments: who runs them, and what a slow, failing or hanging one costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tool_cases
+from tool_cases import Counter, Silent
+
+from colograd import process
+from colograd.chat import ToolCall
+from colograd.environments import Toolbox, environment_reward, text_of
+from colograd.rewards import Scorer, resolve_rewards
+
+
+def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -> list[str]:
+    """What a fresh conversation is told."""
+    session, beginning = box.open(row or {})
+    if beginning is not None:
+        settle(beginning)
+    begun = box.call(session, calls)
+    settle(begun)
+    return [message["content"] for message in box.told(begun)]
+
+
+def settle(pending: Any) -> None:
+    started = time.monotonic()
+    while not pending.done():
+        assert time.monotonic() - started < 30
+        time.sleep(0.01)
+
+
+def call(name: str, a: int = 1, b: int = 2) -> ToolCall:
+    return ToolCall(name, {"a": a, "b": b})
+
+
+@pytest.fixture(params=[0, 1], ids=["threads", "worker"])
+def workers(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def test_calls_are_answered_in_their_order(workers: int) -> None:
+    box = Toolbox([tool_cases.slow_add, tool_cases.add, tool_cases.waits], None, workers)
+    told = answers(box, call("slow_add", 1, 1), call("add", 2, 2), call("waits", 3, 3), call("add", 4, 4))
+    box.close()
+    assert told == ["2", "4", "6", "8"]
+    assert box.take_counts()["tools/calls"] == 4
+
+
+def test_what_goes_wrong_is_told_to_the_model(workers: int) -> None:
+    box = Toolbox([tool_cases.fails, tool_cases.add], None, workers)
+    told = answers(box, call("fails"), call("subtract"), ToolCall("add", {"a": 1}), call("add"))
+    box.close()
+    assert told[0] == "{'error': 'division by zero'}" and told[1] == "{'error': 'Tool subtract not found.'}"
+    assert "missing 1 required positional argument: 'b'" in told[2] and told[3] == "3"
+    counts = box.take_counts()
+    assert (counts["tools/failures"], counts["tools/timeouts"]) == (3, 0)
+
+
+def test_a_tool_that_hangs_costs_its_deadline(workers: int) -> None:
+    box = Toolbox([tool_cases.hangs, tool_cases.add], None, workers, timeout=0.5)
+    started = time.monotonic()
+    assert answers(box, call("hangs")) == ["{'error': 'timed out after 0.5 s'}"]
+    assert answers(box, call("add")) == ["3"], "others still run"
+    box.close()
+    assert time.monotonic() - started < 10 and box.take_counts()["tools/timeouts"] == 1
+
+
+def test_an_async_tool_that_is_late_is_cancelled() -> None:
+    box = Toolbox([tool_cases.waits], None, timeout=0.2)
+    assert answers(box, call("waits")) == ["{'error': 'timed out after 0.2 s'}"]
+
+
+def test_a_tool_may_end_its_worker() -> None:
+    box = Toolbox([tool_cases.ends, tool_cases.add], None, workers=1)
+    assert answers(box, call("ends"), call("add")) == ["{'error': \"the tool's process ended with status 3\"}", "3"]
+    box.close()
+
+
+def test_a_tool_that_can_not_travel_stays() -> None:
+    lock = __import__("threading").Lock()
+
+    def held(a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: one number
+            b: another
+        """
+        with lock:
+            return a + b
+
+    box = Toolbox([held], None, workers=1)
+    assert answers(box, call("held")) == ["3"] and "held runs in the trainer's process" in box.notes[0]
+    box.close()
+
+
+# -- environments
+
+
+def test_an_environment_lives_as_long_as_its_conversation_and_is_used_again() -> None:
+    Counter.made = 0
+    box = Toolbox(None, Counter)
+    (first, beginning), (second, other) = box.open({"start": 5}), box.open({"start": 7})
+    for pending, said in ((beginning, " from 5"), (other, " from 7")):
+        settle(pending)
+        assert pending.outcomes()[0][1].value == said
+    begun = box.call(first, [ToolCall("count", {"by": 2}), ToolCall("count", {"by": 3})])
+    settle(begun)
+    assert [message["content"] for message in box.told(begun)] == ["7", "10"]
+    reward = environment_reward(Counter)
+    assert reward.__name__ == "Counter" and reward([first.environment, None, second.environment]) == [10.0, None, 7.0]
+    box.release()
+    session, _ = box.open({"start": 0})
+    assert Counter.made == 2 and session.environment in (first.environment, second.environment)
+
+
+def test_an_environment_that_is_stuck_is_left_to_itself() -> None:
+    box = Toolbox([tool_cases.add], Counter, timeout=0.3)
+    session, beginning = box.open({})
+    settle(beginning)
+    begun = box.call(session, [ToolCall("stall", {})])
+    settle(begun)
+    assert box.told(begun)[0]["content"] == "{'error': 'timed out after 0.3 s'}" and session.stuck
+    begun = box.call(session, [ToolCall("count", {"by": 1}), call("add")])
+    settle(begun)
+    assert [m["content"] for m in box.told(begun)] == ["{'error': 'The environment is stuck.'}", "3"]
+    box.release()
+    assert box.open({})[0].environment is not session.environment
+
+
+def test_rows_choose_among_environments() -> None:
+    box = Toolbox([tool_cases.add], {"counter": Counter, "silent": Silent})
+    names = [[s["function"]["name"] for s in box.schemas({"environment": e})] for e in ("counter", "silent")]
+    assert names == [["add", "count", "stall"], ["add", "ask"]]
+    asked = ToolCall("ask", {"what": "so"})
+    assert answers(box, asked, row={"environment": "silent"}) == ["so!"], "async methods too"
+    assert answers(box, asked, row={"environment": "counter"}) == ["{'error': 'Tool ask not found.'}"]
+    assert [c.__name__ for c in box.reward_classes] == ["Counter"]
+    with pytest.raises(ValueError, match="column `environment` is 'game', but environment_factory has counter, silent"):
+        box.schemas({"environment": "game"})
+
+
+def test_a_reward_that_takes_environments_stays_in_the_trainers_process() -> None:
+    scorer = Scorer(resolve_rewards([environment_reward(Counter)], None), workers=1)
+    assert "takes environments" in scorer.notes[0]
+    scorer.close()
+
+
+# -- what is refused
+
+
+class NoReset:
+    """Isn't an environment."""
+
+
+def undescribed(a, b):
+    return a + b
+
+
+@pytest.mark.parametrize(
+    ("tools", "factory", "said"),
+    [
+        ([3], None, "a tool must be a function"),
+        ([tool_cases.add, tool_cases.add], None, "two tools are called 'add'"),
+        ([undescribed], None, "tool 'undescribed' can't be described to the model"),
+        (["tool_cases:ad"], None, "Did you mean 'add'"),
+        (None, NoReset, "has no method `reset`"),
+    ],
+)
+def test_what_is_no_tool_is_refused(tools: Any, factory: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Toolbox(tools, factory)
+
+
+def test_only_text_is_shown() -> None:
+    assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
+    assert text_of([1, 2]) == "[1, 2]" and text_of(None) == "None"
+    with pytest.raises(ValueError, match="'image'"):
+        text_of([{"type": "image", "image": None}])
+
+
+# -- two ranks
+
+
+def test_a_tool_that_hangs_on_one_rank_costs_its_deadline_and_no_rank_hangs(tmp_path: Path) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text(tiny.TOOL_TEMPLATE)
+    model = tiny.make_model(tmp_path / "talker", context=512)
+    script = Path(__file__).parent / "scripts" / "tool_ranks.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    done = subprocess.run(
+        [*command, str(process.free_port()), str(script), str(model), str(template), str(tmp_path)],
+        env=tiny.clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert [e["step"] for e in first] == [e["step"] for e in second] == [1, 2]
+    for entry in first:
+        assert (entry["tools/calls"], entry["tools/timeouts"], entry["tools/failure_frequency"]) == (4, 2, 0.5)
