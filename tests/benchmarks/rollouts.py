@@ -25,11 +25,13 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from figures import machine, table, write
-from phases import ROOT, versions
-
 from colograd import process
+
+process.prepare_threads()  # OpenMP reads how to wait when torch is imported: spinning, it would time the neighbours
+
+import torch  # noqa: E402
+from figures import machine, table, write  # noqa: E402
+from phases import ROOT, versions  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 LEAST_SECONDS = 2.0  # of a generation whose rewards are to hide behind it
