@@ -147,9 +147,12 @@ class _Begun:
                     over.append(conversation)
         elif self.waiting:
             wait([f for _, a in self.waiting for _, f in a.calls if not f.done()], POLL, FIRST_COMPLETED)
-        answered = [pair for pair in self.waiting if pair[1].done()]
-        self.waiting = [pair for pair in self.waiting if pair not in answered]
-        over += [conversation for conversation, answers in answered if not self._answer(conversation, answers)]
+        waiting, self.waiting = self.waiting, []
+        for conversation, answers in waiting:
+            if not answers.done():
+                self.waiting.append((conversation, answers))
+            elif not self._answer(conversation, answers):
+                over.append(conversation)
         return over
 
     def finished(self, conversation: Conversation, version: int) -> Group | None:
