@@ -15,8 +15,15 @@ def main(folder: str, ids: str, out: str, adapter: str = "") -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    llm = LLM(folder, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**26, enable_lora=bool(adapter))
     tokens = json.loads(Path(ids).read_text())
+    llm = LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=2**26,
+        max_model_len=len(tokens) + 1,
+        enable_lora=bool(adapter),
+    )
     (output,) = llm.generate(
         [{"prompt_token_ids": tokens}],
         SamplingParams(max_tokens=1, prompt_logprobs=0),
