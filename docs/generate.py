@@ -132,8 +132,8 @@ where it wasn't, the run ends instead of training on other prompts. Without `max
 
 `prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
 
-`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, quantised bases aren't available in this version: each is an error
-at start that says so.
+`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size` and quantised bases aren't available in this version: each is an
+error at start that says so.
 
 The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
 *Limited*: not all of TRL's values. *No effect*: taken with any value, and a line at start says that it changes nothing
