@@ -21,9 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from figures import table
-
 from colograd import process
+
+process.prepare_threads()  # OpenMP reads how to wait when torch is imported
+
+from figures import table  # noqa: E402
 
 LAST = 10  # steps whose mean reward is compared
 TRAINERS = ("trl", "colograd")
@@ -143,7 +145,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.one:
-        process.prepare_threads()
         process.quiet_logs(verbose=False)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         process.keep_freed_memory()

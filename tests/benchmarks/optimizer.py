@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from figures import GB, PeakMemory, machine, table, write
-from phases import ROOT, versions
-
 from colograd import process
-from colograd.optim import AdamWSplit
+
+process.prepare_threads()  # OpenMP reads how to wait when torch is imported
+
+import torch  # noqa: E402
+from figures import GB, PeakMemory, machine, table, write  # noqa: E402
+from phases import ROOT, versions  # noqa: E402
+
+from colograd.optim import AdamWSplit  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 SETTINGS = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -144,7 +147,6 @@ def report(found: dict[str, dict[str, Any]], shapes: Sequence[Shape]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status."""
     options = parse(argv)
-    process.prepare_threads()
     shapes = shapes_of(options)
     found = measure(contestants(shapes), options.steps)
     ratio = ratios(found)
