@@ -205,6 +205,7 @@ def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: P
 
     class Watched(GRPOTrainer):
         def look(self, what: str) -> None:
+            what = f"evaluate: {what}" if self.evaluating else what
             offload = self.residency.offload
             seen.append((what, self.engine.asleep, offload is not None and bool(offload._out)))
 

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT]
 
 FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only), `memory` (rank 1 runs out of
-memory above 100 tokens); `exchange`, no fault, adds what ranks have to agree on further: advantages scaled over the
-step, and a reference that follows the policy; on rank 1 a reward that never returns in a worker (`hangs`) or in the
+memory above 100 tokens); `exchange`, no fault, and `memory` add what ranks have to agree on further: advantages scaled
+over the step, and a reference that follows the policy; on rank 1 a reward that never returns in a worker (`hangs`) or in the
 trainer's process (`stuck`), or that ends its worker (`dies`).
 """
 
@@ -28,8 +28,10 @@ RANK = int(os.environ.get("RANK", "0"))
 FAULT = sys.argv[5] if len(sys.argv) > 5 else ""
 
 
+EXCHANGE = {"scale_rewards": "batch", "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "exchange": {"scale_rewards": "batch", "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "exchange": EXCHANGE,
+    "memory": EXCHANGE,
     "hangs": {"reward_workers": 1, "reward_timeout": 2.0},
     "stuck": {"reward_timeout": 5.0},
     "dies": {"reward_workers": 1},
