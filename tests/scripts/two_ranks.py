@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT]
 
 FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only), `memory` (rank 1 runs out of
-memory above 100 tokens); `exchange`, no fault, and `memory` add what ranks have to agree on further: advantages scaled
-over the step, and a reference that follows the policy; on rank 1 a reward that never returns in a worker (`hangs`) or in the
-trainer's process (`stuck`), or that ends its worker (`dies`).
+memory above 100 tokens); on rank 1 a reward that never returns in a worker (`hangs`) or in the trainer's process
+(`stuck`), or that ends its worker (`dies`). `exchange`, no fault, adds what ranks have to agree on further, and so does
+`memory`: advantages scaled over the step, and a reference that follows the policy.
 """
 
 from __future__ import annotations
