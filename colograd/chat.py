@@ -71,13 +71,6 @@ class ToolFormat:
         end: int | None = self._tokenizer.eos_token_id
         return end
 
-    def prompt_ids(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict] | None, own: dict[str, Any] | None = None
-    ) -> tuple[int, ...]:
-        """A conversation's tokens, up to where the model goes on. ``own``: the row's arguments of the template."""
-        given = {name: value for name, value in (own or {}).items() if value is not None}
-        return self._encode(messages, tools=list(tools or ()) or None, add_generation_prompt=True, **given)
-
     def read(
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
@@ -91,20 +84,24 @@ class ToolFormat:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
             calls.append(ToolCall(function["name"], function.get("arguments") or {}))
-        return _message(message.get("content") or "", calls), calls
+        return {**message, **_message(message.get("content") or "", calls)}, calls
 
-    def answer_ids(self, messages: Sequence[dict[str, Any]], *, ended: bool = True) -> tuple[int, ...]:
+    def answer_ids(
+        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, *, ended: bool = True
+    ) -> tuple[int, ...]:
         """The tokens from the end of a turn to the start of the next, with tools' answers between them.
 
         They are appended to what was sampled: nothing that the model wrote is tokenised again.
 
         Args:
             messages: the tools' answers, in the order of the calls.
+            own: the row's further arguments of the template.
             ended: whether the turn's last token is the template's end of a turn; else it is put first here.
         """
         call = _message("", [ToolCall(messages[0]["name"], {})])
-        before = self._encode([ASKED, call])
-        whole = self._encode([ASKED, call, *messages], add_generation_prompt=True)
+        given = {name: value for name, value in (own or {}).items() if value is not None}
+        before = self._encode([ASKED, call], **given)
+        whole = self._encode([ASKED, call, *messages], **given, add_generation_prompt=True)
         end = self._tokenizer.eos_token_id
         if end in before:
             # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
@@ -140,7 +137,7 @@ class ToolFormat:
             kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
         try:
             message = self._tokenizer.parse_response(list(ids), **kwargs)
-        except (ValueError, TypeError):
+        except Exception:  # whatever a parser makes of a malformed call
             return None
         if not isinstance(message, dict):
             return None

@@ -16,6 +16,7 @@ import torch
 
 from .batch import FinishReason, Group, Prompt, Rollout
 from .chat import ToolFormat
+from .data.prompts import COLUMNS, PromptRules
 from .engine import Engine, Sampled
 from .environments import Answers, Session, Toolbox, text_of
 from .sampling import Sampling, request_seed
@@ -92,11 +93,20 @@ class Conversations:
     Args:
         tools: who answers.
         form: how calls and answers are written.
+        rules: how a prompt becomes tokens, where an environment changes it.
         max_iterations: rounds of calls in one conversation; None: any number.
     """
 
-    def __init__(self, engine: Engine | Dialogue, tools: Toolbox, form: ToolFormat, max_iterations: int | None) -> None:
-        self.engine, self.tools, self.form, self.max_iterations = engine, tools, form, max_iterations
+    def __init__(
+        self,
+        engine: Engine | Dialogue,
+        tools: Toolbox,
+        form: ToolFormat,
+        rules: PromptRules,
+        max_iterations: int | None,
+    ) -> None:
+        self.engine, self.tools, self.form = engine, tools, form
+        self.rules, self.max_iterations = rules, max_iterations
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -115,6 +125,8 @@ class Conversations:
                         yield group
         finally:
             self.engine.abort(begun.writing)
+            for _, answers in begun.waiting:
+                answers.abandon()
 
 
 class _Begun:
@@ -146,7 +158,7 @@ class _Begun:
                 if not self._call(conversation, turn):
                     over.append(conversation)
         elif self.waiting:
-            wait([f for _, a in self.waiting for _, f in a.calls if not f.done()], POLL, FIRST_COMPLETED)
+            wait([c.future for _, a in self.waiting for c in a.calls if not c.future.done()], POLL, FIRST_COMPLETED)
         waiting, self.waiting = self.waiting, []
         for conversation, answers in waiting:
             if not answers.done():
@@ -192,7 +204,8 @@ class _Begun:
             return self._begin(conversation, answers)
         messages = self.of.tools.told(answers)
         ended = conversation.ids[-1] == self.of.form.end_of_turn
-        ids = self.of.form.answer_ids(messages, ended=ended)
+        own = conversation.prompt.example.get("chat_template_kwargs")
+        ids = self.of.form.answer_ids(messages, own, ended=ended)
         total = len(conversation.ids) + len(ids)
         if total >= self.sampling.max_tokens or len(conversation.prompt_ids) + total >= self.of.engine.context:
             conversation.finish_reason = FinishReason.LENGTH  # it asked, and there is no room for the answer
@@ -215,15 +228,16 @@ class _Begun:
             raise RuntimeError(f"environment {name}, prompt {conversation.prompt.position}: reset failed: {problem}")
         if outcome.value is not None:
             *earlier, last = conversation.asked
-            conversation.asked = [*earlier, {**last, "content": (last["content"] or "") + text_of(outcome.value)}]
-            own = conversation.prompt.example.get("chat_template_kwargs")
-            conversation.prompt_ids = self.of.form.prompt_ids(conversation.asked, conversation.session.schemas, own)
-            room = self.of.engine.context - len(conversation.prompt_ids)
-            if room < 1:
+            content = text_of(last["content"] or "") + text_of(outcome.value)
+            conversation.asked = [*earlier, {**last, "content": content}]
+            columns = {**conversation.prompt.example, "prompt": conversation.asked}
+            (ids,) = self.of.rules.encode({name: [columns[name]] for name in COLUMNS if name in columns}, 0)
+            if ids is None:
                 raise ValueError(
                     f"environment {name}, prompt {conversation.prompt.position}: with what reset returned the prompt "
-                    f"has {len(conversation.prompt_ids)} tokens, and the engine's context {self.of.engine.context}: "
-                    "raise vllm_max_model_length, or return less."
+                    f"has more than {self.of.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return "
+                    "less."
                 )
+            conversation.prompt_ids = ids
         self._submit(conversation)
         return True

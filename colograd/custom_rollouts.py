@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from .batch import FinishReason, Group, Prompt, Rollout
 from .engine import Engine
+from .rewards.calling import RESERVED
 from .sampling import Sampling
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -37,7 +40,9 @@ class CustomRollouts:
             ValueError: the answer lacks something, or isn't as long as it must be.
         """
         self.engine.require(version)
-        asked = [prompt.example["prompt"] for prompt in prompts for _ in range(sampling.n)]
+        if not prompts:  # a rank may have none in an evaluation
+            return
+        asked = [copy.deepcopy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
         answer = self.function(asked, self.trainer)
         rollouts = self._rollouts(answer, len(asked), version)
         for index, prompt in enumerate(prompts):
@@ -48,24 +53,33 @@ class CustomRollouts:
         if not isinstance(answer, dict) or any(answer.get(name) is None for name in NEEDED):
             held = ", ".join(answer) if isinstance(answer, dict) else repr(answer)
             raise ValueError(f"rollout_func returned {held}, but must return a dict with {', '.join(NEEDED)}.")
+        answer = {name: values for name, values in answer.items() if values is not None}
+        if reserved := {*answer} & {*RESERVED, "environments"} - {*NEEDED}:
+            raise ValueError(
+                f"rollout_func returned {', '.join(sorted(reserved))}, which reward functions get from the trainer: "
+                "rename it."
+            )
         for name, values in answer.items():
-            if len(values) != size:
+            if not hasattr(values, "__len__") or len(values) != size:
                 raise ValueError(
-                    f"rollout_func returned {len(values)} {name} for {size} prompts (each is given once per "
-                    "completion): return one for each, in their order."
+                    f"rollout_func returned {getattr(values, '__len__', lambda: 'a single')()} {name} for {size} "
+                    "prompts (each is given once per completion): return one for each, in their order."
                 )
         further = [name for name in answer if name not in (*NEEDED, "env_mask")]
         masks = answer.get("env_mask") or [[1] * len(ids) for ids in answer["completion_ids"]]
         tokenizer = self.trainer.processing_class
-        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+        generation = self.trainer.model.generation_config
+        also = getattr(generation, "eos_token_id", None)
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *(also if isinstance(also, list) else [also])}
         found = []
         for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
-            if not len(ids) == len(logprobs) == len(masks[index]) or not ids:
+            if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):
                 raise ValueError(
                     f"rollout_func, completion {index}: {len(ids)} completion_ids, {len(logprobs)} logprobs and a mask "
                     f"of {len(masks[index])}: give as many of each, and at least one."
                 )
-            flat = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
+            first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
+            flat = [math.nan if value is None else float(value) for value in first]
             found.append(
                 Rollout(
                     prompt_ids=tuple(int(token) for token in prompt),

@@ -10,14 +10,13 @@ A conversation's slow tool stalls nobody else. A late call is answered with an e
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +24,13 @@ from transformers.utils import get_json_schema
 
 from .chat import ToolCall
 from .importing import find_object
-from .rewards.scoring import event_loop
-from .rewards.workers import CannotTravel, Outcome, Worker, WorkerPool, travelling
+from .rewards.scoring import GRACE, Late, contained, event_loop
+from .rewards.workers import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
 
 CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
+COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
+PARTS = ("text", "image", "image_url", "audio", "video")  # of a message's content, as chat templates know them
+EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: what `reset` returns is all of it
 
 
 @dataclass(slots=True)
@@ -43,29 +45,54 @@ class Session:
 
 
 @dataclass(slots=True)
-class Answers:
-    """The outcomes of some calls, on their way."""
+class Running:
+    """One call that has begun."""
 
-    calls: list[tuple[str, Future[Outcome]]]
-    deadline: float = float("inf")  # of `time.monotonic`, for calls in threads, which nothing ends
-    session: Session | None = None
-    timeout: float | None = None
+    name: str
+    future: Future[Outcome]
+    deadline: float  # of `time.monotonic`: when it is given up by who waits for it
+    of_environment: bool  # whether the conversation's environment runs it
+
+    def outcome(self) -> Outcome | None:
+        """How it ended; None where it hasn't."""
+        if not self.future.done():
+            return None
+        try:
+            return self.future.result()
+        except (Exception, CancelledError) as error:  # a worker that can't be started, an answer that can't be read
+            return _raised(error)
+
+
+@dataclass(slots=True)
+class Answers:
+    """The outcomes of a turn's calls, on their way."""
+
+    calls: list[Running]
+    session: Session
+    timeout: float | None
 
     def done(self) -> bool:
         """Whether `outcomes` has all it will get."""
-        return all(future.done() for _, future in self.calls) or time.monotonic() > self.deadline
+        return all(call.future.done() or time.monotonic() > call.deadline for call in self.calls)
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
         """Each call's name and outcome, in the order of the calls; ``late`` for one that isn't back."""
         found = []
-        for name, future in self.calls:
-            if future.done():
-                found.append((name, future.result()))
-            else:
-                found.append((name, Outcome("late", None, self.timeout or 0.0)))
-                if self.session is not None:
-                    self.session.stuck = True
+        for call in self.calls:
+            outcome = call.outcome()
+            if outcome is None:
+                self.session.stuck |= call.of_environment
+                outcome = Outcome("late", None, self.timeout or 0.0)
+            found.append((call.name, outcome))
         return found
+
+    def abandon(self) -> None:
+        """Nobody waits for them any more."""
+        for call in self.calls:
+            if call.future.done():
+                continue
+            self.session.stuck |= call.of_environment
+            call.future.drop() if isinstance(call.future, Call) else call.future.cancel()
 
 
 class Toolbox:
@@ -96,7 +123,6 @@ class Toolbox:
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
         self.by_name = isinstance(environment_factory, dict)
-        self.brings_prompts = False  # the dataset has no column `prompt`: what `reset` returns is all of it
         self._factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
             self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
@@ -140,49 +166,56 @@ class Toolbox:
         session.environment_name = name
         session.functions |= _methods(session.environment)
         self._lent.append(session)
-        without = ("environment",) * self.by_name + ("prompt",) * self.brings_prompts
-        arguments = {key: value for key, value in row.items() if key not in without}
-        return session, self._in_thread(session, [("reset", session.environment.reset, arguments)])
+        arguments = {key: value for key, value in row.items() if not (self.by_name and key == "environment")}
+        if arguments.get("prompt") == EMPTY:
+            del arguments["prompt"]
+        future, limit = Future[Outcome](), float("inf") if self.timeout is None else time.monotonic() + self.timeout
+        _in_thread([(session.environment.reset, arguments, future)])
+        return session, Answers([Running("reset", future, limit, True)], session, self.timeout)
 
     def call(self, session: Session, calls: Sequence[ToolCall]) -> Answers:
         """Begin to run a turn's calls."""
-        answers = Answers([], timeout=self.timeout)
-        local: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
-        places = []
+        running = []
+        of_environment = []
         for call in calls:
             self.counts["tools/calls"] += 1
             function, future = session.functions.get(call.name), Future[Outcome]()
+            limit = float("inf") if self.timeout is None else time.monotonic() + self.timeout
+            here = call.name not in self._tools  # of the environment
             if function is None:
                 future.set_result(Outcome("raised", (f"ValueError: Tool {call.name} not found.", ""), 0.0))
-            elif session.stuck and call.name not in self._tools:
+            elif here and session.stuck:
                 future.set_result(Outcome("raised", ("RuntimeError: The environment is stuck.", ""), 0.0))
-            elif call.name in self._numbers and call.name in self._tools:
+            elif here:
+                of_environment.append((function, call.arguments, future))
+                limit += (len(of_environment) - 1) * (self.timeout or 0.0)  # one after the other
+            elif call.name in self._numbers:
                 assert self._pool is not None
-                future = self._pool.submit(self._numbers[call.name], call.arguments, (None, b""))
+                future, limit = self._pool.submit(self._numbers[call.name], call.arguments, (None, b"")), float("inf")
             elif inspect.iscoroutinefunction(function):
-                future = self._on_loop(function, call.arguments)
+                future = asyncio.run_coroutine_threadsafe(
+                    _awaited(function, call.arguments, self.timeout), event_loop()
+                )
+                limit += GRACE  # it ends itself in time, unless it blocks the loop
             else:
-                local.append((call.name, function, call.arguments))
-                places.append(len(answers.calls))
-            answers.calls.append((call.name, future))
-        if local:
-            here = self._in_thread(session if session.environment is not None else None, local)
-            for place, named in zip(places, here.calls, strict=True):
-                answers.calls[place] = named
-            answers.deadline, answers.session = here.deadline, here.session
-        return answers
+                _in_thread([(function, call.arguments, future)])
+            running.append(Running(call.name, future, limit, here and function is not None))
+        if of_environment:
+            _in_thread(of_environment)
+        return Answers(running, session, self.timeout)
 
     def told(self, answers: Answers) -> list[dict[str, Any]]:
         """The messages that tell the model what its calls returned."""
         messages = []
         for name, outcome in answers.outcomes():
-            content = outcome.value
-            if outcome.kind != "value":
-                self.counts["tools/failures"] += 1
-                self.counts["tools/timeouts"] += outcome.kind == "late"
-                content = {"error": _problem(outcome)}
             self.counts["tools/seconds"] += outcome.seconds
-            messages.append({"role": "tool", "name": name, "content": text_of(content)})
+            self.counts["tools/timeouts"] += outcome.kind == "late"
+            try:
+                content = _shown(outcome)
+            except Exception as error:
+                self.counts["tools/failures"] += 1
+                content = str({"error": str(error)})
+            messages.append({"role": "tool", "name": name, "content": content})
         return messages
 
     def release(self) -> None:
@@ -194,7 +227,7 @@ class Toolbox:
 
     def take_counts(self) -> dict[str, float]:
         """Sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
-        taken = dict(self.counts)
+        taken = dict.fromkeys(COUNTS, 0.0) | self.counts
         self.counts.clear()
         return taken
 
@@ -231,36 +264,6 @@ class Toolbox:
             self._numbers = {name: number for number, name in enumerate(able)}
             self.notes.insert(0, f"tools: {', '.join(able)} in {workers} worker process(es)")
 
-    def _in_thread(
-        self, session: Session | None, calls: Sequence[tuple[str, Callable[..., Any], dict[str, Any]]]
-    ) -> Answers:
-        """Run calls one after the other in a thread of their own. A daemon: a stuck one doesn't keep the run from
-        ending."""
-        futures = [Future[Outcome]() for _ in calls]
-
-        def run() -> None:
-            for (_, function, arguments), future in zip(calls, futures, strict=True):
-                future.set_result(_outcome(function, arguments))
-
-        threading.Thread(target=run, name="colograd-tool", daemon=True).start()
-        limit = float("inf") if self.timeout is None else time.monotonic() + self.timeout * len(calls)
-        named = [(name, future) for (name, *_), future in zip(calls, futures, strict=True)]
-        return Answers(named, limit, session, self.timeout)
-
-    def _on_loop(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
-        async def run() -> Outcome:
-            started = time.perf_counter()
-            try:
-                value = await asyncio.wait_for(function(**arguments), self.timeout)
-            except Exception as error:
-                late = isinstance(error, TimeoutError) and self.timeout is not None
-                if late and time.perf_counter() - started >= (self.timeout or 0.0):
-                    return Outcome("late", None, self.timeout or 0.0)
-                return _raised(error)
-            return Outcome("value", value, time.perf_counter() - started)
-
-        return asyncio.run_coroutine_threadsafe(run(), event_loop())
-
 
 def environment_reward(of: Any) -> Callable[..., Any]:
     """The reward that environments of the class ``of`` give themselves: None for conversations without one."""
@@ -282,42 +285,66 @@ def text_of(content: Any) -> str:
     Raises:
         ValueError: a part that isn't text.
     """
-    if not (isinstance(content, list) and content and all(isinstance(p, dict) and "type" in p for p in content)):
+    parts: list[Any] = content if isinstance(content, list) else []
+    if not parts or not all(isinstance(part, dict) and part.get("type") in PARTS for part in parts):
         return str(content)
-    other = {part["type"] for part in content} - {"text"}
-    if other:
-        raise ValueError(
-            f"a tool answered with a part of type {other.pop()!r}, but only text can be shown: return text."
-        )
-    return "".join(str(part["text"]) for part in content)
+    for part in parts:
+        if part["type"] != "text":
+            raise ValueError(f"A part of type {part['type']!r} can't be shown, only text.")
+    return "".join(str(part["text"]) for part in parts)
+
+
+def _shown(outcome: Outcome) -> str:
+    """What the model is told.
+
+    Raises:
+        RuntimeError, ValueError: the call failed, or what it returned isn't text.
+    """
+    if outcome.kind == "value":
+        return text_of(outcome.value)
+    if outcome.kind == "late":
+        raise RuntimeError(f"timed out after {outcome.seconds:g} s")
+    if outcome.kind == "died":
+        raise RuntimeError(f"the tool's process ended with status {outcome.value}")
+    raise RuntimeError(str(outcome.value[0]).partition(": ")[2])
+
+
+def _in_thread(calls: Sequence[tuple[Callable[..., Any], dict[str, Any], Future[Outcome]]]) -> None:
+    """Run calls one after the other in a thread of their own, which doesn't keep the process from ending."""
+
+    def run() -> None:
+        for function, arguments, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_result(_outcome(function, arguments))
+
+    threading.Thread(target=run, name="colograd-tool", daemon=True).start()
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     started = time.perf_counter()
     try:
         value = function(**arguments)
-        if inspect.isawaitable(value):  # an environment's async method, in its own thread's turn
-            value = asyncio.run_coroutine_threadsafe(_value(value), event_loop()).result()
+        if inspect.isawaitable(value):  # an environment's async method, in its turn
+            value = asyncio.run_coroutine_threadsafe(contained(value, None), event_loop()).result()
         return Outcome("value", value, time.perf_counter() - started)
     except BaseException as error:  # SystemExit too: it would end the thread, and the conversation would wait for ever
         return _raised(error)
 
 
-async def _value(awaitable: Any) -> Any:
-    return await awaitable
+async def _awaited(function: Callable[..., Any], arguments: dict[str, Any], timeout: float | None) -> Outcome:
+    started = time.perf_counter()
+    try:
+        value = await contained(function(**arguments), timeout)
+    except Late:
+        return Outcome("late", None, timeout or 0.0)
+    except Exception as error:
+        return _raised(error)
+    return Outcome("value", value, time.perf_counter() - started)
 
 
 def _raised(error: BaseException) -> Outcome:
     text = "".join(traceback.format_exception(error))
     return Outcome("raised", (f"{type(error).__name__}: {error}", text), 0.0)
-
-
-def _problem(outcome: Outcome) -> str:
-    if outcome.kind == "late":
-        return f"timed out after {outcome.seconds:g} s"
-    if outcome.kind == "died":
-        return f"the tool's process ended with status {outcome.value}"
-    return str(outcome.value[0]).partition(": ")[2]
 
 
 def _named(functions: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -348,7 +375,6 @@ def _class(environment: Any) -> str:
     return type(environment).__name__
 
 
-@functools.cache
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(function)

@@ -75,10 +75,7 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
     passes: list[tuple[int, int]] = []
     with trainer.residency.sampling(trainer.optimizer), together("the evaluation"):
         trainer.publish()
-        groups = checked_groups(trainer.generate(mine), mine)
-        begun = [(group, trainer.begin_score([group])) for group in groups]
-        for group, pending in begun:
-            rewards = pending.result()
+        for group, rewards in _scored(trainer, mine, config.reward_call == "all"):
             advantages = torch.zeros(len(group.rollouts))
             if config.loss_eval:
                 advantages = checked_advantages(trainer.compute_advantages(group, rewards), group)
@@ -99,6 +96,23 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
         "completions": float(len(whole.lengths)),
         "num_tokens": float(trainer.state.num_input_tokens_seen),
     }
+
+
+def _scored(trainer: Evaluated, prompts: Sequence[Prompt], one_call: bool) -> list[tuple[Group, torch.Tensor]]:
+    """The prompts' groups with their rewards [G, R]; ``one_call``: scored all together."""
+    begun: list[tuple[Group, Pending]] = []
+    try:
+        with contextlib.closing(checked_groups(trainer.generate(prompts), prompts)) as groups:
+            if one_call:
+                found = list(groups)
+                rewards = trainer.begin_score(found).result() if found else torch.empty(0)
+                return list(zip(found, rewards.split([len(group.rollouts) for group in found]), strict=True))
+            for group in groups:
+                begun.append((group, trainer.begin_score([group])))
+        return [(group, pending.result()) for group, pending in begun]
+    finally:
+        for _, pending in begun:
+            pending.cancel()
 
 
 def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:

@@ -7,6 +7,7 @@ errors) is exchanged once, at the end.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -175,10 +176,10 @@ def roll_out(
     """
     if one_call:
         with times.phase("generate"):
-            groups = sorted(checked_groups(stages.generate(prompts), prompts), key=lambda group: group.position)
+            whole = sorted(checked_groups(stages.generate(prompts), prompts), key=lambda group: group.position)
         with times.phase("reward"):
-            rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-            return _first([_scored(stages, *pair) for pair in zip(groups, rewards, strict=True)], enough)
+            rewards = stages.begin_score(whole).result().split([len(group.rollouts) for group in whole])
+            return _first([_scored(stages, *pair) for pair in zip(whole, rewards, strict=True)], enough)
     begun: dict[int, tuple[Group, Pending]] = {}
     known: list[Scored] = []  # of the first prompts, as far as all before are known too
     order = [prompt.position for prompt in prompts]
@@ -199,21 +200,22 @@ def roll_out(
         if not wait:
             times.move("generate", "reward", time.perf_counter() - started)
 
-    with times.phase("generate"):
-        generated = checked_groups(stages.generate(prompts), prompts)
-        for group in generated:
-            started = time.perf_counter()
-            begun[group.position] = (group, stages.begin_score([group]))
-            times.move("generate", "reward", time.perf_counter() - started)
-            if enough is not None:
-                advance(wait=False)
-                if is_enough():
-                    generated.close()  # aborts what is in flight
-                    break
-    with times.phase("reward"):
-        advance(wait=True)
-    for _, pending in begun.values():  # of groups that turned out not to be needed
-        pending.cancel()
+    try:
+        # Closing aborts what is in flight: when there is enough, and when a reward fails.
+        with times.phase("generate"), contextlib.closing(checked_groups(stages.generate(prompts), prompts)) as groups:
+            for group in groups:
+                started = time.perf_counter()
+                begun[group.position] = (group, stages.begin_score([group]))
+                times.move("generate", "reward", time.perf_counter() - started)
+                if enough is not None:
+                    advance(wait=False)
+                    if is_enough():
+                        break
+        with times.phase("reward"):
+            advance(wait=True)
+    finally:
+        for _, pending in begun.values():  # of groups that turned out not to be needed
+            pending.cancel()
     return known
 
 
@@ -296,7 +298,7 @@ def collect(
             )
             locals_ = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in of_steps]
             of_sampled = [RolloutStatistics.of(of_step, rules.mask_truncated) for of_step in sampled]
-            of_sampled[0].counts.update(stages.take_counts())
+            _count(of_sampled, stages.take_counts())
             if max_rounds:
                 for kept, all_ in zip(of_steps, sampled, strict=True):
                     of_sampled[0].counts["dynamic_sampling/prompts"] += len(all_)
@@ -345,6 +347,14 @@ def _scaled(
         for of_both in pairs
     )
     return scaled_trained, scaled_logged
+
+
+def _count(steps: Sequence[RolloutStatistics], counts: Mapping[str, float]) -> None:
+    """A round's counts: those of rewards in its first step; of tool calls, which are no step's, each has its share."""
+    for name, number in counts.items():
+        among = steps if name.startswith("tools/") else steps[:1]
+        for part in among:
+            part.counts[name] += number / len(among)  # type: ignore[assignment]
 
 
 def _trained(groups: Sequence[tuple[ScoredGroup, torch.Tensor]], rules: PackingRules) -> list[ScoredGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -11,7 +12,8 @@ from . import process
 from .chat import ToolFormat
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
-from .environments import Toolbox, environment_reward
+from .environments import EMPTY, Toolbox, environment_reward
+from .importing import find_object
 from .policy import Policy
 from .rewards import RewardFunction, resolve_rewards
 
@@ -36,6 +38,26 @@ def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbo
     if not tools and environment_factory is None:
         return None
     return Toolbox(tools, environment_factory, args.tool_workers, args.tool_timeout)
+
+
+def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:
+    """The user's function that writes completions, if there is one.
+
+    Raises:
+        ValueError: its import path leads nowhere, or there are tools, which it wouldn't call.
+    """
+    if rollout_func is not None and tools is not None:
+        raise ValueError(
+            "rollout_func writes completions by itself, so that tools and environment_factory would never be used: "
+            "give one or the other."
+        )
+    return find_object(rollout_func, "rollout_func", callable) if isinstance(rollout_func, str) else rollout_func
+
+
+def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) -> PromptRules:
+    """How a prompt becomes tokens when an environment has changed it, in an engine with room for ``context``."""
+    most = context - 1
+    return dataclasses.replace(_rules(policy, args, "reset", None, tools), max_prompt_tokens=most, overlong="drop")
 
 
 def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> ToolFormat | None:
@@ -85,10 +107,10 @@ def _wanted(dataset: Any, args: GRPOConfig, tools: Toolbox | None) -> Any:
     environments bring their own."""
     names = getattr(dataset, "column_names", None) or ()
     if tools is not None and tools.has_environments and names and "prompt" not in names:
-        tools.brings_prompts = True
-        return dataset.map(lambda row: {"prompt": [{"role": "user", "content": ""}]})
+        return dataset.map(lambda row: {"prompt": EMPTY})
     if args.remove_unused_columns and "prompt" in (getattr(dataset, "column_names", None) or ()):
-        return dataset.select_columns(["prompt"])
+        named = ["environment"] if tools is not None and tools.by_name and "environment" in names else []
+        return dataset.select_columns(["prompt", *named])
     return dataset
 
 

@@ -24,10 +24,10 @@ class LengthHistory:
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
 
-    def add(self, group: Group) -> None:
-        """Note how long a group's completions are."""
-        lengths = [len(rollout.completion_ids) for rollout in group.rollouts]
-        self._means[_key(group.rollouts[0].prompt_ids)] = sum(lengths) / len(lengths)
+    def add(self, prompt: Prompt, group: Group) -> None:
+        """Note how many tokens the model wrote for a prompt, as it was asked."""
+        lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
+        self._means[_key(prompt.prompt_ids)] = sum(lengths) / len(lengths)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts by descending expected length; one that is new counts as the mean of all, in its place."""

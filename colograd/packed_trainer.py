@@ -52,9 +52,9 @@ class PackedTrainer(ResumableTrainer):
         super()._save_rng_state(output_dir)
         self.lengths.save(output_dir, rank())
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # here and not with the random state, which comes after the first generation
             self.lengths.load(checkpoint, rank())
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:

@@ -17,8 +17,7 @@ from .custom_rollouts import CustomRollouts
 from .data import PromptDataset, PromptStream
 from .engine import Engine
 from .environments import Toolbox
-from .importing import find_object
-from .inputs import longest_completion
+from .inputs import longest_completion, reset_rules
 from .memory import MemoryPlan
 from .metrics import PhaseTimes
 from .packing import PackingRules
@@ -128,10 +127,9 @@ def build_sampler(trainer: Starting, notes: Sequence[str], form: ToolFormat | No
 
 def _writer(engine: Engine, trainer: Starting, form: ToolFormat | None, rollout_func: Any) -> Writer:
     """Who writes completions: a function of the user's, conversations with tools, or the engine alone."""
-    if isinstance(rollout_func, str):
-        rollout_func = find_object(rollout_func, "rollout_func", callable)
     if rollout_func is not None:
         return CustomRollouts(engine, rollout_func, trainer)
     if trainer.tools is not None and form is not None:
-        return Conversations(engine, trainer.tools, form, trainer.args.max_tool_calling_iterations)
+        rules = reset_rules(trainer.policy, trainer.args, trainer.tools, engine.context)
+        return Conversations(engine, trainer.tools, form, rules, trainer.args.max_tool_calling_iterations)
     return engine

@@ -31,7 +31,16 @@ from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine import check_vllm
 from .entropy import EntropyController, of_step
 from .experience import collect
-from .inputs import begin, eval_prompts_of, loader_of, rewards_of, tool_format_of, toolbox_of, train_prompts_of
+from .inputs import (
+    begin,
+    eval_prompts_of,
+    loader_of,
+    rewards_of,
+    rollout_func_of,
+    tool_format_of,
+    toolbox_of,
+    train_prompts_of,
+)
 from .logprobs import policy_logprobs, with_old_logprobs
 from .metrics import Metrics
 from .objective import Objective
@@ -94,6 +103,7 @@ class GRPOTrainer(PackedTrainer):
             check_sampling(args)
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
             self.tools = toolbox_of(args, tools, environment_factory)
+            rollout_func = rollout_func_of(rollout_func, self.tools)
             functions = with_models(reward_funcs, reward_processing_classes, args)
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.tools)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
@@ -142,8 +152,9 @@ class GRPOTrainer(PackedTrainer):
         version, seed = self.state.global_step, self.args.seed
         if len(prompts) * sampling.n > self.engine.max_sequences:
             prompts = self.lengths.longest_first(prompts)
+        asked = {prompt.position: prompt for prompt in prompts}
         for group in self.writer.generate(prompts, sampling, version=version, seed=seed, purpose=purpose):
-            self.lengths.add(group)
+            self.lengths.add(asked[group.position], group)
             bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
             yield group
         bar.close()

@@ -21,6 +21,7 @@ from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
 from colograd.chat import ToolCall, ToolFormat
 from colograd.completion_log import logged_steps, read_log
 from colograd.conversations import Conversations
+from colograd.data import PromptRules
 from colograd.environments import Toolbox
 from colograd.logprobs import policy_logprobs
 from colograd.packing import pack
@@ -166,11 +167,17 @@ def test_answers_are_no_part_of_the_loss(trained: Any) -> None:
 # -- the same engine, with calls read from anything
 
 
+def asked(trainer: Any, size: int) -> tuple[PromptRules, list[Prompt]]:
+    rules = PromptRules(trainer.processing_class, 900, "drop", {}, "rows")
+    ids = rules.encode({"prompt": [row["prompt"] for row in rows(size)]}, 0)
+    return rules, [Prompt(row, tokens, i) for i, (row, tokens) in enumerate(zip(rows(size), ids, strict=True))]
+
+
 def written(trainer: Any, box: Toolbox, name: str = "add", iterations: int = 2, tokens: int = 60) -> list[Group]:
     form = EachTurnCalls(trainer.processing_class, name)
     sampling = Sampling(3, tokens, 1.0, {"stop_token_ids": list(range(40))})  # turns of a few tokens
-    prompts = [Prompt(rows()[i], form.prompt_ids(rows()[i]["prompt"], None), i) for i in range(3)]
-    talks = Conversations(trainer.engine, box, form, iterations)
+    rules, prompts = asked(trainer, 3)
+    talks = Conversations(trainer.engine, box, form, rules, iterations)
     trainer.engine.stamp(77)
     groups = list(talks.generate(prompts, sampling, version=77, seed=1))
     trainer.engine.version = None
@@ -245,9 +252,9 @@ def test_an_environment_begins_the_prompt_and_its_rollouts_have_their_own(traine
 def test_what_is_in_flight_is_aborted_when_nobody_wants_it(trained: Any) -> None:
     trainer, _, _ = trained
     form = EachTurnCalls(trainer.processing_class)
-    prompts = [Prompt(rows()[i], form.prompt_ids(rows()[i]["prompt"], None), i) for i in range(4)]
+    rules, prompts = asked(trainer, 4)
     trainer.engine.stamp(78)
-    talks = Conversations(trainer.engine, Toolbox([tool_cases.slow_add]), form, 4)
+    talks = Conversations(trainer.engine, Toolbox([tool_cases.slow_add]), form, rules, 4)
     groups = talks.generate(prompts, Sampling(2, 200, 1.0, {}), version=78, seed=1)
     next(groups)
     groups.close()
@@ -286,6 +293,8 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
         ({"prompt_ids": [[1]]}, "must return a dict with prompt_ids, completion_ids, logprobs"),
         ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]]}, "1 prompt_ids for 4 prompts"),
         ({"prompt_ids": [[1]] * 4, "completion_ids": [[1]] * 4, "logprobs": [[]] * 4}, "as many of each"),
+        ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]], "completions": ["a"]}, "rename it"),
+        ({"prompt_ids": 3, "completion_ids": [[1]], "logprobs": [[0.0]]}, "a single prompt_ids for 4 prompts"),
     ):
         writer = CustomRollouts(trainer.engine, lambda *a, broken=broken: broken, trainer)
         with pytest.raises(ValueError, match=said):

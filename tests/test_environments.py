@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tool_cases import Counter, Silent
 
 from colograd import process
 from colograd.chat import ToolCall
-from colograd.environments import Toolbox, environment_reward, text_of
+from colograd.environments import EMPTY, Toolbox, environment_reward, text_of
 from colograd.rewards import Scorer, resolve_rewards
 
 
@@ -122,6 +123,78 @@ def test_an_environment_lives_as_long_as_its_conversation_and_is_used_again() ->
     assert Counter.made == 2 and session.environment in (first.environment, second.environment)
 
 
+def test_a_late_tool_leaves_the_environment_sound() -> None:
+    box = Toolbox([tool_cases.hangs], Counter, timeout=0.4)
+    session, beginning = box.open({"start": 1})
+    settle(beginning)
+    begun = box.call(session, [call("hangs"), ToolCall("count", {"by": 2})])
+    settle(begun)
+    assert [m["content"] for m in box.told(begun)] == ["{'error': 'timed out after 0.4 s'}", "3"] and not session.stuck
+
+
+def test_an_environment_whose_call_nobody_waits_for_is_not_used_again() -> None:
+    box = Toolbox(None, Counter, timeout=30)
+    session, beginning = box.open({})
+    settle(beginning)
+    box.call(session, [ToolCall("stall", {})]).abandon()
+    box.release()
+    assert session.stuck and box.open({})[0].environment is not session.environment
+
+
+class Turns:
+    """Remembers in which order its methods ran."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def reset(self, **row: Any) -> None:
+        self.order = []
+
+    async def slow(self) -> str:
+        """Takes a while."""
+        await asyncio.sleep(0.2)
+        self.order.append("slow")
+        return " ".join(self.order)
+
+    async def quick(self) -> str:
+        """Takes none."""
+        self.order.append("quick")
+        return " ".join(self.order)
+
+
+def test_async_methods_of_an_environment_have_their_turn() -> None:
+    box = Toolbox(None, Turns)
+    session, beginning = box.open({})
+    settle(beginning)
+    begun = box.call(session, [ToolCall("slow", {}), ToolCall("quick", {})])
+    settle(begun)
+    assert [m["content"] for m in box.told(begun)] == ["slow", "slow quick"]
+
+
+def test_an_async_tool_can_neither_end_nor_hold_up_the_loop() -> None:
+    box = Toolbox([tool_cases.exits, tool_cases.clings, tool_cases.waits], timeout=1.5)
+    assert answers(box, call("exits"), call("clings"), call("waits")) == [
+        "{'error': 'SystemExit: 0'}",
+        "{'error': 'timed out after 1.5 s'}",
+        "3",
+    ]
+
+
+class Named:
+    """Says which columns it was given."""
+
+    def reset(self, **row: Any) -> str:
+        return " ".join(sorted(row))
+
+
+def test_an_environment_of_a_dataset_without_prompts_gets_none() -> None:
+    box = Toolbox(None, Named)
+    for row, names in (({"prompt": EMPTY, "x": 1}, "x"), ({"prompt": "so", "x": 1}, "prompt x")):
+        _, beginning = box.open(row)
+        settle(beginning)
+        assert beginning is not None and beginning.outcomes()[0][1].value == names
+
+
 def test_an_environment_that_is_stuck_is_left_to_itself() -> None:
     box = Toolbox([tool_cases.add], Counter, timeout=0.3)
     session, beginning = box.open({})
@@ -182,8 +255,9 @@ def test_what_is_no_tool_is_refused(tools: Any, factory: Any, said: str) -> None
 
 def test_only_text_is_shown() -> None:
     assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
-    assert text_of([1, 2]) == "[1, 2]" and text_of(None) == "None"
-    with pytest.raises(ValueError, match="'image'"):
+    assert text_of([1, 2]) == "[1, 2]" and text_of(None) == "None" and text_of([]) == "[]"
+    assert text_of([{"type": "house", "price": 3}]) == "[{'type': 'house', 'price': 3}]"
+    with pytest.raises(ValueError, match="'image' can't be shown"):
         text_of([{"type": "image", "image": None}])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import Any
@@ -68,6 +69,29 @@ async def waits(a: int, b: int) -> int:
         b: another
     """
     await asyncio.sleep(1)
+    return a + b
+
+
+async def exits(a: int, b: int) -> int:
+    """Asks the process to end.
+
+    Args:
+        a: one number
+        b: another
+    """
+    raise SystemExit(0)
+
+
+async def clings(a: int, b: int) -> int:
+    """Takes no notice when it is cancelled.
+
+    Args:
+        a: one number
+        b: another
+    """
+    for _ in range(100):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.1)
     return a + b
 
 

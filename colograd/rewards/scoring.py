@@ -103,8 +103,20 @@ class Scoring:
         log: tuple[dict[str, list[Any]], dict[str, list[float]]],
     ) -> list[float]:
         """What one function returned; what it logged is added to ``log``, if it returned rewards."""
+        # An async call ends itself in time, unless it blocks the loop on which that would happen.
+        limit = None if isinstance(call, Call) or self._scorer.timeout is None else self._scorer.timeout + GRACE
         try:
-            outcome = call.result()
+            outcome = call.result(limit)
+        except TimeoutError as error:
+            if call.done():
+                raise raised(reward, self._position, error) from None
+            raise RewardError(
+                reward.name,
+                self._position,
+                None,
+                f"it blocks the event loop: reward_timeout ({self._scorer.timeout:g} s) is long over. Await what takes "
+                "time, or make it a plain function and set reward_workers.",
+            ) from None
         except Exception as error:
             raise raised(reward, self._position, error) from None
         self.seconds[reward.name] = outcome.seconds
@@ -281,7 +293,7 @@ class Scorer:
         try:
             with self._watched(reward):
                 value = reward.function(**keywords)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the latter would end this rank in silence
             done.set_exception(error)
             if self.on_error == "raise":
                 raise raised(reward, groups[0].position, error) from None
@@ -358,12 +370,36 @@ def score_group(
 async def _awaited(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
     started = time.perf_counter()
     try:
-        value = await asyncio.wait_for(awaitable, timeout)
-    except TimeoutError:
-        if timeout is not None and time.perf_counter() - started >= timeout:
-            return Outcome("late", None, elapsed + timeout)
-        raise
+        value = await contained(awaitable, timeout)
+    except Late:
+        return Outcome("late", None, elapsed + (timeout or 0.0))
     return Outcome("value", value, elapsed + time.perf_counter() - started, log.content())
+
+
+class Late(Exception):
+    """An awaitable took longer than it may."""
+
+
+async def contained(awaitable: Awaitable[Any], timeout: float | None) -> Any:
+    """What a user's awaitable returns. It can neither end the event loop (by SystemExit) nor, unlike under
+    `asyncio.wait_for`, hold it up by ignoring that it is cancelled.
+
+    Raises:
+        Late: after ``timeout`` seconds.
+    """
+
+    async def guarded() -> Any:
+        try:
+            return await awaitable
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    task = asyncio.ensure_future(guarded())
+    done, _ = await asyncio.wait({task}, timeout=timeout)
+    if not done:
+        task.cancel()
+        raise Late
+    return task.result()
 
 
 @functools.cache
