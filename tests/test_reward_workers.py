@@ -20,6 +20,7 @@ from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
 from colograd.experience import roll_out
 from colograd.metrics import PhaseTimes
 from colograd.rewards import RewardError, Scorer, resolve_rewards
+from colograd.rewards import scoring as scoring_module
 
 NAN = math.nan
 
@@ -293,3 +294,27 @@ def test_groups_are_scored_as_they_finish_while_others_decode(tiny_model, tmp_pa
     assert sorted(order) != order, "some completions end early"
     (entry,) = (entry for entry in trainer.state.log_history if "reward" in entry)
     assert entry["rewards/vowels/seconds"] > 0
+
+
+def test_an_async_call_that_blocks_the_loop_ends_the_run_with_its_name(scorer_of, monkeypatch) -> None:
+    monkeypatch.setattr(scoring_module, "GRACE", 0.3)
+
+    async def blocks(completions: list[str], **kwargs: Any) -> list[float]:
+        time.sleep(2)
+        return [1.0] * len(completions)
+
+    scoring = scorer_of(blocks, workers=0, timeout=0.2).submit([make_group()], [texts()])
+    with pytest.raises(RewardError, match=r"'blocks'.*it blocks the event loop"):
+        scoring.result()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_function_that_asks_the_process_to_end_is_an_error_of_its_own(scorer_of, kind: str) -> None:
+    def leaves(completions: list[str], **kwargs: Any) -> list[float]:
+        raise SystemExit(0)
+
+    async def leaves_later(completions: list[str], **kwargs: Any) -> list[float]:
+        raise SystemExit(0)
+
+    with pytest.raises(RewardError, match="SystemExit"):
+        scorer_of(leaves if kind == "sync" else leaves_later, workers=0).submit([make_group()], [texts()]).result()

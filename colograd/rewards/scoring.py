@@ -395,9 +395,11 @@ async def contained(awaitable: Awaitable[Any], timeout: float | None) -> Any:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     task = asyncio.ensure_future(guarded())
-    done, _ = await asyncio.wait({task}, timeout=timeout)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+    finally:
+        task.cancel()  # where it isn't done: it is late, or nobody wants it any more
     if not done:
-        task.cancel()
         raise Late
     return task.result()
 
