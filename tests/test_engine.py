@@ -229,7 +229,7 @@ def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones
         epochs.append(sample(engine, config, history.longest_first(prompts), sampling=sampling))
         taken.append(len(steps))
         for group in epochs[-1].values():
-            history.add(group)
+            history.add(prompts[group.position], group)
     assert [p.position for p in history.longest_first(prompts)][:2] == [11, 8]
     assert all(tokens(epochs[0][p]) == tokens(epochs[1][p]) for p in range(12)), "the same rollouts in any order"
     assert taken[1] < 0.9 * taken[0], taken
@@ -244,7 +244,7 @@ def test_a_history_of_lengths_is_saved_by_rank_and_new_prompts_count_as_the_mean
 
     history, prompts = LengthHistory(), [Prompt({}, (p,), p) for p in range(4)]
     for position, length in ((0, 10), (1, 90), (3, 20)):
-        history.add(group(position, length))
+        history.add(prompts[position], group(position, length))
     history.save(tmp_path, rank=1)
     again = LengthHistory()
     again.load(tmp_path, rank=1)
