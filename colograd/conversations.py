@@ -159,12 +159,10 @@ class _Begun:
                     over.append(conversation)
         elif self.waiting:
             wait([c.future for _, a in self.waiting for c in a.calls if not c.future.done()], POLL, FIRST_COMPLETED)
-        waiting, self.waiting = self.waiting, []
-        for conversation, answers in waiting:
-            if not answers.done():
-                self.waiting.append((conversation, answers))
-            elif not self._answer(conversation, answers):
-                over.append(conversation)
+        for pair in [pair for pair in self.waiting if pair[1].done()]:
+            self.waiting = [other for other in self.waiting if other is not pair]
+            if not self._answer(*pair):
+                over.append(pair[0])
         return over
 
     def finished(self, conversation: Conversation, version: int) -> Group | None:
