@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -71,22 +71,6 @@ class Conversation:
         )
 
 
-class Dialogue(Protocol):
-    """The engine's side, as far as a conversation needs it."""
-
-    context: int
-
-    def require(self, version: int) -> None: ...
-
-    def submit(
-        self, ids: Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0
-    ) -> str: ...
-
-    def advance(self) -> list[tuple[str, list[Sampled]]]: ...
-
-    def abort(self, requests: Any) -> None: ...
-
-
 class Conversations:
     """Writes the groups of some prompts as conversations.
 
@@ -99,7 +83,7 @@ class Conversations:
 
     def __init__(
         self,
-        engine: Engine | Dialogue,
+        engine: Engine,
         tools: Toolbox,
         form: ToolFormat,
         rules: PromptRules,
