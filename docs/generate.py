@@ -102,6 +102,10 @@ MOVING = f"""# Coming from TRL
 from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 ```
 
+The same seed asks for the same prompts at each step. The same rollouts leave the same weights: whole runs of TRL and Colograd,
+with clipping, schedule and AdamW, are compared in the tests. Learning curves therefore differ by what is sampled alone
+([performance.md](performance.md#learning-curves-against-trl)).
+
 Recipes of TRL's `grpo` script are read with the same keys. What differs without being asked for:
 
 - **Precision.** An unset `dtype` is a bfloat16 policy with an exact float32 master in the optimizer. TRL loads float32
@@ -111,6 +115,8 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
 - **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
   per micro-batch, is `dapo` here. [losses.md](losses.md) has the rest of what differs.
+- **A generation of several steps** (`steps_per_generation` beyond `gradient_accumulation_steps`) is split into steps of whole
+  groups; TRL shuffles its completions among them.
 - **Groups without a reward difference** aren't trained on, where nothing but the advantage gives a gradient. They count
   in every denominator and metric.
 - **Rewards** are called for one group at a time. The signature is TRL's.

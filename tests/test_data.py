@@ -295,6 +295,25 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
     assert positions == list(range(48))
 
 
+@pytest.mark.parametrize("shape", [(23, 4, 2, 1), (23, 4, 2, 3), (8, 2, 1, 2), (100, 6, 3, 1)])
+def test_the_same_seed_gives_the_prompts_of_trl(shape: tuple[int, int, int, int]) -> None:
+    """Round by round, in three epochs: TRL's sampler gives a round as often as it takes batches of it."""
+    from trl.trainer.utils import RepeatSampler
+
+    rows, per_step, steps_per_generation, iterations = shape
+    size, repeats = per_step * steps_per_generation, iterations * steps_per_generation
+    sampler = RepeatSampler(range(rows), 1, batch_size=size, repeat_count=repeats, seed=1)
+    for epoch in range(3):
+        theirs = list(sampler)
+        rounds = [theirs[first : first + size] for first in range(0, len(theirs), size * repeats)]
+        named = {"steps_per_generation": steps_per_generation, "num_iterations": iterations}
+        ours = steps(epoch=epoch, num_rows=rows, prompts_per_step=per_step, **named)
+        found = [
+            [row for step in ours[first : first + repeats] for row, _ in step] for first in range(0, len(ours), repeats)
+        ]
+        assert found == [one * iterations for one in rounds]
+
+
 def test_unshuffled_rows_come_in_order() -> None:
     assert steps(shuffle=False)[1] == [(4, 4), (5, 5), (6, 6), (7, 7)]
     assert steps(shuffle=False, epoch=1)[0][0] == (0, 16)

@@ -83,9 +83,11 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def _rows_in_order(self) -> Sequence[int]:
         if not self.shuffle:
             return range(self.num_rows)
-        # Hashed, so that neighbouring seeds and epochs share nothing; 63 bits, which manual_seed takes.
-        digest = hashlib.sha256(f"{self.seed} {self.epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        # TRL's permutations, so that the same seed asks for the same prompts at each step: one generator draws those of
+        # all epochs. The earlier ones are drawn again (15 ms for a million rows): the order stays a function of the epoch.
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(self.epoch):
+            torch.randperm(self.num_rows, generator=generator)
         return torch.randperm(self.num_rows, generator=generator).tolist()
 
 
