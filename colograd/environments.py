@@ -191,7 +191,7 @@ class Toolbox:
                 limit += (len(of_environment) - 1) * (self.timeout or 0.0)  # one after the other
             elif call.name in self._numbers:
                 assert self._pool is not None
-                future, limit = self._pool.submit(self._numbers[call.name], call.arguments, (None, b"")), float("inf")
+                future, limit = self._pool.submit(self._numbers[call.name], call.arguments, None), float("inf")
             elif inspect.iscoroutinefunction(function):
                 future = asyncio.run_coroutine_threadsafe(
                     _awaited(function, call.arguments, self.timeout), event_loop()

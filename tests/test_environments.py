@@ -55,6 +55,12 @@ def test_calls_are_answered_in_their_order(workers: int) -> None:
     assert box.take_counts()["tools/calls"] == 4
 
 
+def test_a_tool_gets_what_the_model_wrote_whatever_its_name(workers: int) -> None:
+    box = Toolbox([tool_cases.scan], None, workers)
+    assert answers(box, ToolCall("scan", {"trainer_state": "a", "log_metric": "b"})) == ["a b"]
+    box.close()
+
+
 def test_what_goes_wrong_is_told_to_the_model(workers: int) -> None:
     box = Toolbox([tool_cases.fails, tool_cases.add], None, workers)
     told = answers(box, call("fails"), call("subtract"), ToolCall("add", {"a": 1}), call("add"))

@@ -30,6 +30,16 @@ def slow_add(a: int, b: int) -> int:
     return a + b
 
 
+def scan(trainer_state: str, log_metric: str) -> str:
+    """Has parameters that a reward function would get from the trainer.
+
+    Args:
+        trainer_state: a text
+        log_metric: a text
+    """
+    return f"{trainer_state} {log_metric}"
+
+
 def hangs(a: int, b: int) -> int:
     """Never comes back.
 

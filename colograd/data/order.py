@@ -84,7 +84,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         if not self.shuffle:
             return range(self.num_rows)
         # TRL's permutations, so that the same seed asks for the same prompts at each step: one generator draws those of
-        # all epochs. The earlier ones are drawn again (15 ms for a million rows): the order stays a function of the epoch.
+        # all epochs. The earlier ones are drawn again (15 ms for a million rows): nothing has to be saved.
         generator = torch.Generator().manual_seed(self.seed)
         for _ in range(self.epoch):
             torch.randperm(self.num_rows, generator=generator)

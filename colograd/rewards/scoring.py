@@ -328,8 +328,12 @@ class Scorer:
             "process, where it can't be ended alone: set reward_workers, or make it async."
         )
 
+        running, ended = threading.Lock(), False
+
         def interrupt() -> None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(_Stuck))
+            with running:
+                if not ended:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(_Stuck))
 
         def leave() -> None:
             print(problem, file=sys.stderr, flush=True)
@@ -340,7 +344,12 @@ class Scorer:
             timer.daemon = True
             timer.start()
         try:
-            yield
+            try:
+                yield
+            finally:
+                with running:  # from here on nothing interrupts, and what was about to, doesn't
+                    ended = True
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), None)
         except _Stuck:
             raise TimeoutError(problem) from None
         finally:

@@ -5,7 +5,8 @@
 Started as a file of its own and not by importing the user's script, which often has no ``__main__`` guard. Imports
 nothing of Colograd. Messages on the socket FD are pickles:
 
-    from the parent   (sys.path, functions), then (index, state or None, keywords) per call; state: a pickle to keep
+    from the parent   (sys.path, functions), then (index, state or None, keywords, is a reward) per call; state: a
+                      pickle to keep, given to reward functions only
     to the parent     None or what went wrong while loading, then (kind, value, seconds, logged) per call
 
 ``kind`` is ``value`` (what the function returned) or ``raised`` (type and text of the exception, its traceback).
@@ -88,21 +89,22 @@ def main(descriptor: int) -> None:
     state: Any = None
     while True:
         try:
-            index, new_state, keywords = pickle.loads(connection.recv_bytes())
+            index, new_state, keywords, is_reward = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         if new_state is not None:
             state = pickle.loads(new_state)
-        connection.send_bytes(_call(called[index], keywords, state))
+        connection.send_bytes(_call(called[index], keywords, state, is_reward))
 
 
-def _call(function: Any, keywords: dict[str, Any], state: Any) -> bytes:
+def _call(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool) -> bytes:
     log = CallLog()
-    given_here = {"trainer_state": state, "log_extra": log.extra, "log_metric": log.metric}
+    given_here = {"trainer_state": state, "log_extra": log.extra, "log_metric": log.metric} if is_reward else {}
     keywords |= {name: value for name, value in given_here.items() if name in keywords}
     started = time.perf_counter()
     try:
-        value = _plain(function(**keywords))
+        value = function(**keywords)
+        value = _plain(value) if is_reward else value
     except (Exception, SystemExit) as error:
         return pickle.dumps(("raised", _text(error), time.perf_counter() - started, ({}, {})))
     seconds = time.perf_counter() - started

@@ -27,6 +27,7 @@ import cloudpickle
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0  # for a worker to import what its functions need
+STOP_SECONDS = 5.0  # for a pool to end
 LOOK_SECONDS = 0.1  # between two looks at whether a call that runs is still needed
 DROP_SECONDS = 1.0  # that a call which nobody needs gets to end by itself: a new process takes as long
 
@@ -115,22 +116,23 @@ class Worker:
         self,
         index: int,
         keywords: dict[str, Any],
-        state: tuple[Any, bytes],
+        state: tuple[Any, bytes] | None,
         timeout: float | None,
         unneeded: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         """Call function ``index`` with ``keywords``.
 
         Args:
-            state: a key and the pickled trainer state, which is sent only where the key is new to the process.
+            state: a key and the pickled trainer state, which is sent only where the key is new to the process. None: no
+                reward function, ``keywords`` are all that it gets.
             timeout: seconds; None waits for ever.
             unneeded: asked while it runs; once true, the call is ended with its process.
         """
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
-        key, pickled = state
-        message = pickle.dumps((index, None if key == self._state_key else pickled, keywords))
+        key, pickled = state or (self._state_key, None)
+        message = pickle.dumps((index, None if key == self._state_key else pickled, keywords, state is not None))
         try:
             self._connection.send_bytes(message)
             if (ended := self._wait(self._connection, timeout, unneeded)) is not None:
@@ -177,7 +179,7 @@ class Worker:
             process.wait()
 
 
-_Queued = tuple[Call, tuple[int, dict[str, Any], tuple[Any, bytes]]]
+_Queued = tuple[Call, tuple[int, dict[str, Any], tuple[Any, bytes] | None]]
 
 
 class WorkerPool:
@@ -200,13 +202,19 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes]) -> Call:
+    def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> Call:
         """Queue a call; see `Worker.call`. The future fails only where the worker can't be started or sent to."""
         future = Call()
         self._queue.put((future, (index, keywords, state)))
         return future
 
     def _serve(self, worker: Worker) -> None:
+        try:
+            self._serve_queue(worker)
+        finally:
+            worker.stop()  # which `close` may have called while it was starting
+
+    def _serve_queue(self, worker: Worker) -> None:
         while (item := self._queue.get()) is not None:
             future, (index, keywords, state) = item
             if not future.set_running_or_notify_cancel():
@@ -232,4 +240,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join()
+            thread.join(STOP_SECONDS)  # a worker that starts isn't waited for: it ends with the thread, or this process
