@@ -277,6 +277,17 @@ class Engine:
         finally:
             self.abort(waiting)
 
+    def check(self, sampling: Sampling) -> None:
+        """Let vLLM judge a request with these settings: patterns and schemas, token ids. Nothing is sampled.
+
+        Raises:
+            ValueError: vLLM refuses it.
+        """
+        try:
+            self.abort([self.submit([0], sampling, seed=0)])
+        except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
+            raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
+
     def require(self, version: int) -> None:
         """Raise `StaleWeights` unless the engine's weights are of ``version``."""
         assert not self.asleep, "the engine has no KV cache: wake it first"

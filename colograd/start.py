@@ -95,6 +95,9 @@ def build_sampler(trainer: Starting, notes: Sequence[str], form: ToolFormat | No
         end_tokens=() if end is None else (end,),
         adapter=check_choice(args.weights, policy.adapter),
     )
+    with together("the check of the sampling settings"):
+        for sampling in (Sampling.for_training(args), Sampling.for_evaluation(args)):
+            engine.check(sampling)
     with together("the plan of the weights"):
         weights = publisher(
             args.weights,

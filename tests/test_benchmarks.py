@@ -110,6 +110,15 @@ def test_steps_of_the_optimizer_are_timed_in_turns(tmp_path: Path) -> None:
     assert 0 < found["ratio"]["compiled"] < 1000
 
 
+def test_reward_models_give_the_same_rewards_each_way(tiny_model: Path, tmp_path: Path) -> None:
+    """The benchmark itself compares them, and ends where they differ."""
+    command = [sys.executable, str(BENCHMARKS / "reward_models.py"), "--model", str(tiny_model), "--groups", "2"]
+    command += ["--max-words", "8", "--trials", "1", "--out", str(tmp_path / "f.json")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=tiny.clean_environment())
+    assert done.returncode == 0 and done.stdout.count("\n| ") == 5, done.stdout  # header, rule, three ways
+    assert all(json.loads((tmp_path / "f.json").read_text())[f"processor_s.{way}"] > 0 for way in ("at_once", "padded"))
+
+
 @pytest.mark.engine
 def test_rollouts_are_timed_in_turns_and_rewards_hide_behind_them(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "rollouts.py"), "--model", str(tiny_model), "--dtype", "float32"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -142,6 +143,22 @@ def test_trl_s_name_for_a_regex_is_the_same_constraint(tmp_path) -> None:
     by_name.vllm_structured_outputs_regex, by_name.generation_kwargs = None, {"structured_outputs": {"xml": "x"}}
     with pytest.raises(ValueError, match=r"aren't valid for vLLM: structured_outputs has 'xml', but knows json, regex"):
         check_sampling(by_name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"generation_kwargs": {"structured_outputs": {"regex": "(ab"}}}, "aren't valid for vLLM: .*regex"),
+        ({"generation_kwargs": {"structured_outputs": {"json": '{"type": 3}'}}}, "aren't valid for vLLM: .*"),
+        ({"generation_kwargs": {"allowed_token_ids": [999]}}, "aren't valid for vLLM: .*out-of-vocab"),
+        ({"generation_kwargs": {"structured_outputs": {"regex": "[ab]+"}, "stop": ["a"]}}, None),
+    ],
+)
+def test_what_vllm_would_refuse_of_a_request_is_known_before_any(engine, tmp_path, settings, said) -> None:
+    config = tiny.config(tmp_path, vllm_importance_sampling_correction=False, **settings)
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        engine.check(Sampling.for_training(config))
+    assert not engine.core.has_unfinished_requests()
 
 
 def test_neighbouring_positions_share_no_seed_of_a_child() -> None:
