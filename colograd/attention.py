@@ -4,7 +4,10 @@ names.
 Registered with transformers under `NAME`, so a decoder that goes through its attention interface runs it unchanged:
 
     model.set_attn_implementation(attention.NAME)
-    model(input_ids, position_ids=..., layout=micro_batch.layout)
+    with attention.packed_rows():
+        model(input_ids, position_ids=..., layout=micro_batch.layout)
+
+Any other call of that model (``generate`` in a notebook, a callback's forward) is transformers' own `sdpa`.
 
 On CUDA in 16 bits it is one variable-length flash call of torch; elsewhere one `scaled_dot_product_attention` per
 segment. That loop is also the fastest exact way on a CPU: a group's completions padded into one batched call took
@@ -24,7 +27,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .batch import SegmentLayout
 
@@ -49,7 +53,7 @@ def packed_attention(
     Args:
         query: (1, H, T, D).
         key, value: (1, K, T, D), K dividing H (grouped-query attention).
-        layout: which tokens see which; None: the row is one sequence.
+        layout: which tokens see which; None: not a packed row, which is `sdpa`'s.
         sliding_window: keys further than this many tokens back, counted along prompt and completion, are not seen.
 
     Returns:
@@ -59,6 +63,9 @@ def packed_attention(
         ValueError: more than one row, or anything that would be computed wrongly: soft-capping, sinks, masks or
             biases that the model brings, attention that isn't causal.
     """
+    if layout is None:
+        own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **unused)
     if query.shape[0] != 1:
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
     if softcap is not None or unused.get("s_aux") is not None:
@@ -75,8 +82,6 @@ def packed_attention(
         )
     if _watching is not None and sliding_window is not None:
         _watching.applied.add(sliding_window)
-    if layout is None:
-        layout = SegmentLayout((query.shape[2],), ((),))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _flash() is not None and dropout == 0.0:
         output = _flash_attention(query, key, value, layout, scaling, sliding_window)
     else:
@@ -195,10 +200,28 @@ def _gather_plan(layout: SegmentLayout, device: torch.device) -> _GatherPlan:
     return _GatherPlan(layout, device)
 
 
-def _no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
-    """The layout says what is visible; a dense mask is never built."""
+def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """None for packed rows: the layout says what is visible, and a dense mask is never built. Else `sdpa`'s."""
+    if not _packed_rows:
+        windowed = {} if local_size is None else {"local_size": local_size}
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **windowed, **kwargs)
     if _watching is not None and local_size is not None:
         _watching.asked.add(local_size)
+    return None
+
+
+_packed_rows = False
+
+
+@contextmanager
+def packed_rows() -> Iterator[None]:
+    """Forwards in the body have a layout. The masks are made before the layers get it, and must know."""
+    global _packed_rows
+    _packed_rows = True
+    try:
+        yield
+    finally:
+        _packed_rows = False
 
 
 @dataclass(slots=True)
@@ -224,4 +247,4 @@ def watch_windows() -> Iterator[Windows]:
 
 
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, _mask)

@@ -63,12 +63,13 @@ def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tens
     packed one runs its sequences padded."""
     if model.config._attn_implementation != attention.NAME:
         return padded.hidden_states(model.get_decoder(), micro_batch)
-    output = model.get_decoder()(
-        input_ids=micro_batch.input_ids,
-        position_ids=micro_batch.position_ids,
-        layout=micro_batch.layout,
-        use_cache=False,
-    )
+    with attention.packed_rows():
+        output = model.get_decoder()(
+            input_ids=micro_batch.input_ids,
+            position_ids=micro_batch.position_ids,
+            layout=micro_batch.layout,
+            use_cache=False,
+        )
     return output.last_hidden_state
 
 

@@ -263,34 +263,31 @@ def test_each_segment_sees_itself_and_what_it_names(layout: SegmentLayout, windo
     torch.testing.assert_close(output, dense(layout, window))
 
 
-def test_without_a_layout_the_row_is_one_sequence() -> None:
-    query, key, value = random_qkv(6)
-    output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, scaling=0.3)
-    torch.testing.assert_close(output, dense(SegmentLayout((6,), ((),))))
+ONE = SegmentLayout((4,), ((),))
 
 
 def test_more_than_one_row_is_refused() -> None:
     query, key, value = (x.expand(2, -1, -1, -1) for x in random_qkv(4))
     with pytest.raises(ValueError, match=r"takes one row, not 2: pass \(1, T\) input ids"):
-        attention.packed_attention(torch.nn.Module(), query, key, value, None)
+        attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=ONE)
 
 
 @pytest.mark.parametrize("feature", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
 def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="soft-capping or sinks"):
-        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, **feature)
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **feature)
 
 
 def test_a_mask_a_bias_or_a_bidirectional_layer_is_refused() -> None:
     for wrong, said in (({"is_causal": False}, "isn't causal"), ({"position_bias": torch.zeros(4)}, "of its own")):
         with pytest.raises(ValueError, match=said):
-            attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, **wrong)
+            attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **wrong)
     with pytest.raises(ValueError, match="of its own"):
-        attention.packed_attention(torch.nn.Module(), *random_qkv(4), torch.zeros(1, 1, 4, 4))
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), torch.zeros(1, 1, 4, 4), layout=ONE)
     bidirectional = torch.nn.Module()
     bidirectional.is_causal = False  # as in Gemma 3's embedding models
     with pytest.raises(ValueError, match="isn't causal"):
-        attention.packed_attention(bidirectional, *random_qkv(4), None)
+        attention.packed_attention(bidirectional, *random_qkv(4), None, layout=ONE)
 
 
 def test_only_earlier_segments_can_be_seen() -> None:
@@ -306,3 +303,18 @@ def test_the_gather_plan_of_the_flash_kernel_names_the_same_keys() -> None:
     assert plan.cu_queries.tolist() == [0, 3, 5, 9] and plan.cu_keys.tolist() == [0, 3, 8, 15]
     assert (plan.max_queries, plan.max_keys) == (4, 7)
     assert plan.cu_queries.dtype == plan.cu_keys.dtype == torch.int32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_any_other_forward_is_transformers_own(family: str) -> None:
+    """`generate`, padded batches and plain calls of a model that trains on packed rows: as before."""
+    own = make_model(family).eval()
+    packed = packed_copy(own)
+    ids = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # padded to the left, as for `generate`
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = own.generate(input_ids=ids, attention_mask=mask, **settings)
+    assert torch.equal(packed.generate(input_ids=ids, attention_mask=mask, **settings), expected)
+    torch.testing.assert_close(packed(input_ids=ids).logits, own(input_ids=ids).logits)
