@@ -164,8 +164,8 @@ def parities(trainer: GRPOTrainer) -> Iterator[Check]:
         f"sampler/trainer, {tokens}",
         to_sampler,
         limit,
-        "Compare with --dtype float32. If that fails too, the engine computes this model differently: report the "
-        "model and the versions above.",
+        "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
+        "report the model and the versions above.",
     )
     kind = "padded" if trainer.policy.why_padded else "packed"
     yield _near(

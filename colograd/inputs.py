@@ -21,7 +21,9 @@ from .rewards import RewardFunction, resolve_rewards
 def begin(args: GRPOConfig | None, model: Any) -> GRPOConfig:
     """The configuration, TRL's default one if none is given; and the process ready for it."""
     process.prepare_ranks()
-    args = GRPOConfig(output_dir=f"{os.path.basename(str(model))}-GRPO") if args is None else args
+    if args is None:
+        name = str(model) if isinstance(model, str | os.PathLike) else str(model.config._name_or_path or "")
+        args = GRPOConfig(output_dir=f"{os.path.basename(name.rstrip('/')) or type(model).__name__}-GRPO")
     process.quiet_logs(args.verbose)
     if args.on_cpu:
         process.keep_freed_memory()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as hf_logging
 
 from .config import GRPOConfig
-from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, wrap
+from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .parity import choose_rows
 from .ranks import world_size
 
@@ -59,6 +59,12 @@ class Policy:
         return lines
 
 
+QUANTIZED = (
+    "quantised policies aren't available in this version, because the engine takes the policy's own tensors: give a "
+    "checkpoint in bfloat16 or float32 (with LoRA, its gradients and optimizer state are small)."
+)
+
+
 def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -82,6 +88,7 @@ def load_policy(
             loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config)
     else:
         loaded, path = model, _origin(model, config, peft_config)
+    _check_unquantized(loaded)
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
@@ -173,6 +180,8 @@ def _from_adapter(
 
 def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    if asked := sorted({"quantization_config", "load_in_8bit", "load_in_4bit"} & kwargs.keys()):
+        raise ValueError(f"model_init_kwargs has {asked[0]}, but {QUANTIZED}")
     kwargs["dtype"] = config.torch_dtype()
     kwargs.pop("attn_implementation", None)  # `choose_rows` settles it
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
@@ -192,6 +201,12 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     finally:
         if not config.verbose:
             hf_logging.disable_progress_bar()  # nor one for each file that is saved
+
+
+def _check_unquantized(model: Any) -> None:
+    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    if any(getattr(unwrap(model), flag, False) for flag in flags):
+        raise ValueError(f"The model {str(model.config._name_or_path)!r} is quantised, but {QUANTIZED}")
 
 
 def _has_config(path: str) -> bool:

@@ -135,6 +135,20 @@ def test_the_optimizer_and_autocast_follow_the_policy_s_dtype() -> None:
     assert made.optim == "sgd"
 
 
+@pytest.mark.parametrize(("given", "autocast"), [({}, True), ({"bf16": True}, True), ({"bf16": False}, False)])
+def test_float32_runs_under_autocast_unless_refused_as_in_trl(given, autocast) -> None:
+    made = config(model_init_kwargs={"dtype": "float32"}, **given)
+    made.settle_precision(torch.float32)
+    assert made.bf16 is autocast and made.mixed_precision == ("bf16" if autocast else "no")
+
+
+def test_an_optimizer_that_is_named_has_trl_s_float32_weights() -> None:
+    """Else it would round each update to bfloat16, where TRL's doesn't."""
+    assert config(optim="adamw_torch").torch_dtype() is torch.float32
+    assert config(optim="adamw_split").torch_dtype() is torch.bfloat16
+    assert config(optim="adamw_torch", model_init_kwargs={"dtype": "bfloat16"}).torch_dtype() is torch.bfloat16
+
+
 def test_evaluation_falls_back_to_training_s_group_size() -> None:
     assert config(num_generations=4, per_device_train_batch_size=4).eval_generations() == 4
     assert config(num_generations_eval=1).eval_generations() == 1

@@ -244,6 +244,12 @@ def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
         ([{"prompt": [{"role": "user"}]}], "row 0: the prompt is .* it must be a text"),
         ([IterableDataset.from_generator(lambda: iter([{"question": "a"}]))], "no column 'prompt'; it has 'question'"),
         ([3], "it must be a datasets.Dataset"),
+        ([Dataset.from_dict({"prompt": ["a"]}).with_transform(lambda rows: rows)], "has a transform .* with map"),
+        ([{"prompt": "a", "image": "a.png"}], "has the column 'image', but this version trains on text alone"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+            "row 0: the prompt has a part of type 'image'",
+        ),
     ],
 )
 def test_what_is_no_prompt_is_named(tokenizer: Any, rows: Any, message: str) -> None:

@@ -23,6 +23,7 @@ def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     settings = {
         "model_name_or_path": str(tiny_model),
         "dtype": "float32",
+        "bf16": False,
         "dataset_name": "tiny:prompts",
         "reward_funcs": ["tiny:vowels"],
         "num_generations": 4,
@@ -84,7 +85,7 @@ def test_weights_that_the_engine_has_otherwise_fail_with_a_remedy(
     assert "1 parameters differ" in found["weights"] and "FAILED. Report the model" in found["weights"]
     assert "embed_tokens" in found["weights"]
     sampler = next(line for line in said.splitlines() if line.startswith("sampler/trainer"))
-    assert "FAILED. Compare with --dtype float32" in sampler
+    assert "FAILED. Compare with --dtype float32 --bf16 false" in sampler
     assert found["packed rows/the model's own forward"].endswith(": ok"), "the trainer's side is right"
     assert said.splitlines()[-1] == "2 checks FAILED"
 

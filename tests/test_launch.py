@@ -26,6 +26,7 @@ def recipe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {
         "model_name_or_path": str(tiny_model),
         "dtype": "float32",
+        "bf16": False,
         "dataset_name": "tiny:prompts",
         "reward_funcs": ["tiny:vowels"],
         "num_generations": 4,

@@ -455,5 +455,11 @@ def test_the_users_own_optimizer_is_taken(tiny_model, tmp_path) -> None:
     trainer = GRPOTrainer(model, tiny.vowels, args, tiny.prompts(), optimizers=(optimizer, None))
     trainer.train()
     assert trainer.optimizer.optimizer is optimizer
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    written = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
+    again = [model(input_ids=written[:, :end]).logits[:, -1].argmax(-1) for end in range(3, written.shape[1])]
+    assert written.shape == (2, 7) and torch.equal(written[:, 3:], torch.stack(again, dim=1)), (
+        "still a model of its own"
+    )
     trainer.close()
     assert torch.distributed.is_initialized(), "the process group is the trainer's, not the engine's"

@@ -101,6 +101,7 @@ def config(output_dir: str | Path, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "output_dir": str(output_dir),
         "model_init_kwargs": {"dtype": "float32"},
+        "bf16": False,
         "num_generations": 4,
         "prompts_per_step": 4,
         "max_completion_length": 12,

@@ -50,8 +50,8 @@ class GRPOConfig(TrainingArguments):
     bf16: bool | None = field(
         default=None,
         metadata={
-            "help": "With `dtype: float32`, run the forward under bfloat16 autocast. With the default bfloat16 "
-            "policy there is nothing to cast and the value has no effect."
+            "help": "With `dtype: float32`, run the forward under bfloat16 autocast: on unless set to false, as in "
+            "TRL. With the default bfloat16 policy there is nothing to cast and the value has no effect."
         },
     )
     remove_unused_columns: bool | None = field(
@@ -447,7 +447,7 @@ class GRPOConfig(TrainingArguments):
         fold_batch(self)
 
     def settle_precision(self, dtype: torch.dtype) -> None:
-        """Resolve ``optim: auto`` and ``bf16``, once the policy is loaded and its dtype known."""
+        """Resolve ``optim`` and ``bf16``, once the policy is loaded and its dtype known."""
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"The policy's dtype is {str(dtype).removeprefix('torch.')}, but policies train in bfloat16 or "
@@ -455,14 +455,16 @@ class GRPOConfig(TrainingArguments):
             )
         if self.optim == "auto":
             self.optim = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
-        self.bf16 = bool(self.bf16) and dtype == torch.float32
+        self.bf16 = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"
 
     @property
     def policy_dtype(self) -> str:
-        """`bfloat16`, `float32` or `auto`: what the user asked for, `bfloat16` where nothing was said."""
+        """`bfloat16`, `float32` or `auto`: what the user asked for. Where nothing was said: `bfloat16`, or TRL's
+        `float32` for an optimizer that was named and keeps no float32 master of bfloat16 weights."""
         given = (self.model_init_kwargs or {}).get("dtype")  # type: ignore[union-attr]
-        return "bfloat16" if given is None else str(given).removeprefix("torch.")
+        default = "bfloat16" if self.optim in ("auto", "adamw_split") else "float32"
+        return default if given is None else str(given).removeprefix("torch.")
 
     @property
     def groups_per_rank(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from ..batch import Prompt
-from .checks import check_has_length, listed
+from .checks import check_columns, check_has_length, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,6 +105,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
         dataset = Dataset.from_list(list(dataset.with_format(None)))
     name = rules.name
     check_has_length(dataset, name)
+    check_columns(dataset, name)
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows: there is nothing to sample from.")
     if "prompt" not in dataset.column_names:
@@ -201,4 +202,9 @@ def _check_conversation(prompt: Any, where: str) -> None:
         example = '[{"role": "user", "content": "..."}]'
         raise ValueError(
             f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as {example}."
+        )
+    parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
+    if other := [part["type"] for part in parts if isinstance(part, dict) and part.get("type") not in (None, "text")]:
+        raise ValueError(
+            f"{where}: the prompt has a part of type {other[0]!r}, but this version trains on text alone: remove it."
         )

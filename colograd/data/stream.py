@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..batch import Prompt
 from ..config import GRPOConfig
-from .checks import listed
+from .checks import check_columns, listed
 from .prompts import PromptRules
 
 ROWS_AT_ONCE = 64  # read and tokenised together
@@ -32,6 +32,7 @@ class PromptStream(torch.utils.data.IterableDataset):
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
         """Raises ValueError where the first row isn't a prompt, there is none, or the run can't be bounded."""
+        check_columns(dataset, rules.name)
         self.dataset, self.rules = dataset.with_format(None), rules
         self.longest = rules.max_prompt_tokens  # of prompts that are yet to come
         self.num_dropped = 0

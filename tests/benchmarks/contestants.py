@@ -184,6 +184,7 @@ def run_colograd(job: Job) -> dict[str, Any]:
 
     config = GRPOConfig(
         **_shared_settings(job),
+        bf16=False,
         prompts_per_step=job.prompts_per_step,
         vllm_engine_kwargs={**job.engine(), "max_num_seqs": job.completions, "max_num_batched_tokens": 4096},
     )

@@ -77,6 +77,7 @@ def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], d
         "num_generations": options.num_generations,
         "max_completion_length": options.completion_tokens,
         "dtype": options.dtype,
+        "bf16": "false",  # of a float32 policy, too
     }
     flags = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
     script, config, model, _ = parse_arguments(["--config", str(RECIPE), *flags])
