@@ -64,7 +64,6 @@ class RolloutStatistics:
     totals: list[float] = field(default_factory=list)  # weighted sums, NaN: nobody judged it
     flat_groups: list[bool] = field(default_factory=list)  # no reward difference
     prompt_tokens: int = 0
-    told_tokens: int = 0  # of tools' answers
     loss_tokens: int = 0
     packed_tokens: int = 0  # through the model in one forward
     micro_batches: int = 0
@@ -75,7 +74,6 @@ class RolloutStatistics:
     def add(self, group: ScoredGroup, totals: torch.Tensor, mask_truncated: bool) -> None:
         for rollout in group.group.rollouts:
             self.lengths.append(int(rollout.sampled.sum()))
-            self.told_tokens += len(rollout.completion_ids) - self.lengths[-1]
             self.ended.append(rollout.finish_reason is FinishReason.STOP)
             self.prompt_tokens += len(rollout.prompt_ids)
             self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
@@ -110,7 +108,6 @@ class RolloutStatistics:
             whole.totals += part.totals
             whole.flat_groups += part.flat_groups
             whole.prompt_tokens += part.prompt_tokens
-            whole.told_tokens += part.told_tokens
             whole.loss_tokens += part.loss_tokens
             whole.packed_tokens += part.packed_tokens
             whole.micro_batches += part.micro_batches
@@ -323,9 +320,8 @@ def collect(
         metrics["train/micro_batches"] = float(whole.micro_batches)
         metrics["train/moved_groups"] = float(whole.moved_groups)
         metrics["train/sampled_tokens"] = float(sum(everything.lengths))
-        metrics["train/rollout_tokens"] = float(
-            everything.prompt_tokens + everything.told_tokens + sum(everything.lengths)
-        )
+        # TRL's `num_tokens` counts the same: prompts and what the model wrote, not what tools told it.
+        metrics["train/rollout_tokens"] = float(everything.prompt_tokens + sum(everything.lengths))
         batches.append(
             StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0, tuple(groups))
         )

@@ -87,8 +87,8 @@ class PackedTrainer(ResumableTrainer):
         """Counted in `_collect`, as prompts and completions of all ranks."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means of the steps since the last log."""
-        if self._logs and "loss" in logs:
+        """Adds the means of the steps since the last log; at the end of training, of those that were never logged."""
+        if self._logs and ("loss" in logs or "train_loss" in logs):
             names = dict.fromkeys(name for entry in self._logs for name in entry)
             for name in names:
                 values = [entry[name] for entry in self._logs if name in entry]

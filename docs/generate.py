@@ -37,6 +37,7 @@ LIMITED = (
 OTHER_METRICS = {"aux_loss": "auxiliary losses of mixtures of experts aren't computed"}
 # What is to be said of metrics that have TRL's name.
 METRIC_NOTES = {
+    "frac_reward_zero_std": "By group, whatever `scale_rewards` says (TRL: of the whole batch with `batch`)",
     "completions/clipped_ratio": "By what vLLM says: a stop string or stop token ends a completion too",
     "completions/mean_terminated_length": "Left out where none ended (TRL logs 0)",
     "completions/min_terminated_length": "Left out where none ended (TRL logs 0)",
@@ -102,9 +103,9 @@ MOVING = f"""# Coming from TRL
 from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 ```
 
-The same seed asks for the same prompts at each step. The same rollouts leave the same weights: whole runs of TRL and Colograd,
-with clipping, schedule and AdamW, are compared in the tests. Learning curves therefore differ by what is sampled alone
-([performance.md](performance.md#learning-curves-against-trl)).
+The same seed asks for the same prompts at each step. The same rollouts leave the same weights: whole runs of TRL and
+Colograd, with clipping, schedule and AdamW, are compared in the tests. Learning curves therefore differ by what is
+sampled alone ([performance.md](performance.md#learning-curves-against-trl)).
 
 Recipes of TRL's `grpo` script are read with the same keys. What differs without being asked for:
 
@@ -115,10 +116,11 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
 - **The step is the unit.** Losses are normalised over the optimizer step and all ranks; `bnpo`, which TRL normalises
   per micro-batch, is `dapo` here. [losses.md](losses.md) has the rest of what differs.
-- **A generation of several steps** (`steps_per_generation` beyond `gradient_accumulation_steps`) is split into steps of whole
-  groups; TRL shuffles its completions among them.
+- **A generation of several steps** (`steps_per_generation` beyond `gradient_accumulation_steps`) is split into steps of
+  whole groups; TRL shuffles its completions among them.
 - **Groups without a reward difference** aren't trained on, where nothing but the advantage gives a gradient. They count
-  in every denominator and metric.
+  in every denominator and in the metrics of rewards and completions; those of the loss (`entropy`, `clip_ratio/*`,
+  `sampling/*` and their like) are of the tokens that were trained on.
 - **Rewards** are called for one group at a time. The signature is TRL's.
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
@@ -138,8 +140,9 @@ where it wasn't, the run ends instead of training on other prompts. Without `max
 
 `prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
 
-`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size` and quantised bases aren't available in this version: each is an
-error at start that says so.
+`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, `torch_compile`, `parallelism_config`, images and quantised bases
+aren't available in this version: each is an error at start that says so. So are datasets with a transform
+(`with_transform`): apply it with `map`.
 
 The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
 *Limited*: not all of TRL's values. *No effect*: taken with any value, and a line at start says that it changes nothing

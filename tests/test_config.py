@@ -433,6 +433,7 @@ def test_settings_of_evaluation_are_checked(given: dict[str, Any], said: str) ->
         ({"entropy_coef_min": 2.0}, r"entropy_coef_min \(2.0\) must be at most entropy_coef_max \(1.0\)"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0, but must be positive"),
         ({"vespo_lambda_pos": -1.0}, "vespo_lambda_pos is -1.0, but must be at least 0"),
+        ({"torch_compile": True}, "torch_compile is true, but packed rows"),
     ],
 )
 def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str) -> None:

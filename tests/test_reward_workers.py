@@ -121,6 +121,14 @@ def test_what_is_no_reward_is_an_error_with_its_name_and_abstains_where_asked(sc
     assert run(forgiving)[1] == [10.0] * 3, "and goes on"
 
 
+def test_an_async_object_stays_on_the_loop(scorer_of) -> None:
+    class Judge:
+        async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            return [float(os.getpid())] * len(completions)
+
+    assert run(scorer_of(Judge(), lengths)) == [[float(os.getpid())] * 3, [10.0] * 3]
+
+
 def test_signals_work_and_a_megabyte_of_output_does_no_harm(scorer_of) -> None:
     assert run(scorer_of(with_alarm, loud, timeout=20.0)) == [[0.5] * 3, [1.0] * 3]
 

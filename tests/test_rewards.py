@@ -30,6 +30,7 @@ from colograd.rewards import (
     think_format_reward,
     weighted_sum,
 )
+from colograd.rewards.functions import is_async
 
 
 def make_group(size: int = 3, position: int = 17, **example: Any) -> Group:
@@ -245,6 +246,7 @@ def test_an_async_callable_object_counts_as_async() -> None:
             return [3.0] * 3
 
     assert score(AsyncJudge()) == [3.0] * 3
+    assert is_async(AsyncJudge()) and is_async(functools.partial(async_raising)) and not is_async(raising)
 
 
 # -- check

@@ -446,6 +446,12 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tiny_model, tmp_path,
     assert torch.equal(trainer.model.state_dict()["model.norm.weight"], saved["model.norm.weight"])
 
 
+def test_what_was_not_logged_yet_is_logged_at_the_end(tiny_model, tmp_path, closing) -> None:
+    trainer = closing(make_trainer(tiny_model, tmp_path, max_steps=3, logging_steps=2))
+    trainer.train()
+    assert [(entry["step"], "reward" in entry) for entry in trainer.state.log_history] == [(2, True), (3, True)]
+
+
 def test_the_users_own_optimizer_is_taken(tiny_model, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 

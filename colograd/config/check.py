@@ -285,6 +285,15 @@ def check_process(config: GRPOConfig) -> None:
         raise ValueError(
             "DeepSpeed and FSDP aren't available in this version: remove deepspeed/fsdp (ranks hold full copies)."
         )
+    if config.parallelism_config is not None:
+        raise ValueError(
+            "parallelism_config is set, but ranks hold full copies of the policy and train whole sequences: remove it."
+        )
+    if config.torch_compile:
+        raise ValueError(
+            "torch_compile is true, but packed rows have other lengths in each micro-batch, for which the policy would "
+            "be compiled again and again: remove it (the engine and adamw_split compile what they can by themselves)."
+        )
 
 
 def divisors(number: int) -> list[int]:

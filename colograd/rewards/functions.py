@@ -25,6 +25,13 @@ class RewardFunction:
     weight: float
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives an awaitable: of an async function, of a partial of one, of an object whose call is one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 class RewardError(RuntimeError):
     """A reward function raised, or returned what can't be a reward.
 

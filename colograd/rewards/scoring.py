@@ -30,7 +30,7 @@ import torch
 
 from ..batch import Group, Logged
 from .calling import check_log, checked, keywords_for, raised, raised_elsewhere, takes_environments
-from .functions import RewardError, RewardFunction
+from .functions import RewardError, RewardFunction, is_async
 from .models import RewardModel
 from .worker import CallLog
 from .workers import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
@@ -244,7 +244,7 @@ class Scorer:
     def _open(self, workers: int) -> None:
         able: dict[int, bytes] = {}
         for index, reward in enumerate(self.rewards):
-            if inspect.iscoroutinefunction(reward.function) or isinstance(reward.function, RewardModel):
+            if is_async(reward.function) or isinstance(reward.function, RewardModel):
                 continue
             if takes_environments(reward):
                 self._stays(reward, CannotTravel("it takes environments, which live here"))
