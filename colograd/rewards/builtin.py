@@ -39,10 +39,16 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
     return rewards
 
 
-def accuracy_reward(completions: list[Any], solution: list[Any], **kwargs: Any) -> list[float | None]:
+def accuracy_reward(
+    completions: list[Any],
+    solution: list[Any],
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
     """1.0 where math-verify finds the completion's LaTeX answer equal to the column ``solution``, else 0.0 (as TRL).
 
-    None where the solution can't be parsed. A boxed answer is tried first; text outside LaTeX isn't an answer.
+    None where the solution can't be parsed. A boxed answer is tried first; text outside LaTeX isn't an answer. What was
+    parsed goes to the completions table (``gold_parsed``, ``answer_parsed``).
 
     Raises:
         ImportError: math-verify isn't installed.
@@ -61,10 +67,13 @@ def accuracy_reward(completions: list[Any], solution: list[Any], **kwargs: Any) 
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
     rewards: list[float | None] = []
+    golds, answers = [], []
     for completion, expected in zip(completions, solution, strict=True):
         gold = parse(str(expected), parsing_timeout=10 if alarm else None)
+        golds.append(str(gold) if gold else "[unparseable]")
         if not gold:
             rewards.append(None)
+            answers.append("[skipped]")
             continue
         given = parse(
             _text(completion),
@@ -73,6 +82,10 @@ def accuracy_reward(completions: list[Any], solution: list[Any], **kwargs: Any) 
             parsing_timeout=10 if alarm else None,
         )
         rewards.append(float(verify(gold, given, timeout_seconds=5 if alarm else None)))
+        answers.append(str(given) if given else "[unparseable]")
+    if log_extra is not None:
+        for column, values in (("solution", list(solution)), ("gold_parsed", golds), ("answer_parsed", answers)):
+            log_extra(column, values)
     return rewards
 
 
