@@ -52,10 +52,11 @@ from .reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
 from .sampling import Sampling, check_sampling
 from .start import build_sampler
+from .trl_names import TRLNames
 from .weights import check_choice
 
 
-class GRPOTrainer(PackedTrainer):
+class GRPOTrainer(TRLNames, PackedTrainer):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
