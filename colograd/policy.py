@@ -101,6 +101,7 @@ def load_policy(
         tokenizer = AutoTokenizer.from_pretrained(
             tokenizer_path or path, revision=revision, trust_remote_code=config.trust_remote_code
         )
+    check_tokenizer(tokenizer)
     if config.chat_template_path is not None:
         tokenizer.chat_template = _chat_template(config.chat_template_path)
     if tokenizer.pad_token is None:
@@ -110,6 +111,19 @@ def load_policy(
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter=peft_config is not None)
+
+
+def check_tokenizer(given: Any) -> None:
+    """Refuse what isn't a tokenizer; of a processor, which holds one, say how to give it."""
+    if isinstance(given, PreTrainedTokenizerBase):
+        return
+    kind = type(given).__name__
+    if hasattr(given, "tokenizer"):
+        raise ValueError(
+            f"processing_class is a {kind}, for more than text, but policies are trained on text in this version: give "
+            "its tokenizer (processing_class.tokenizer)."
+        )
+    raise ValueError(f"processing_class is a {kind}, but must be a tokenizer of transformers: give one, or none.")
 
 
 def _chat_template(path: str) -> str:
@@ -180,9 +194,10 @@ def _from_adapter(
 
 def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    if asked := sorted({"quantization_config", "load_in_8bit", "load_in_4bit"} & kwargs.keys()):
+    if asked := [name for name in ("quantization_config", "load_in_8bit", "load_in_4bit") if kwargs.pop(name, None)]:
         raise ValueError(f"model_init_kwargs has {asked[0]}, but {QUANTIZED}")
     kwargs["dtype"] = config.torch_dtype()
+    kwargs.pop("torch_dtype", None)
     kwargs.pop("attn_implementation", None)  # `choose_rows` settles it
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
     if not config.verbose and os.path.isdir(path):

@@ -59,12 +59,18 @@ def test_steps_per_generation_counts_trl_s_micro_batches() -> None:
     assert config(**shape, steps_per_generation=6).steps_per_generation == 3  # optimizer steps
     assert config(**shape, steps_per_generation=6, num_iterations=2).round_length == 6
     assert config(prompts_per_step=2, steps_per_generation=3).steps_per_generation == 3  # nothing accumulates
+    assert config(**shape, steps_per_generation=1).steps_per_generation == 1  # two generations by the same weights
+    with pytest.raises(ValueError, match=r"steps_per_generation is 1, but must be a multiple of .*\(2\)"):
+        config(**shape, steps_per_generation=1, num_iterations=2)
 
 
 def test_generation_batch_size_is_the_same_in_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(monkeypatch, 2)
     made = config(gradient_accumulation_steps=2, generation_batch_size=96)  # a step: 8 * 2 on each of 2 ranks
     assert (made.steps_per_generation, made.generation_batch_size) == (96 // 32, None)
+    assert config(gradient_accumulation_steps=2, generation_batch_size=16).steps_per_generation == 1
+    with pytest.raises(ValueError, match="generation_batch_size is 0"):
+        config(generation_batch_size=0)
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,10 @@ def check_process(config: GRPOConfig) -> None:
         )
 
 
+def _divides(number: int, other: int) -> bool:
+    return number > 0 and other % number == 0
+
+
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
@@ -357,6 +361,8 @@ def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) 
         if config.steps_per_generation is not None:
             raise ValueError("generation_batch_size and steps_per_generation say the same thing: give one of them.")
         step = per_rank * config.world_size
+        if _divides(config.generation_batch_size, step) and config.num_iterations == 1:
+            return 1  # several generations in one optimizer step, all by the same weights: they are one
         if config.generation_batch_size < step or config.generation_batch_size % step:
             raise ValueError(
                 f"generation_batch_size is {config.generation_batch_size}, but must be a multiple of the completions "
@@ -365,6 +371,8 @@ def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) 
         return config.generation_batch_size // step
     if config.steps_per_generation is None:
         return 1
+    if _divides(config.steps_per_generation, accumulation) and config.num_iterations == 1:
+        return 1  # likewise
     if config.steps_per_generation < 1 or config.steps_per_generation % accumulation:
         raise ValueError(
             f"steps_per_generation is {config.steps_per_generation}, but must be a multiple of "

@@ -88,7 +88,8 @@ class GRPOConfig(TrainingArguments):
         default=None,
         metadata={
             "help": "TRL's meaning: batches of `per_device_train_batch_size` sampled together; default "
-            "`gradient_accumulation_steps`, that is one optimizer step per generation."
+            "`gradient_accumulation_steps`, that is one optimizer step per generation. A divisor of it is that too: "
+            "what one step trains on is sampled by the same weights, so it is sampled together."
         },
     )
     generation_batch_size: int | None = field(
@@ -462,7 +463,8 @@ class GRPOConfig(TrainingArguments):
     def policy_dtype(self) -> str:
         """`bfloat16`, `float32` or `auto`: what the user asked for. Where nothing was said: `bfloat16`, or TRL's
         `float32` for an optimizer that was named and keeps no float32 master of bfloat16 weights."""
-        given = (self.model_init_kwargs or {}).get("dtype")  # type: ignore[union-attr]
+        kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
+        given = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
         default = "bfloat16" if self.optim in ("auto", "adamw_split") else "float32"
         return default if given is None else str(given).removeprefix("torch.")
 
@@ -482,8 +484,15 @@ class GRPOConfig(TrainingArguments):
         return bool(self.device.type == "cpu")
 
     def torch_dtype(self) -> torch.dtype | str:
-        """The dtype argument for `from_pretrained`."""
-        return "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype)
+        """The dtype argument for `from_pretrained`.
+
+        Raises:
+            ValueError: there is no such dtype.
+        """
+        found = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
+        if not isinstance(found, str | torch.dtype):
+            raise ValueError(f"dtype {self.policy_dtype!r} isn't one: choose bfloat16, float32 or auto.")
+        return found
 
     def eval_generations(self) -> int:
         """Completions per prompt in `evaluate`."""
