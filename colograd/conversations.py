@@ -187,7 +187,8 @@ class _Begun:
         messages = self.of.tools.told(answers)
         ended = conversation.ids[-1] == self.of.form.end_of_turn
         own = conversation.prompt.example.get("chat_template_kwargs")
-        ids = self.of.form.answer_ids(messages, own, ended=ended)
+        shown = [{**message, "content": text_of(message["content"])} for message in messages]
+        ids = self.of.form.answer_ids(shown, own, ended=ended)
         total = len(conversation.ids) + len(ids)
         if total >= self.sampling.max_tokens or len(conversation.prompt_ids) + total >= self.of.engine.context:
             conversation.finish_reason = FinishReason.LENGTH  # it asked, and there is no room for the answer

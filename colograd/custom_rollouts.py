@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .batch import FinishReason, Group, Prompt, Rollout
@@ -14,6 +15,7 @@ from .engine import Engine
 from .rewards.calling import RESERVED
 from .sampling import Sampling
 
+SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
@@ -24,8 +26,8 @@ class CustomRollouts:
         function: ``f(prompts, trainer) -> dict``, or its import path. ``prompts`` has each prompt as often as it needs
             completions, one after the other. The answer holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of
             the sampled tokens, in nats), one list per completion; optionally ``env_mask`` (1: the model wrote the
-            token, 0: the environment did). Whatever else it holds, one value per completion, goes to the reward
-            functions.
+            token, 0: the environment did). Whatever else it holds goes to the reward functions: of a sequence one value
+            per completion, anything else as it is to all.
     """
 
     def __init__(self, engine: Engine, function: Callable[..., dict[str, Any]], trainer: Any) -> None:
@@ -60,7 +62,9 @@ class CustomRollouts:
                 "rename it."
             )
         for name, values in answer.items():
-            if not hasattr(values, "__len__") or len(values) != size:
+            if name not in (*NEEDED, "env_mask") and not isinstance(values, SEQUENCES):
+                answer[name] = [values] * size
+            elif not hasattr(values, "__len__") or len(values) != size:
                 raise ValueError(
                     f"rollout_func returned {getattr(values, '__len__', lambda: 'a single')()} {name} for {size} "
                     "prompts (each is given once per completion): return one for each, in their order."

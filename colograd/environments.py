@@ -10,10 +10,12 @@ A conversation's slow tool stalls nobody else. A late call is answered with an e
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import threading
 import time
 import traceback
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -28,9 +30,14 @@ from .rewards.scoring import GRACE, Late, contained, event_loop
 from .rewards.workers import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
 
 CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
+# What Python says of `signal.signal` in a thread: the tool wants the main one, as a tool with a `signal.alarm` does.
+NEEDS_MAIN = "signal only works in main thread"
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 PARTS = ("text", "image", "image_url", "audio", "video")  # of a message's content, as chat templates know them
 EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: what `reset` returns is all of it
+
+
+Started = tuple[Callable[..., Any], dict[str, Any], "Future[Outcome]"]  # a call, and where its outcome goes
 
 
 @dataclass(slots=True)
@@ -52,13 +59,19 @@ class Running:
     future: Future[Outcome]
     deadline: float  # of `time.monotonic`: when it is given up by who waits for it
     of_environment: bool  # whether the conversation's environment runs it
+    again: Callable[[], Outcome] | None = (
+        None  # runs it in the thread that asks, where it failed for want of the main one
+    )
 
     def outcome(self) -> Outcome | None:
         """How it ended; None where it hasn't."""
         if not self.future.done():
             return None
         try:
-            return self.future.result()
+            outcome = self.future.result()
+            if self.again is not None and outcome.kind == "raised" and NEEDS_MAIN in outcome.value[0]:
+                return self.again()
+            return outcome
         except (Exception, CancelledError) as error:  # a worker that can't be started, an answer that can't be read
             return _raised(error)
 
@@ -138,6 +151,7 @@ class Toolbox:
             if taken:
                 raise ValueError(f"tool {taken.pop()!r} is a method of {_class(environment)} too: rename one of them.")
             self._schemas[name] = shared + [_schema(key, method) for key, method in methods.items()]
+        self._on_main: set[str] = set()  # names of what fails in a thread
         self._numbers: dict[str, int] = {}  # of the tools that run in workers
         self._pool: WorkerPool | None = None
         if workers:
@@ -170,8 +184,10 @@ class Toolbox:
         if arguments.get("prompt") == EMPTY:
             del arguments["prompt"]
         future, limit = Future[Outcome](), float("inf") if self.timeout is None else time.monotonic() + self.timeout
-        _in_thread([(session.environment.reset, arguments, future)])
-        return session, Answers([Running("reset", future, limit, True)], session, self.timeout)
+        kind, reset = _class(session.environment), session.environment.reset
+        self._start(kind, [(reset, arguments, future)])
+        again = self._again(kind, reset, arguments)
+        return session, Answers([Running("reset", future, limit, True, again)], session, self.timeout)
 
     def call(self, session: Session, calls: Sequence[ToolCall]) -> Answers:
         """Begin to run a turn's calls."""
@@ -179,7 +195,7 @@ class Toolbox:
         of_environment = []
         for call in calls:
             self.counts["tools/calls"] += 1
-            function, future = session.functions.get(call.name), Future[Outcome]()
+            function, future, again = session.functions.get(call.name), Future[Outcome](), None
             limit = float("inf") if self.timeout is None else time.monotonic() + self.timeout
             here = call.name not in self._tools  # of the environment
             if function is None:
@@ -188,6 +204,7 @@ class Toolbox:
                 future.set_result(Outcome("raised", ("RuntimeError: The environment is stuck.", ""), 0.0))
             elif here:
                 of_environment.append((function, call.arguments, future))
+                again = self._again(_class(session.environment), function, call.arguments)
                 limit += (len(of_environment) - 1) * (self.timeout or 0.0)  # one after the other
             elif call.name in self._numbers:
                 assert self._pool is not None
@@ -198,20 +215,24 @@ class Toolbox:
                 )
                 limit += GRACE  # it ends itself in time, unless it blocks the loop
             else:
-                _in_thread([(function, call.arguments, future)])
-            running.append(Running(call.name, future, limit, here and function is not None))
+                self._start(call.name, [(function, call.arguments, future)])
+                again = self._again(call.name, function, call.arguments)
+            running.append(Running(call.name, future, limit, here and function is not None, again))
         if of_environment:
-            _in_thread(of_environment)
+            self._start(_class(session.environment), of_environment)
         return Answers(running, session, self.timeout)
 
     def told(self, answers: Answers) -> list[dict[str, Any]]:
-        """The messages that tell the model what its calls returned."""
+        """The messages that tell the model what its calls returned. A list stays one, as in TRL, for the reward
+        functions; the model is shown its text (`text_of`)."""
         messages = []
         for name, outcome in answers.outcomes():
             self.counts["tools/seconds"] += outcome.seconds
             self.counts["tools/timeouts"] += outcome.kind == "late"
             try:
-                content = _shown(outcome)
+                content: Any = _shown(outcome)
+                if outcome.kind == "value" and isinstance(outcome.value, list):
+                    content = _copied(outcome.value, content)
             except Exception as error:
                 self.counts["tools/failures"] += 1
                 content = str({"error": str(error)})
@@ -236,6 +257,30 @@ class Toolbox:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _start(self, key: str, calls: Sequence[Started]) -> None:
+        """Run calls one after the other in a thread of their own; what is known to fail there is left to `_again`."""
+        if key not in self._on_main:
+            _in_thread(calls)
+            return
+        for _, _, future in calls:
+            future.set_result(Outcome("raised", (f"ValueError: {NEEDS_MAIN}", ""), 0.0))
+
+    def _again(self, key: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[], Outcome]:
+        """The call once more, where its outcome is asked for: in the main thread. There ``key``, the tool or the
+        environment's class, stays from then on."""
+
+        def again() -> Outcome:
+            if key not in self._on_main:
+                self._on_main.add(key)
+                warnings.warn(
+                    f"{key} sets a signal handler, which only works in the main thread: it runs there from now on, and "
+                    "the engine waits meanwhile. With tool_workers a tool runs in a process of its own.",
+                    stacklevel=2,
+                )
+            return _outcome(function, arguments)
+
+        return again
 
     def _name(self, row: dict[str, Any]) -> str | None:
         if not self.by_name:
@@ -309,7 +354,15 @@ def _shown(outcome: Outcome) -> str:
     raise RuntimeError(str(outcome.value[0]).partition(": ")[2])
 
 
-def _in_thread(calls: Sequence[tuple[Callable[..., Any], dict[str, Any], Future[Outcome]]]) -> None:
+def _copied(value: Any, instead: str) -> Any:
+    """A copy, so that nobody changes it behind a message's back; of what can't be copied the text ``instead``."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever holds a lock or a connection
+        return instead
+
+
+def _in_thread(calls: Sequence[Started]) -> None:
     """Run calls one after the other in a thread of their own, which doesn't keep the process from ending."""
 
     def run() -> None:

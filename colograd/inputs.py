@@ -6,12 +6,13 @@ import dataclasses
 import os
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from . import process
 from .chat import ToolFormat
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
+from .data.checks import check_columns, columns_of
 from .environments import EMPTY, Toolbox, environment_reward
 from .importing import find_object
 from .policy import Policy
@@ -85,14 +86,15 @@ def train_prompts_of(
     """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
 
     Raises:
-        ValueError: no dataset, no room for a prompt, prompts that don't fill a round, or what tokenising finds.
+        ValueError: no dataset and no environment that does without, no room for a prompt, prompts that don't fill a
+            round, or what tokenising finds.
     """
     rules = _rules(policy, args, "train", None, tools)
     if dataset is None:
-        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+        dataset = empty_prompts(args, tools)
     if isinstance(dataset, IterableDataset):
-        return PromptStream(_wanted(dataset, args, tools), rules, args)
-    prompts = tokenize_prompts(_wanted(dataset, args, tools), rules)
+        return PromptStream(_wanted(dataset, args, tools, "train"), rules, args)
+    prompts = tokenize_prompts(_wanted(dataset, args, tools, "train"), rules)
     StepOrder.of(args, len(prompts))
     return prompts
 
@@ -104,13 +106,35 @@ def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> Prompt
     return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
 
 
-def _wanted(dataset: Any, args: GRPOConfig, tools: Toolbox | None) -> Any:
+def empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
+    """One generation's prompts for environments that bring their own.
+
+    Raises:
+        ValueError: there are none that could, or nothing says when training ends.
+    """
+    if tools is None or not tools.has_environments:
+        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+    if tools.by_name:
+        raise ValueError(
+            "train_dataset is missing, but environment_factory has several environments: give a datasets.Dataset "
+            "whose column `environment` says which one each row is for."
+        )
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"train_dataset is missing and max_steps is {args.max_steps}, so that nothing says when training ends: set "
+            "max_steps."
+        )
+    return Dataset.from_list([{"prompt": EMPTY}] * ((args.prompts_per_step or 1) * (args.steps_per_generation or 1)))
+
+
+def _wanted(dataset: Any, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
     """The dataset without what ``remove_unused_columns`` takes from the reward functions; with empty prompts where
     environments bring their own."""
-    names = getattr(dataset, "column_names", None) or ()
+    names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if tools is not None and tools.has_environments and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
-    if args.remove_unused_columns and "prompt" in (getattr(dataset, "column_names", None) or ()):
+    if args.remove_unused_columns and "prompt" in names:
+        check_columns(dataset, name)  # before the columns are gone that it looks for
         named = ["environment"] if tools is not None and tools.by_name and "environment" in names else []
         return dataset.select_columns(["prompt", *named])
     return dataset
@@ -153,7 +177,7 @@ def eval_prompts_of(
     if isinstance(dataset, dict):
         given: dict[str, Any] = dataset
         return {
-            name: tokenize_prompts(_wanted(part, args, tools), _rules(policy, args, name, context, tools))
+            name: tokenize_prompts(_wanted(part, args, tools, name), _rules(policy, args, name, context, tools))
             for name, part in given.items()
         }
-    return tokenize_prompts(_wanted(dataset, args, tools), _rules(policy, args, "eval", context, tools))
+    return tokenize_prompts(_wanted(dataset, args, tools, "eval"), _rules(policy, args, "eval", context, tools))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tool_cases import Counter
 
 from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
@@ -23,7 +24,9 @@ from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, par
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
 from colograd.engine import check_vllm
 from colograd.engine_arguments import engine_kwargs
-from colograd.policy import load_policy
+from colograd.environments import Toolbox
+from colograd.inputs import empty_prompts
+from colograd.policy import check_tokenizer, load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.sampling import check_sampling
 
@@ -321,6 +324,42 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "'token_truncate'",
         "needs a bound",
         "set vllm_importance_sampling_clip_max",
+    ),
+    "a dtype that torch doesn't have": (
+        lambda _: config(model_init_kwargs={"torch_dtype": "bf16"}).torch_dtype(),
+        "dtype 'bf16'",
+        "isn't one",
+        "choose bfloat16",
+    ),
+    "a processor in the tokenizer's place": (
+        lambda _: check_tokenizer(SimpleNamespace(tokenizer=None)),
+        "processing_class is a SimpleNamespace",
+        "trained on text",
+        r"processing_class\.tokenizer",
+    ),
+    "no tokenizer in the tokenizer's place": (
+        lambda _: check_tokenizer(Words()),
+        "processing_class is a Words",
+        "must be a tokenizer",
+        "give one",
+    ),
+    "no dataset and no environment": (
+        lambda _: empty_prompts(config(max_steps=2), None),
+        "train_dataset",
+        "is missing",
+        "with a column `prompt`",
+    ),
+    "no dataset and no end": (
+        lambda _: empty_prompts(config(), Toolbox(None, Counter)),
+        "max_steps is -1",
+        "nothing says when training ends",
+        "set max_steps",
+    ),
+    "no dataset and several environments": (
+        lambda _: empty_prompts(config(max_steps=2), Toolbox(None, {"a": Counter})),
+        "train_dataset is missing",
+        "several environments",
+        "column `environment`",
     ),
     "a dtype that doesn't exist": (
         lambda _: ModelConfig(dtype="int8"),

@@ -278,6 +278,7 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
             "logprobs": [[-1.0, -2.0, [-3.0]]] * size,
             "env_mask": [[1, 0, 1]] * size,
             "luck": list(range(size)),
+            "place": "here",
         }
 
     prompts = [Prompt(rows()[i], (1, 2), i) for i in range(2)]
@@ -286,6 +287,7 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
     groups = list(writer.generate(prompts, Sampling(2, 10, 1.0, {}), version=79, seed=0))
     assert [p[0]["content"] for p in asked[0]] == ["0", "0", "so 1", "so 1"]
     assert [r.columns["luck"] for g in groups for r in g.rollouts] == [0, 1, 2, 3]
+    assert {r.columns["place"] for g in groups for r in g.rollouts} == {"here"}, "no sequence: the same for all"
     first, second = groups[0].rollouts
     assert (first.finish_reason, second.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
     assert first.sampled.tolist() == [True, False, True] and first.sampler_logprobs.tolist() == [-1, -2, -3]

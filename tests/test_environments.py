@@ -6,7 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,42 @@ def test_a_tool_that_can_not_travel_stays() -> None:
     box.close()
 
 
+def test_a_tool_that_sets_a_signal_handler_runs_in_the_main_thread() -> None:
+    """As a tool with a `signal.alarm` does, which no other thread can have."""
+    box = Toolbox([tool_cases.alarmed, tool_cases.add])
+    with pytest.warns(UserWarning, match="alarmed sets a signal handler, .* With tool_workers"):
+        assert answers(box, call("alarmed"), call("add", 2, 2)) == ["3", "4"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert answers(box, call("alarmed", 5, 5)) == ["10"], "said once"
+    counts = box.take_counts()
+    assert (counts["tools/calls"], counts["tools/failures"]) == (3, 0)
+
+
+def test_a_list_is_shown_as_text_and_stays_a_list_for_the_rewards() -> None:
+    box = Toolbox([tool_cases.rows])
+    session, _ = box.open({})
+    begun = box.call(session, [call("rows", 1, 2)])
+    settle(begun)
+    (message,) = box.told(begun)
+    assert (
+        message["content"] == [(1, 2), {"type": "row"}] and text_of(message["content"]) == "[(1, 2), {'type': 'row'}]"
+    )
+
+
+def test_a_list_that_can_not_be_copied_is_text() -> None:
+    def held(a: int) -> list:
+        """Gives a lock.
+
+        Args:
+            a: a number
+        """
+        return [threading.Lock()]
+
+    (told,) = answers(Toolbox([held]), ToolCall("held", {"a": 1}))
+    assert isinstance(told, str) and told.startswith("[<unlocked")
+
+
 # -- environments
 
 
@@ -145,6 +183,17 @@ def test_an_environment_whose_call_nobody_waits_for_is_not_used_again() -> None:
     box.call(session, [ToolCall("stall", {})]).abandon()
     box.release()
     assert session.stuck and box.open({})[0].environment is not session.environment
+
+
+def test_an_environment_that_wants_the_main_thread_has_it_and_its_order() -> None:
+    box = Toolbox(None, tool_cases.Alarmed)
+    session, beginning = box.open({})
+    settle(beginning)
+    with pytest.warns(UserWarning, match="Alarmed sets a signal handler"):
+        assert beginning.outcomes()[0][1].value == "so"
+    begun = box.call(session, [ToolCall("step", {"by": 2}), ToolCall("look", {}), ToolCall("step", {"by": 3})])
+    settle(begun)
+    assert [message["content"] for message in box.told(begun)] == ["[0, 2]", "[0, 2]", "[0, 2, 3]"]
 
 
 class Turns:

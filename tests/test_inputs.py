@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import tiny
+from datasets import Dataset, IterableDataset
+from tool_cases import Counter
 from transformers import AutoModelForCausalLM
 
-from colograd.inputs import begin
+from colograd.environments import EMPTY, Toolbox
+from colograd.inputs import begin, train_prompts_of
 from colograd.policy import load_policy
 
 
@@ -25,3 +28,29 @@ def test_a_quantised_policy_is_refused(tiny_model, tmp_path, asked) -> None:
     model.is_loaded_in_8bit = True  # as transformers marks it
     with pytest.raises(ValueError, match=r"tiny-llama' is quantised, but quantised policies aren't available"):
         load_policy(model, None, tiny.config(tmp_path, model_init_kwargs=None))
+
+
+def test_arguments_of_a_quantisation_that_nobody_asks_for_may_stay(tiny_model, tmp_path) -> None:
+    """TRL's example scripts always give them, and the dtype by its old name."""
+    asked = {"quantization_config": None, "device_map": None, "torch_dtype": "float32", "attn_implementation": None}
+    policy = load_policy(tiny_model, None, tiny.config(tmp_path, model_init_kwargs=asked))
+    assert str(policy.model.dtype) == "torch.float32"
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_images_are_refused_before_their_column_is_gone(tiny_model, tmp_path, keep) -> None:
+    config = tiny.config(tmp_path, remove_unused_columns=not keep)
+    policy = load_policy(tiny_model, None, config)
+    with pytest.raises(ValueError, match="train has the column 'image'"):
+        train_prompts_of(tiny.prompts().add_column("image", [None] * 16), policy, config)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_rows_of_environments_need_no_prompt(tiny_model, tmp_path, streamed) -> None:
+    """Only the environment's name, and what its reset takes; a stream doesn't know its columns."""
+    rows = [{"environment": "counter", "start": n} for n in range(8)]
+    dataset = IterableDataset.from_generator(lambda: iter(rows)) if streamed else Dataset.from_list(rows)
+    config = tiny.config(tmp_path, shuffle_dataset=False)
+    policy = load_policy(tiny_model, None, config)
+    prompts = train_prompts_of(dataset, policy, config, Toolbox(None, {"counter": Counter})).first(2)
+    assert [prompt.example for prompt in prompts] == [{**row, "prompt": EMPTY} for row in rows[:2]]

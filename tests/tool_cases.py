@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from typing import Any
 
@@ -103,6 +104,51 @@ async def clings(a: int, b: int) -> int:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0.1)
     return a + b
+
+
+def alarmed(a: int, b: int) -> int:
+    """Adds, with a time limit that only the main thread can have.
+
+    Args:
+        a: one number
+        b: another
+    """
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        return a + b
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def rows(a: int, b: int) -> list[Any]:
+    """Finds rows.
+
+    Args:
+        a: one number
+        b: another
+    """
+    return [(a, b), {"type": "row"}]
+
+
+class Alarmed:
+    """All of its methods want the main thread, and remember their order."""
+
+    def reset(self, **row: Any) -> str:
+        self.order = [alarmed(0, 0)]
+        return "so"
+
+    def step(self, by: int) -> str:
+        """Goes on.
+
+        Args:
+            by: how far
+        """
+        self.order.append(alarmed(by, 0))
+        return str(self.order)
+
+    def look(self) -> str:
+        """Looks."""
+        return str(self.order)
 
 
 class Counter:
