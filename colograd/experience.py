@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import reprlib
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -326,6 +327,20 @@ def collect(
             StepBatch(micro_batches, whole.loss_tokens, len(whole.lengths), metrics, index == 0, tuple(groups))
         )
     return batches, logged
+
+
+def unjudged(steps: Sequence[Sequence[ScoredGroup]]) -> str:
+    """A line on the first completion for which every reward function abstained; empty if there is none."""
+    for group in (group for groups in steps for group in groups):
+        nobody = group.rewards.isnan().all(dim=1).nonzero()
+        if len(nobody):
+            row = {name: value for name, value in group.group.example.items() if name != "prompt"}
+            return (
+                f"rewards: every reward function abstained for completion {int(nobody[0])} of the prompt "
+                f"{reprlib.repr(group.group.example.get('prompt'))} with {reprlib.repr(row)}: it isn't trained on "
+                "(said once; `rewards/<name>/abstained` counts on)"
+            )
+    return ""
 
 
 def _scaled(

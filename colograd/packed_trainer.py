@@ -105,8 +105,20 @@ class PackedTrainer(ResumableTrainer):
             state_dict = state_dict_on_host(self.model)
         super()._save(output_dir, state_dict)
 
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
-        """README.md with the recipe, the command, the dataset, the reward curve and the versions."""
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """README.md with the recipe, the command, the dataset, the reward curve and the versions.
+
+        Args:
+            model_name: default: the folder's name.
+            dataset_name: what it was trained on; default: the recipe's dataset. (`push_to_hub` passes it on.)
+            tags: further ones for the Hub.
+        """
         if not self.is_world_process_zero():
             return
         args: GRPOConfig = self.args
@@ -114,7 +126,8 @@ class PackedTrainer(ResumableTrainer):
         facts = RunFacts(
             model_name=model_name or folder.name,
             base_model=self.policy.path,
-            dataset=self.facts.get("dataset"),
+            datasets=_listed(dataset_name or self.facts.get("dataset")),
+            tags=_listed(tags),
             reward_names=[reward.name for reward in self.rewards],
             reward_weights=[reward.weight for reward in self.rewards],
             recipe=self.facts.get("recipe"),
@@ -134,3 +147,7 @@ class PackedTrainer(ResumableTrainer):
         explained = sum(value for name, value in entry.items() if name.startswith("time/"))
         entry["time/other"] = entry["step_time"] - explained
         self.console.step(self.state.global_step, self.state.max_steps, entry)
+
+
+def _listed(names: str | list[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())

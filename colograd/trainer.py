@@ -23,6 +23,7 @@ from transformers.trainer_utils import TrainOutput
 from . import budget, evaluation
 from .advantages import Estimator
 from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, StepBatch
+from .chat import with_messages
 from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
@@ -30,7 +31,7 @@ from .contract import checked_loss, checked_rewards
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine import check_vllm
 from .entropy import EntropyController, of_step
-from .experience import collect
+from .experience import collect, unjudged
 from .inputs import (
     begin,
     eval_prompts_of,
@@ -131,6 +132,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
         self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
+        self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
         self.rules = budget.rules_for(args, self.policy, self.loss)  # the token budget in it may change
         sampler = build_sampler(self, self.scorer.notes, form, rollout_func)
@@ -162,14 +164,18 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def score(self, group: Group) -> torch.Tensor:
         """Rewards [G, R] float32 of one group, NaN where a function abstains. Override for rewards of your own."""
-        return self.scorer.submit([group], [self.decode(group)], self.state).result()
+        return self._submit([group]).result()
 
     def begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
         """Begin to score groups while the engine goes on decoding; the result is [completions, R]."""
         if type(self).score is not GRPOTrainer.score:
             functions = len(self.rewards)
             return Ready(torch.cat([checked_rewards(self.score(group), group, functions) for group in groups]))
-        return self.scorer.submit(groups, [self.decode(group) for group in groups], self.state)
+        return self._submit(groups)
+
+    def _submit(self, groups: Sequence[Group]) -> Scoring:
+        read = [with_messages(group, self.processing_class) for group in groups]
+        return self.scorer.submit(read, [self.decode(group) for group in groups], self.state)
 
     def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
         """Further prompts for the present round, after ``drawn`` others (dynamic sampling)."""
@@ -230,6 +236,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             rounds = args.dynamic_sampling_max_rounds * args.dynamic_sampling
             one_call, scores = args.reward_call == "all", self.estimator.step_scores
             batches, groups = collect(self, steps, self.rules, names, self.times, one_call, rounds, scores)
+        if not self._told_unjudged and (line := unjudged(groups)):
+            self._told_unjudged = True
+            self.console.say(line)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         if self.completion_log is not None:
             with self.times.phase("log"):

@@ -122,6 +122,7 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   in every denominator and in the metrics of rewards and completions; those of the loss (`entropy`, `clip_ratio/*`,
   `sampling/*` and their like) are of the tokens that were trained on.
 - **Rewards** are called for one group at a time. The signature is TRL's.
+- **A conversation that ends with the assistant's message** is continued; TRL begins another turn behind it.
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
   `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
@@ -139,6 +140,11 @@ where it wasn't, the run ends instead of training on other prompts. Without `max
 `vllm_max_model_length` the engine's context is the whole of the model's, since the longest prompt isn't known.
 
 `prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
+
+A subclass replaces the stages `generate`, `score`, `compute_advantages` and `compute_loss` ([architecture.md](architecture.md)).
+One that defines a hook of TRL's trainer which nothing calls here (`_generate_and_score_completions`, `_calculate_rewards`,
+`_compute_loss` and the like) is an error that names the stage. Attributes that scripts and callbacks read (`num_generations`,
+`ref_model`, `reward_funcs` and more) have TRL's names; `vllm_generation` is `trainer.engine`, with methods of its own.
 
 `deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, `torch_compile`, `parallelism_config`, images and quantised bases
 aren't available in this version: each is an error at start that says so. So are datasets with a transform

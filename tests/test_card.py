@@ -25,7 +25,7 @@ def make_run(**changes: Any) -> RunFacts:
     facts: dict[str, Any] = {
         "model_name": "tiny-grpo",
         "base_model": "org/tiny",
-        "dataset": "org/sums",
+        "datasets": ["org/sums"],
         "reward_names": ["right", "short"],
         "reward_weights": [1.0, 0.5],
         "recipe": None,
@@ -83,9 +83,16 @@ def test_the_hub_library_accepts_the_card(here: Path) -> None:
 def test_only_hub_datasets_are_in_the_front_matter(here: Path, dataset: str | None) -> None:
     (here / "data").mkdir()
     (here / "data" / "train.jsonl").touch()
-    text = card(here, dataset=dataset)
+    text = card(here, datasets=[dataset] if dataset else [])
     assert "datasets" not in front_matter(text)
     assert dataset is None or f"Dataset: `{dataset}`" in text
+
+
+def test_a_script_may_name_several_datasets_and_further_tags(here: Path) -> None:
+    text = card(here, datasets=["org/sums", "my.module:make", "org/words"], tags=["mine", "grpo"])
+    assert front_matter(text)["datasets"] == ["org/sums", "org/words"]
+    assert front_matter(text)["tags"][-1] == "mine" and front_matter(text)["tags"].count("grpo") == 1
+    assert "datasets/org/sums), `my.module:make`, [org/words]" in text
 
 
 def test_the_recipe_is_copied_and_linked(here: Path) -> None:
@@ -121,7 +128,7 @@ def test_absolute_paths_stay_private(here: Path) -> None:
     text = card(
         here,
         base_model=str(here / "models" / "base"),
-        dataset="/srv/private/train.jsonl",
+        datasets=["/srv/private/train.jsonl"],
         recipe=Path("/srv/private/recipe_x.yaml"),
         command=f"/opt/venv/bin/colograd train --output_dir={here}/out --x '/home/me/data'",
         settings={"output_dir": "/home/me/out", "resume": str(here / "out")},

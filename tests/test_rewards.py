@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from colograd.batch import FinishReason, Group, Rollout
+from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
+from colograd.chat import with_messages
+from colograd.experience import unjudged
 from colograd.rewards import (
     BUILTIN_REWARDS,
     RewardError,
@@ -161,6 +163,41 @@ def test_a_conversational_prompt_makes_conversational_completions() -> None:
 
     group = make_group(size=2, prompt=messages)
     assert score_group(wrap(look), group, texts(2))[0].tolist() == [[1.0], [0.0]]
+
+
+def test_a_completion_is_the_message_that_the_tokenizer_s_own_parser_reads() -> None:
+    """Where it has one, as in TRL; what it can't read stays text, and so do completions of plain prompts."""
+
+    class Tokenizer:
+        response_schema, eos_token = {"thoughts": "apart"}, "<end>"
+
+        def parse_response(self, ids: list[int]) -> dict[str, Any] | None:
+            return None if len(ids) == 2 else {"thinking": str(ids), "content": "so<end>" if len(ids) == 1 else None}
+
+    seen: list[Any] = []
+
+    def look(completions: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    talk, plain = make_group(prompt=[{"role": "user", "content": "so?"}]), make_group()
+    for group in (talk, plain):
+        score_group(wrap(look), with_messages(group, Tokenizer()), texts())
+    assert seen == [
+        [{"role": "assistant", "thinking": "[0]", "content": "so"}],
+        [{"role": "assistant", "content": "text 1"}],
+        [{"role": "assistant", "thinking": "[0, 1, 2]", "content": ""}],
+        *texts(),
+    ]
+    assert with_messages(talk, object()) is talk
+
+
+def test_a_completion_that_nobody_judged_is_told_with_its_row() -> None:
+    group, nothing = make_group(size=2, task="poem"), float("nan")
+    judged = ScoredGroup(group, torch.tensor([[1.0, nothing], [nothing, 2.0]]), torch.zeros(2))
+    missed = ScoredGroup(group, torch.tensor([[1.0, nothing], [nothing, nothing]]), torch.zeros(2))
+    assert unjudged([[judged], [judged]]) == ""
+    assert "abstained for completion 1 of the prompt '2 + 2 =' with {'task': 'poem'}" in unjudged([[judged], [missed]])
 
 
 def test_a_function_without_kwargs_gets_only_what_it_names() -> None:

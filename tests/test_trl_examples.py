@@ -95,6 +95,7 @@ def test_custom_reward_function(tiny_model, tmp_path, closing) -> None:
     for entry in steps(trainer):
         assert entry["reward"] == entry["rewards/reward_func/mean"] == pytest.approx(entry["completions/mean_length"])
     assert sorted(set(seen)) == [0, 1]
+    assert trainer.reward_funcs == [reward_func] and trainer.num_generations == 4 and trainer.ref_model is None
 
 
 @engine
@@ -109,9 +110,10 @@ def test_conversational_format_with_dataset_columns(tiny_model, tmp_path, closin
 
     def reference_reward_func(completions, ground_truth, **kwargs):
         contents = [completion[0]["content"] for completion in completions]
-        return [float(gt in c) for c, gt in zip(contents, ground_truth, strict=True)]
+        return [float(any(letter in c for letter in gt)) for c, gt in zip(contents, ground_truth, strict=True)]
 
-    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "ground_truth": chr(97 + n)} for n in range(8)]
+    letters = "abcdefghijklmnopqrstuvwxyz"  # of a row so many that what a random model writes has some of them
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "ground_truth": letters[n : n + 18]} for n in range(8)]
     trainer = closing(
         GRPOTrainer(
             model=str(tiny_model),
@@ -190,6 +192,41 @@ def test_multi_task_reward_functions(tiny_model, tmp_path, closing) -> None:
         maths, coding = (entry[f"rewards/{name}_reward_func/mean"] for name in ("math", "coding"))
         assert 0 <= maths <= 1 and -1 <= coding <= 0
         assert entry["reward"] == pytest.approx((maths + coding) / 2), "a group of each task in a step"
+
+
+@engine
+def test_an_environment_may_bring_all_prompts(tmp_path, closing) -> None:
+    """No dataset: `reset` returns the whole user message, and `max_steps` says when training ends."""
+    made = []
+
+    class Game:
+        def reset(self, **row):
+            made.append(row)
+            return f"game {len(made)}"
+
+        def move(self, to: str) -> str:
+            """Moves.
+
+            Args:
+                to: where
+            """
+            return to
+
+        def get_reward(self) -> float:
+            return float(len(made) % 3)
+
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = tiny.TOOL_TEMPLATE
+    trainer = closing(
+        GRPOTrainer(
+            model=str(tiny.make_model(tmp_path / "model")),
+            args=settings(tmp_path, max_steps=3),
+            processing_class=tokenizer,
+            environment_factory=Game,
+        )
+    )
+    trainer.train()
+    assert len(steps(trainer)) == 3 and len(made) == 3 * 8 and not any(made)
 
 
 @engine
