@@ -2,7 +2,7 @@
 
     sync tools                in a worker process, where there are workers and the tool can travel; else in a thread
     async tools               on the event loop that async rewards have, all conversations together
-    an environment's methods  in a thread, one conversation's calls in their order
+    an environment's methods  in the environment's own thread, one conversation's calls in their order
 
 A conversation's slow tool stalls nobody else. A late call is answered with an error, which the model sees.
 """
@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import threading
 import time
-import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,18 +24,14 @@ from transformers.utils import get_json_schema
 
 from .chat import ToolCall
 from .importing import find_object
+from .lanes import NEEDS_MAIN, Lane, Started, in_thread, needs_main, outcome_of, raised
 from .rewards.scoring import GRACE, Late, contained, event_loop
 from .rewards.workers import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
 
 CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
-# What Python says of `signal.signal` in a thread: the tool wants the main one, as a tool with a `signal.alarm` does.
-NEEDS_MAIN = "signal only works in main thread"
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 PARTS = ("text", "image", "image_url", "audio", "video")  # of a message's content, as chat templates know them
 EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows without one: what `reset` returns is all of it
-
-
-Started = tuple[Callable[..., Any], dict[str, Any], "Future[Outcome]"]  # a call, and where its outcome goes
 
 
 @dataclass(slots=True)
@@ -59,9 +53,7 @@ class Running:
     future: Future[Outcome]
     deadline: float  # of `time.monotonic`: when it is given up by who waits for it
     of_environment: bool  # whether the conversation's environment runs it
-    again: Callable[[], Outcome] | None = (
-        None  # runs it in the thread that asks, where it failed for want of the main one
-    )
+    again: Callable[[], Outcome] | None = None  # in the thread that asks, where it failed for want of the main one
 
     def outcome(self) -> Outcome | None:
         """How it ended; None where it hasn't."""
@@ -69,11 +61,11 @@ class Running:
             return None
         try:
             outcome = self.future.result()
-            if self.again is not None and outcome.kind == "raised" and NEEDS_MAIN in outcome.value[0]:
+            if self.again is not None and outcome.kind == "raised" and needs_main(outcome.value[0]):
                 return self.again()
             return outcome
         except (Exception, CancelledError) as error:  # a worker that can't be started, an answer that can't be read
-            return _raised(error)
+            return raised(error)
 
 
 @dataclass(slots=True)
@@ -139,7 +131,8 @@ class Toolbox:
         self._factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
             self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
-        self._free: dict[str | None, list[Any]] = {name: [make()] for name, make in self._factories.items()}
+        self._lanes: dict[int, Lane] = {}  # of the environments, by their id
+        self._free: dict[str | None, list[Any]] = {name: [self._made(name)] for name in self._factories}
         self._lent: list[Session] = []
         classes = dict.fromkeys(type(environment) for (environment,) in self._free.values())
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # reward themselves
@@ -176,7 +169,7 @@ class Toolbox:
         if name not in self._factories:
             return session, None
         free = self._free[name]
-        session.environment = free.pop() if free else self._factories[name]()
+        session.environment = free.pop() if free else self._made(name)
         session.environment_name = name
         session.functions |= _methods(session.environment)
         self._lent.append(session)
@@ -185,7 +178,7 @@ class Toolbox:
             del arguments["prompt"]
         future, limit = Future[Outcome](), float("inf") if self.timeout is None else time.monotonic() + self.timeout
         kind, reset = _class(session.environment), session.environment.reset
-        self._start(kind, [(reset, arguments, future)])
+        self._start(kind, [(reset, arguments, future)], self._lanes[id(session.environment)])
         again = self._again(kind, reset, arguments)
         return session, Answers([Running("reset", future, limit, True, again)], session, self.timeout)
 
@@ -219,7 +212,7 @@ class Toolbox:
                 again = self._again(call.name, function, call.arguments)
             running.append(Running(call.name, future, limit, here and function is not None, again))
         if of_environment:
-            self._start(_class(session.environment), of_environment)
+            self._start(_class(session.environment), of_environment, self._lanes[id(session.environment)])
         return Answers(running, session, self.timeout)
 
     def told(self, answers: Answers) -> list[dict[str, Any]]:
@@ -242,9 +235,15 @@ class Toolbox:
     def release(self) -> None:
         """Take back the environments of conversations that are over and scored. Stuck ones are left to themselves."""
         for session in self._lent:
-            if not session.stuck:
+            if session.stuck:
+                self._lanes.pop(id(session.environment)).close()
+            else:
                 self._free[session.environment_name].append(session.environment)
         self._lent = []
+
+    def ask_reward(self, environment: Any) -> Future[Any]:
+        """What an environment's ``get_reward`` returns."""
+        return self._lanes[id(environment)].ask(environment.get_reward)
 
     def take_counts(self) -> dict[str, float]:
         """Sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
@@ -253,18 +252,33 @@ class Toolbox:
         return taken
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers and the environments' threads."""
+        for lane in self._lanes.values():
+            lane.close()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
-    def _start(self, key: str, calls: Sequence[Started]) -> None:
-        """Run calls one after the other in a thread of their own; what is known to fail there is left to `_again`."""
+    def _made(self, name: str | None) -> Any:
+        """A new environment, made in its own thread."""
+        make, lane = self._factories[name], Lane()
+        try:
+            environment = lane.ask(make).result()
+        except Exception as error:
+            if not needs_main(str(error)):
+                raise
+            environment = make()
+        self._lanes[id(environment)] = lane
+        return environment
+
+    def _start(self, key: str, calls: Sequence[Started], lane: Lane | None = None) -> None:
+        """Run calls one after the other, in the environment's thread or one of their own; what is known to fail there
+        is left to `_again`."""
         if key not in self._on_main:
-            _in_thread(calls)
+            lane.start(calls) if lane is not None else in_thread(calls)
             return
         for _, _, future in calls:
-            future.set_result(Outcome("raised", (f"ValueError: {NEEDS_MAIN}", ""), 0.0))
+            future.set_result(Outcome("raised", (f"ValueError: {NEEDS_MAIN[0]}", ""), 0.0))
 
     def _again(self, key: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[], Outcome]:
         """The call once more, where its outcome is asked for: in the main thread. There ``key``, the tool or the
@@ -274,11 +288,12 @@ class Toolbox:
             if key not in self._on_main:
                 self._on_main.add(key)
                 warnings.warn(
-                    f"{key} sets a signal handler, which only works in the main thread: it runs there from now on, and "
-                    "the engine waits meanwhile. With tool_workers a tool runs in a process of its own.",
+                    f"{key} works in the main thread alone (a signal handler, a connection that was opened there): it "
+                    "runs there from now on, and the engine waits meanwhile. With tool_workers a tool runs in a "
+                    "process of its own.",
                     stacklevel=2,
                 )
-            return _outcome(function, arguments)
+            return outcome_of(function, arguments)
 
         return again
 
@@ -310,11 +325,12 @@ class Toolbox:
             self.notes.insert(0, f"tools: {', '.join(able)} in {workers} worker process(es)")
 
 
-def environment_reward(of: Any) -> Callable[..., Any]:
+def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
     """The reward that environments of the class ``of`` give themselves: None for conversations without one."""
 
     def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
-        return [e.get_reward() if type(e) is of else None for e in environments]
+        asked = [tools.ask_reward(e) if type(e) is of else None for e in environments]
+        return [future.result() if future is not None else None for future in asked]
 
     async def own_awaited(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return [await e.get_reward() if type(e) is of else None for e in environments]
@@ -362,28 +378,6 @@ def _copied(value: Any, instead: str) -> Any:
         return instead
 
 
-def _in_thread(calls: Sequence[Started]) -> None:
-    """Run calls one after the other in a thread of their own, which doesn't keep the process from ending."""
-
-    def run() -> None:
-        for function, arguments, future in calls:
-            if future.set_running_or_notify_cancel():
-                future.set_result(_outcome(function, arguments))
-
-    threading.Thread(target=run, name="colograd-tool", daemon=True).start()
-
-
-def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-    started = time.perf_counter()
-    try:
-        value = function(**arguments)
-        if inspect.isawaitable(value):  # an environment's async method, in its turn
-            value = asyncio.run_coroutine_threadsafe(contained(value, None), event_loop()).result()
-        return Outcome("value", value, time.perf_counter() - started)
-    except BaseException as error:  # SystemExit too: it would end the thread, and the conversation would wait for ever
-        return _raised(error)
-
-
 async def _awaited(function: Callable[..., Any], arguments: dict[str, Any], timeout: float | None) -> Outcome:
     started = time.perf_counter()
     try:
@@ -391,13 +385,8 @@ async def _awaited(function: Callable[..., Any], arguments: dict[str, Any], time
     except Late:
         return Outcome("late", None, timeout or 0.0)
     except Exception as error:
-        return _raised(error)
+        return raised(error)
     return Outcome("value", value, time.perf_counter() - started)
-
-
-def _raised(error: BaseException) -> Outcome:
-    text = "".join(traceback.format_exception(error))
-    return Outcome("raised", (f"{type(error).__name__}: {error}", text), 0.0)
 
 
 def _named(functions: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:

@@ -70,7 +70,7 @@ def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> T
 
 def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[RewardFunction]:
     """The reward functions with their weights, and with weight 1 the environments that reward themselves."""
-    own = [environment_reward(c) for c in tools.reward_classes] if tools else []
+    own = [environment_reward(c, tools) for c in tools.reward_classes] if tools else []
     given = [functions] if isinstance(functions, str) or callable(functions) else list(functions or ())
     if not own:
         return resolve_rewards(given, args.reward_weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -114,13 +115,28 @@ def test_a_tool_that_can_not_travel_stays() -> None:
 def test_a_tool_that_sets_a_signal_handler_runs_in_the_main_thread() -> None:
     """As a tool with a `signal.alarm` does, which no other thread can have."""
     box = Toolbox([tool_cases.alarmed, tool_cases.add])
-    with pytest.warns(UserWarning, match="alarmed sets a signal handler, .* With tool_workers"):
+    with pytest.warns(UserWarning, match="alarmed works in the main thread alone .* With tool_workers"):
         assert answers(box, call("alarmed"), call("add", 2, 2)) == ["3", "4"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert answers(box, call("alarmed", 5, 5)) == ["10"], "said once"
     counts = box.take_counts()
     assert (counts["tools/calls"], counts["tools/failures"]) == (3, 0)
+
+
+def test_a_tool_may_use_a_connection_that_was_opened_in_the_main_thread() -> None:
+    database = sqlite3.connect(":memory:")
+
+    def query(sql: str) -> str:
+        """Asks.
+
+        Args:
+            sql: a query
+        """
+        return str(database.execute(sql).fetchone()[0])
+
+    with pytest.warns(UserWarning, match="query works in the main thread alone"):
+        assert answers(Toolbox([query]), ToolCall("query", {"sql": "select 5"})) == ["5"]
 
 
 def test_a_list_is_shown_as_text_and_stays_a_list_for_the_rewards() -> None:
@@ -160,7 +176,7 @@ def test_an_environment_lives_as_long_as_its_conversation_and_is_used_again() ->
     begun = box.call(first, [ToolCall("count", {"by": 2}), ToolCall("count", {"by": 3})])
     settle(begun)
     assert [message["content"] for message in box.told(begun)] == ["7", "10"]
-    reward = environment_reward(Counter)
+    reward = environment_reward(Counter, box)
     assert reward.__name__ == "Counter" and reward([first.environment, None, second.environment]) == [10.0, None, 7.0]
     box.release()
     session, _ = box.open({"start": 0})
@@ -189,11 +205,46 @@ def test_an_environment_that_wants_the_main_thread_has_it_and_its_order() -> Non
     box = Toolbox(None, tool_cases.Alarmed)
     session, beginning = box.open({})
     settle(beginning)
-    with pytest.warns(UserWarning, match="Alarmed sets a signal handler"):
+    with pytest.warns(UserWarning, match="Alarmed works in the main thread alone"):
         assert beginning.outcomes()[0][1].value == "so"
     begun = box.call(session, [ToolCall("step", {"by": 2}), ToolCall("look", {}), ToolCall("step", {"by": 3})])
     settle(begun)
     assert [message["content"] for message in box.told(begun)] == ["[0, 2]", "[0, 2]", "[0, 2, 3]"]
+
+
+class Table:
+    """Holds a database connection, which works in the thread that made it alone; as a browser does."""
+
+    def __init__(self) -> None:
+        self.database = sqlite3.connect(":memory:")
+
+    def reset(self, **row: Any) -> None:
+        self.second = sqlite3.connect(":memory:")
+
+    def query(self, sql: str) -> list:
+        """Asks both connections.
+
+        Args:
+            sql: a query
+        """
+        return [connection.execute(sql).fetchone()[0] for connection in (self.database, self.second)]
+
+    def get_reward(self) -> float:
+        return float(self.query("select 7")[0])
+
+
+def test_all_that_an_environment_does_happens_in_one_thread() -> None:
+    box = Toolbox(None, Table)
+    for _ in range(2):  # a new one, and the same again
+        session, beginning = box.open({})
+        settle(beginning)
+        for expected in (3, 4):
+            begun = box.call(session, [ToolCall("query", {"sql": f"select {expected}"})])
+            settle(begun)
+            assert box.told(begun)[0]["content"] == [expected, expected]
+        assert environment_reward(Table, box)([session.environment, None]) == [7.0, None]
+        box.release()
+    box.close()
 
 
 class Turns:
@@ -277,7 +328,7 @@ def test_rows_choose_among_environments() -> None:
 
 
 def test_a_reward_that_takes_environments_stays_in_the_trainers_process() -> None:
-    scorer = Scorer(resolve_rewards([environment_reward(Counter)], None), workers=1)
+    scorer = Scorer(resolve_rewards([environment_reward(Counter, Toolbox(None, Counter))], None), workers=1)
     assert "takes environments" in scorer.notes[0]
     scorer.close()
 
