@@ -24,7 +24,7 @@ from transformers.utils import get_json_schema
 
 from .chat import ToolCall
 from .importing import find_object
-from .lanes import NEEDS_MAIN, Lane, Started, in_thread, needs_main, outcome_of, raised
+from .lanes import NEEDS_MAIN, Lane, Started, awaited, in_thread, needs_main, outcome_of, raised
 from .rewards.scoring import GRACE, Late, contained, event_loop
 from .rewards.workers import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
 
@@ -330,7 +330,7 @@ def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
 
     def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         asked = [tools.ask_reward(e) if type(e) is of else None for e in environments]
-        return [future.result() if future is not None else None for future in asked]
+        return [None if future is None else awaited(future) for future in asked]
 
     async def own_awaited(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return [await e.get_reward() if type(e) is of else None for e in environments]

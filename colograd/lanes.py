@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,6 +19,7 @@ from .rewards.workers import Outcome
 # What Python says in a thread of what the main one alone may do: set a signal handler (as a `signal.alarm` needs), use
 # a connection that was opened there.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
+PIECE = 0.2  # seconds
 Started = tuple[Callable[..., Any], dict[str, Any], "Future[Outcome]"]  # a call, and where its outcome goes
 
 
@@ -56,6 +57,13 @@ class Lane:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+
+
+def awaited(future: Future[Any]) -> Any:
+    """The result, waited for in pieces: an exception that is to interrupt this thread isn't raised while it sleeps."""
+    while not future.done():
+        wait([future], timeout=PIECE)
+    return future.result()
 
 
 def needs_main(error: str) -> bool:
