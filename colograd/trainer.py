@@ -404,7 +404,8 @@ class GRPOTrainer(PackedTrainer):
         try:
             for name, prompts in parts.items():
                 prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-                metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
+                found = evaluation.evaluate(self, prompts, prefix)
+                metrics |= {f"{prefix}_{key}": value for key, value in found.items()}
         finally:
             self.evaluating = False
         self.log(metrics)

@@ -412,18 +412,18 @@ class GRPOConfig(TrainingArguments):
         default=False,
         metadata={
             "help": "Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), "
-            "send the table to wandb or trackio, and print a sample."
+            "print a sample now and then, and send that step's to wandb or trackio. Of an evaluation too."
         },
     )
     log_completions_steps: int | None = field(
-        default=None, metadata={"help": "Steps between two printed tables; default `logging_steps`."}
+        default=None, metadata={"help": "Steps between two tables, printed and sent; default `logging_steps`."}
     )
     num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows of the table; default all."})
     log_completions_hub_repo: str | None = field(
         default=None,
         metadata={"help": "A dataset on the Hub to which the files of `log_completions` go, every two minutes."},
     )
-    log_unique_prompts: bool = field(default=False, metadata={"help": "Show one completion per prompt only."})
+    log_unique_prompts: bool = field(default=False, metadata={"help": "Show and send one completion per prompt only."})
     verbose: bool = field(default=False, metadata={"help": "Let vLLM and transformers log as they like."})
 
     def __post_init__(self) -> None:
