@@ -210,6 +210,11 @@ class GRPOTrainer(PackedTrainer):
         """One item is the list of prompts of one optimizer step on this rank."""
         return loader_of(self.train_prompts, self.args)
 
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """As in transformers; a fraction of an epoch ends with a round, so that its last step has a checkpoint."""
+        *values, max_steps = super().set_initial_training_values(args, dataloader)
+        return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
         self._step_started = time.perf_counter()

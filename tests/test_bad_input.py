@@ -20,6 +20,7 @@ from datasets import Dataset
 from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
+from colograd.config.check import check_trainer
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
 from colograd.engine import check_vllm
 from colograd.engine_arguments import engine_kwargs
@@ -291,6 +292,41 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "metric_for_best_model is 'eval_loss'",
         "computes no loss",
         "use `reward`",
+    ),
+    "a direction without the metric that it is of": (
+        lambda _: config(load_best_model_at_end=True, save_strategy="no", greater_is_better=False),
+        "greater_is_better is false and metric_for_best_model isn't set",
+        "is `reward` then, of which more is better",
+        "say metric_for_best_model",
+    ),
+    "the best model by an evaluation in the middle of a round": (
+        lambda _: check_trainer(
+            config(
+                load_best_model_at_end=True,
+                num_iterations=2,
+                eval_strategy="steps",
+                eval_steps=3,
+                save_strategy="steps",
+                save_steps=6,
+            )
+        ),
+        "eval_steps is 3 and load_best_model_at_end is true",
+        "ends of rounds of 2 optimizer steps",
+        "multiple of 2",
+    ),
+    "the best model's checkpoint in the middle of a round": (
+        lambda _: check_trainer(
+            config(
+                save_strategy="best",
+                metric_for_best_model="reward",
+                num_iterations=2,
+                eval_strategy="steps",
+                eval_steps=0.1,
+            )
+        ),
+        "eval_steps is 0.1 and save_strategy is best",
+        "ends of rounds of 2",
+        "multiple of 2",
     ),
     "a sampling parameter that the trainer sets": (
         lambda _: check_sampling(config(generation_kwargs={"n": 4})),

@@ -72,6 +72,23 @@ def token_budget(given: int | str | None, on_cpu: bool) -> int | str:
     return tokens
 
 
+def best_metric(config: GRPOConfig) -> str | None:
+    """``metric_for_best_model``: `reward` where nothing is said, since an evaluation has no loss unless asked for one.
+
+    Raises:
+        ValueError: only the direction is said, and it is that of a loss, TRL's default.
+    """
+    said: str | None = config.metric_for_best_model
+    if said is not None or not config.load_best_model_at_end:
+        return said
+    if config.greater_is_better is False:
+        raise ValueError(
+            "greater_is_better is false and metric_for_best_model isn't set, but is `reward` then, of which more is "
+            "better: say metric_for_best_model, or remove greater_is_better."
+        )
+    return "reward"
+
+
 def check_values(config: GRPOConfig) -> None:
     """Check every field that doesn't depend on the batch arithmetic.
 
@@ -389,3 +406,21 @@ def check_trainer(config: GRPOConfig, **later: Any) -> None:
             "(steps_per_generation x num_iterations): make it a multiple, such as "
             f"{-(-config.max_steps // config.round_length) * config.round_length}."
         )
+    _check_best(config)
+
+
+def _check_best(config: GRPOConfig) -> None:
+    """Where the best model is to be kept, each evaluation must be where a checkpoint can be: at a round's end."""
+    best, length = config.save_strategy == "best", config.round_length
+    if length == 1 or not (best or config.load_best_model_at_end):
+        return
+    reason = "save_strategy is best" if best else "load_best_model_at_end is true"
+    strategies = {"eval_steps": config.eval_strategy, "save_steps": config.save_strategy}
+    for name in (name for name, strategy in strategies.items() if strategy == "steps"):
+        steps = getattr(config, name)
+        if steps < 1 or steps % length:
+            raise ValueError(
+                f"{name} is {steps} and {reason}, but checkpoints fall on the ends of rounds of {length} optimizer "
+                f"steps (steps_per_generation x num_iterations), so the best model might not be in one: make {name} a "
+                f"multiple of {length}."
+            )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from .check import check_launcher, check_values, fold_batch, token_budget
+from .check import best_metric, check_launcher, check_values, fold_batch, token_budget
 from .names import names_checked
 
 
@@ -432,8 +432,7 @@ class GRPOConfig(TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True  # ranks on a CPU wouldn't find each other
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
-        if self.load_best_model_at_end and getattr(self, "metric_for_best_model", None) is None:
-            self.metric_for_best_model = "reward"  # there is no evaluation loss
+        self.metric_for_best_model = best_metric(self)
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         spelt: dict[Any, str] = {"true": "group", "false": "none"}  # TRL's, on the command line too
