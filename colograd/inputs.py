@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from . import process
 from .chat import ToolFormat
@@ -84,17 +84,42 @@ def train_prompts_of(
 ) -> PromptDataset | PromptStream:
     """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
 
+    Without a dataset, empty ones for one generation, where one environment makes all of them and ``max_steps`` says
+    when to end (as in TRL).
+
     Raises:
         ValueError: no dataset, no room for a prompt, prompts that don't fill a round, or what tokenising finds.
     """
     rules = _rules(policy, args, "train", None, tools)
     if dataset is None:
-        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+        dataset = _empty_prompts(args, tools)
     if isinstance(dataset, IterableDataset):
         return PromptStream(_wanted(dataset, args, tools), rules, args)
     prompts = tokenize_prompts(_wanted(dataset, args, tools), rules)
     StepOrder.of(args, len(prompts))
     return prompts
+
+
+def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
+    """A row for each prompt of one generation, all of whose text is an environment's.
+
+    Raises:
+        ValueError: there is no environment, or one per row's name, or no end.
+    """
+    if tools is None or not tools.has_environments:
+        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+    if tools.by_name:
+        raise ValueError(
+            "train_dataset is missing, but environment_factory is a dict, of which each row's column `environment` "
+            "names one: give a dataset with that column, or a single factory."
+        )
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"train_dataset is missing and max_steps is {args.max_steps}, but without a dataset nothing else says when "
+            "to end: set max_steps."
+        )
+    rows = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
+    return Dataset.from_dict({"prompt": [EMPTY] * rows})
 
 
 def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
@@ -148,12 +173,17 @@ def eval_prompts_of(
 
     Iterable ones are read to their end: evaluation takes every prompt once.
     """
-    if dataset is None or isinstance(dataset, PromptDataset):
-        return dataset
+    if dataset is None:
+        return None
     if isinstance(dataset, dict):
         given: dict[str, Any] = dataset
-        return {
-            name: tokenize_prompts(_wanted(part, args, tools), _rules(policy, args, name, context, tools))
-            for name, part in given.items()
-        }
-    return tokenize_prompts(_wanted(dataset, args, tools), _rules(policy, args, "eval", context, tools))
+        return {name: _eval_prompts(part, name, policy, args, tools, context) for name, part in given.items()}
+    return _eval_prompts(dataset, "eval", policy, args, tools, context)
+
+
+def _eval_prompts(
+    dataset: Any, name: str, policy: Policy, args: GRPOConfig, tools: Toolbox | None, context: int | None
+) -> PromptDataset:
+    if isinstance(dataset, PromptDataset):
+        return dataset
+    return tokenize_prompts(_wanted(dataset, args, tools), _rules(policy, args, name, context, tools))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from . import budget, evaluation
 from .advantages import Estimator
@@ -64,7 +64,8 @@ class GRPOTrainer(PackedTrainer):
             models: modules, folders or Hub ids.
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``.
+            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``; so does no
+            dataset, which will do where one environment makes the prompts.
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
@@ -394,6 +395,20 @@ class GRPOTrainer(PackedTrainer):
             ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
             ``<prefix>_completions/...`` and times; with a dict of datasets, each under ``<prefix>_<its name>``.
         """
+        metrics = self._evaluated(eval_dataset, metric_key_prefix)
+        self.log(metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """What `evaluate` finds, under another prefix and not logged: metrics, but as in TRL neither predictions nor
+        labels."""
+        metrics = self._evaluated(test_dataset, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
+
+    def _evaluated(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
+        """The metrics of an evaluation."""
         given = self.eval_prompts
         if isinstance(eval_dataset, str) and isinstance(given, dict):
             given = given[eval_dataset]
@@ -413,8 +428,6 @@ class GRPOTrainer(PackedTrainer):
                 metrics |= {f"{prefix}_{key}": value for key, value in found.items()}
         finally:
             self.evaluating = False
-        self.log(metrics)
-        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ changed, and model and dataset replaced by local ones. And what of TRL's surface
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import inspect
 import json
@@ -19,7 +20,10 @@ from datasets import Dataset, IterableDataset
 
 from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 from colograd import train as script
+from colograd.batch import Prompt
+from colograd.completion_log import logged_steps, read_log
 from colograd.rewards import accuracy_reward  # was: from trl.rewards import accuracy_reward
+from colograd.sampling import Sampling
 
 engine = pytest.mark.engine
 PROMPTS = Dataset.from_dict({"prompt": [f"The number {n} is" for n in range(8)]})
@@ -218,6 +222,66 @@ def test_lora_with_evaluation(tiny_model, tmp_path, closing) -> None:
         assert entry["eval_some_rewards/vowels/mean"] == pytest.approx(entry["eval_some_reward"])
     trainer.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+@engine
+def test_an_environment_without_a_dataset(tiny_model, tmp_path, closing) -> None:
+    """`reset` makes the prompt, and `max_steps` says when to end."""
+
+    class Echo:
+        def reset(self, **kwargs) -> str:
+            return "Say something long."
+
+        def say(self, text: str) -> str:
+            """
+            Says a text.
+
+            Args:
+                text: The text to say.
+            """
+            return text
+
+        def get_reward(self) -> float:
+            return 0.5
+
+    template = tmp_path / "tools.jinja"
+    template.write_text(tiny.TOOL_TEMPLATE)
+    args = settings(tmp_path, max_steps=3, chat_template_path=str(template), log_completions=True)
+    trainer = closing(GRPOTrainer(model=str(tiny_model), args=args, environment_factory=Echo))
+    trainer.train()
+    assert [entry["reward"] for entry in steps(trainer)] == [0.5] * 3 and len(trainer.train_dataset) == 2
+    rows, names = read_log(logged_steps(tmp_path / "run")[3])
+    assert names == ["Echo"] and rows[0].prompt_tokens > len("Say something long.")
+
+
+@engine
+def test_a_rollout_function_samples_with_the_engine(tiny_model, tmp_path, closing) -> None:
+    """TRL's own examples ask `trainer.vllm_generation`, which there isn't: docs/tools.md says what to ask instead."""
+
+    def rollout(prompts, trainer):
+        tokenizer, step = trainer.processing_class, trainer.state.global_step
+        asked = [Prompt({"prompt": p}, tuple(tokenizer(p).input_ids), i) for i, p in enumerate(prompts)]
+        sampling = dataclasses.replace(Sampling.for_training(trainer.args), n=1)
+        groups = trainer.engine.generate(asked, sampling, version=step, seed=step)
+        written = [group.rollouts[0] for group in sorted(groups, key=lambda group: group.position)]
+        return {
+            "prompt_ids": [rollout.prompt_ids for rollout in written],
+            "completion_ids": [rollout.completion_ids for rollout in written],
+            "logprobs": [rollout.sampler_logprobs.tolist() for rollout in written],
+        }
+
+    trainer = closing(
+        GRPOTrainer(
+            model=str(tiny_model),
+            reward_funcs=tiny.vowels,
+            args=settings(tmp_path),
+            train_dataset=PROMPTS,
+            rollout_func=rollout,
+        )
+    )
+    trainer.train()
+    assert all(entry["reward_std"] > 0 for entry in steps(trainer))
+    assert all(entry["sampling/sampling_logp_difference/mean"] < 0.1 for entry in steps(trainer))
 
 
 RECIPE = """
