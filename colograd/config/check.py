@@ -369,25 +369,27 @@ def _check_said_once(config: GRPOConfig, per_rank: int, ranks: int, group: int) 
 
 
 def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) -> int:
-    """Optimizer steps whose prompts are sampled together, from TRL's two ways of saying it."""
+    """Optimizer steps whose prompts are sampled together, from TRL's two ways of saying it.
+
+    TRL also takes a part of a step, such that one step has several generations: of the same weights, and so sampled
+    together here.
+    """
+    given, whole, rule = config.steps_per_generation, accumulation, f"gradient_accumulation_steps ({accumulation})"
+    name, reason = "steps_per_generation", ": a generation feeds whole optimizer steps"
     if config.generation_batch_size is not None:
-        if config.steps_per_generation is not None:
+        if given is not None:
             raise ValueError("generation_batch_size and steps_per_generation say the same thing: give one of them.")
-        step = per_rank * config.world_size
-        if config.generation_batch_size < step or config.generation_batch_size % step:
-            raise ValueError(
-                f"generation_batch_size is {config.generation_batch_size}, but must be a multiple of the completions "
-                f"of one optimizer step over all ranks ({step})."
-            )
-        return config.generation_batch_size // step
-    if config.steps_per_generation is None:
+        given, whole = config.generation_batch_size, per_rank * config.world_size
+        name, reason = "generation_batch_size", ""
+        rule = f"the completions of one optimizer step over all ranks ({whole})"
+    if given is None:
         return 1
-    if config.steps_per_generation < 1 or config.steps_per_generation % accumulation:
-        raise ValueError(
-            f"steps_per_generation is {config.steps_per_generation}, but must be a multiple of "
-            f"gradient_accumulation_steps ({accumulation}): a generation feeds whole optimizer steps."
-        )
-    return config.steps_per_generation // accumulation
+    if given >= 1 and given % whole == 0:
+        return given // whole
+    if given >= 1 and whole % given == 0 and config.num_iterations == 1:
+        return 1
+    divisor = ", or a divisor" if config.num_iterations == 1 else ""
+    raise ValueError(f"{name} is {given}, but must be a multiple of {rule}{divisor}{reason}.")
 
 
 def check_trainer(config: GRPOConfig, **later: Any) -> None:
