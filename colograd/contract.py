@@ -1,4 +1,4 @@
-"""What a stage must return that a subclass of the trainer has replaced: one clear error instead of a later one."""
+"""What a subclass of the trainer may replace, and what it must return: one clear error instead of a later one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,31 @@ from typing import Any
 import torch
 
 from .batch import Group, LossOutput, Prompt, Rollout
+
+# What a subclass of TRL's trainer overrides and nothing here calls, with the stage that does its work.
+INSTEAD = {
+    "_generate": "generate",
+    "_generate_single_turn": "generate",
+    "_tool_call_loop": "generate",
+    "_calculate_rewards": "score",
+    "_generate_and_score_completions": "generate, score or compute_advantages",
+    "_get_per_token_logps_and_entropies": "compute_loss",
+    "_compute_loss": "compute_loss",
+}
+
+
+def check_overrides(subclass: type) -> None:
+    """Refuse a subclass that overrides what is TRL's alone: it would train as if it hadn't.
+
+    Raises:
+        TypeError: the first such name, and the stage to override instead.
+    """
+    for name, stage in INSTEAD.items():
+        if name in vars(subclass):
+            raise TypeError(
+                f"{subclass.__name__} overrides {name}, which TRL's trainer calls and Colograd's doesn't: override "
+                f"{stage} instead (docs/architecture.md, Replacing a stage)."
+            )
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generator[Group]:

@@ -19,7 +19,17 @@ from .rewards import RewardFunction, resolve_rewards
 
 
 def begin(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """The configuration, TRL's default one if none is given; and the process ready for it."""
+    """The configuration, TRL's default one if none is given; and the process ready for it.
+
+    Raises:
+        ValueError: it is another trainer's.
+    """
+    if args is not None and not isinstance(args, GRPOConfig):
+        kind = type(args)
+        raise ValueError(
+            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own, which has "
+            "further fields: from colograd import GRPOConfig."
+        )
     process.prepare_ranks()
     if args is None:
         name = str(model) if isinstance(model, str | os.PathLike) else str(model.config._name_or_path or "")

@@ -26,7 +26,7 @@ from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, StepBatch
 from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
-from .contract import checked_loss, checked_rewards
+from .contract import check_overrides, checked_loss, checked_rewards
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine import check_vllm
 from .entropy import EntropyController, of_step
@@ -79,6 +79,10 @@ class GRPOTrainer(PackedTrainer):
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_overrides(cls)
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainingArguments
 
 from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
@@ -24,6 +25,8 @@ from colograd.config.check import check_trainer
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
 from colograd.engine import check_vllm
 from colograd.engine_arguments import engine_kwargs
+from colograd.environments import Toolbox
+from colograd.inputs import begin, train_prompts_of
 from colograd.policy import load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.sampling import check_sampling
@@ -93,6 +96,19 @@ def vllm(version: str | None) -> Callable[[pytest.MonkeyPatch], None]:
         check_vllm()
 
     return check
+
+
+class Game:
+    """An environment."""
+
+    def reset(self, **row: Any) -> str:
+        return "Guess."
+
+
+def without_dataset(factory: Any, **changes: Any) -> object:
+    """The prompts of a run whose environments make them all."""
+    tools = None if factory is None else Toolbox(None, factory)
+    return train_prompts_of(None, SimpleNamespace(context=600, tokenizer=Words()), config(**changes), tools)  # type: ignore[arg-type]
 
 
 # name -> (what goes wrong, and in the message: the value, the rule, the remedy)
@@ -186,6 +202,30 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "neither was given",
         "dataset_name|datasets",
         "give|set",
+    ),
+    "no dataset in Python": (
+        lambda _: without_dataset(None),
+        "train_dataset is missing",
+        "datasets.Dataset",
+        "with a column `prompt`",
+    ),
+    "no dataset to choose among environments": (
+        lambda _: without_dataset({"game": Game}, max_steps=2),
+        "train_dataset is missing",
+        "environment_factory is a dict",
+        "or a single factory",
+    ),
+    "no dataset and no end": (
+        lambda _: without_dataset(Game),
+        "max_steps is -1",
+        "nothing else says when to end",
+        "set max_steps",
+    ),
+    "another trainer's configuration": (
+        lambda _: begin(TrainingArguments(output_dir="unused", report_to="none"), "m"),  # type: ignore[arg-type]
+        "args is a transformers.TrainingArguments",
+        "must be Colograd's own",
+        "from colograd import GRPOConfig",
     ),
     "a dataset without prompts": (
         lambda _: tokenize([{"question": "a", "answer": "b"}]),

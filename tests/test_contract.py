@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, LossOutput, Prompt, Rollout
-from colograd.contract import checked_advantages, checked_groups, checked_loss, checked_rewards
+from colograd.contract import INSTEAD, checked_advantages, checked_groups, checked_loss, checked_rewards
 from colograd.evaluation import count_passes, pass_at
 
 PROMPTS = [Prompt({"prompt": "a"}, (1, 2), position) for position in (3, 4)]
@@ -127,3 +128,18 @@ def test_pass_at_k_is_the_mean_over_prompts_with_k_judged_completions() -> None:
     assert pass_at([(6, 1)], 6).keys() == {"pass@1", "pass@2", "pass@4"}
     assert pass_at([(0, 0)], 4) == {}
     assert count_passes(torch.tensor([1.0, 0.99, math.nan, 2.0]), 1.0) == (3, 2)
+
+
+# -- what is no stage
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_only_trl_calls_is_no_place_for_a_subclass(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Mine overrides {name}, which TRL's .* override {INSTEAD[name]} instead"):
+        type("Mine", (GRPOTrainer,), {name: lambda self: None})
+    assert not hasattr(GRPOTrainer, name), "which a subclass might want to change after all"
+
+
+def test_what_is_refused_is_trls() -> None:
+    theirs = pytest.importorskip("trl").GRPOTrainer
+    assert [name for name in INSTEAD if not hasattr(theirs, name)] == []
