@@ -104,6 +104,7 @@ def test_custom_reward_function(tiny_model, tmp_path, closing) -> None:
 @engine
 def test_conversational_format_with_dataset_columns(tiny_model, tmp_path, closing) -> None:
     """Format and reference rewards: messages in and out, and a column of the dataset by its name."""
+    told = []
 
     def format_reward_func(completions, **kwargs):
         pattern = r"^<think>.*?</think><answer>.*?</answer>$"
@@ -113,6 +114,7 @@ def test_conversational_format_with_dataset_columns(tiny_model, tmp_path, closin
 
     def reference_reward_func(completions, ground_truth, **kwargs):
         contents = [completion[0]["content"] for completion in completions]
+        told.extend(zip((prompt[0]["content"] for prompt in kwargs["prompts"]), ground_truth, strict=True))
         return [float(gt in c) for c, gt in zip(contents, ground_truth, strict=True)]
 
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "ground_truth": chr(97 + n)} for n in range(8)]
@@ -125,7 +127,8 @@ def test_conversational_format_with_dataset_columns(tiny_model, tmp_path, closin
         )
     )
     trainer.train()
-    assert any(entry["rewards/reference_reward_func/mean"] > 0 for entry in steps(trainer))
+    assert len(told) == 16 and all(truth == chr(97 + int(said[0])) for said, truth in told)
+    assert all("rewards/reference_reward_func/mean" in entry for entry in steps(trainer))
     assert all(entry["rewards/format_reward_func/mean"] == 0 for entry in steps(trainer))
 
 
