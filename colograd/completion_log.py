@@ -1,14 +1,17 @@
-"""The completions log: one parquet file per optimizer step, and tables for trackers.
+"""The completions log: one parquet file per optimizer step and per evaluation, and tables for trackers.
 
-Files are named as TRL names them (``completions/completions_00001.parquet``) and have its columns, those that reward
-functions log with ``log_extra`` among them, and more: where a prompt stands in the stream, token counts, and how each
-completion ended.
+Files are named as TRL names them (``completions/completions_00001.parquet``; those of an evaluation ``eval_00001``) and
+have its columns, those that reward functions log with ``log_extra`` among them, and more: where a prompt stands in the
+stream, token counts, and how each completion ended.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +22,7 @@ import pyarrow.parquet as pq
 from transformers import TrainerState
 
 from .batch import Group, ScoredGroup
-from .completions import CompletionRow, completion_rows, extra_names, print_table
+from .completions import CompletionRow, chosen, completion_rows, extra_names, print_table
 from .config import GRPOConfig
 from .ranks import gather
 
@@ -54,21 +57,49 @@ class CompletionLog:
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
-            parts = gather(completion_rows(groups, [decode(group.group) for group in groups], step))
-            rows = sorted((row for part in parts for row in part), key=lambda row: row.position)
+            rows = _of_all_ranks(groups, decode, step)
             if config.process_index != 0:
                 continue
             write_log(str(config.output_dir), rows, self.names, step)
-            send_to_trackers(list(config.report_to or ()), rows, self.names)
             if (step - 1) % every == 0:
-                limit = config.num_completions_to_print
-                print_table(rows, self.names, step, limit, config.log_unique_prompts)
+                self._show(rows, f"Step {step}", "completions")
+
+    def add_evaluation(
+        self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], state: TrainerState, name: str
+    ) -> None:
+        """Log the completions of an evaluation, which have no advantages: a collective.
+
+        Args:
+            groups: this rank's.
+            decode: a group's texts.
+            state: whose step it is done after.
+            name: its metrics' prefix, and the file's.
+        """
+        step = state.global_step
+        rows = [dataclasses.replace(row, advantage=math.nan) for row in _of_all_ranks(groups, decode, step)]
+        if self.config.process_index == 0 and rows:
+            write_log(str(self.config.output_dir), rows, self.names, step, re.sub(r"[^\w.-]", "_", name))
+            self._show(rows, f"Step {step}, {name}", f"{name}_completions")
+
+    def _show(self, rows: Sequence[CompletionRow], title: str, key: str) -> None:
+        """The table, printed and sent to the trackers."""
+        config = self.config
+        sent = chosen(rows, None, config.log_unique_prompts)
+        send_to_trackers(list(config.report_to or ()), sent, self.names, key)
+        print_table(rows, self.names, title, config.num_completions_to_print, config.log_unique_prompts)
 
     def close(self) -> None:
         """Wait until what is to go to the Hub is there."""
         if self._uploads is not None:
             self._uploads.trigger().result()
             self._uploads.stop()
+
+
+def _of_all_ranks(
+    groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
+) -> list[CompletionRow]:
+    parts = gather(completion_rows(groups, [decode(group.group) for group in groups], step))
+    return sorted((row for part in parts for row in part), key=lambda row: row.position)
 
 
 def _uploads(folder: Path, config: GRPOConfig) -> Any:
@@ -118,8 +149,14 @@ def _storable(values: list[Any]) -> list[Any]:
     return values
 
 
-def write_log(run_dir: str | Path, rows: Sequence[CompletionRow], reward_names: Sequence[str], step: int) -> Path:
-    """Write a step's completions; a file is complete or not there.
+def write_log(
+    run_dir: str | Path,
+    rows: Sequence[CompletionRow],
+    reward_names: Sequence[str],
+    step: int,
+    kind: str = "completions",
+) -> Path:
+    """Write a step's completions, or those of an evaluation after it; a file is complete or not there.
 
     Prompts that parquet has no type for (messages of different shapes) are written as JSON.
     """
@@ -132,7 +169,7 @@ def write_log(run_dir: str | Path, rows: Sequence[CompletionRow], reward_names: 
     table = table.replace_schema_metadata({key: json.dumps(names).encode() for key, names in named.items()})
     folder = Path(run_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"completions_{step:05d}.parquet"
+    path = folder / f"{kind}_{step:05d}.parquet"
     aside = path.with_suffix(".partial")
     pq.write_table(table, aside)
     os.replace(aside, path)
@@ -167,8 +204,10 @@ def logged_steps(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def send_to_trackers(report_to: Sequence[str], rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> None:
-    """Log a table ``completions`` with wandb and trackio, where the run reports to them."""
+def send_to_trackers(
+    report_to: Sequence[str], rows: Sequence[CompletionRow], reward_names: Sequence[str], key: str = "completions"
+) -> None:
+    """Log a table with wandb and trackio, where the run reports to them."""
     import pandas as pd
 
     frame = None
@@ -177,4 +216,4 @@ def send_to_trackers(report_to: Sequence[str], rows: Sequence[CompletionRow], re
         if name not in report_to or tracker is None or (name == "wandb" and tracker.run is None):
             continue
         frame = pd.DataFrame(columns(rows, reward_names)) if frame is None else frame
-        tracker.log({"completions": tracker.Table(dataframe=frame)})
+        tracker.log({key: tracker.Table(dataframe=frame)})

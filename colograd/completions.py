@@ -66,7 +66,7 @@ def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]
 def completions_table(
     rows: Sequence[CompletionRow],
     reward_names: Sequence[str],
-    step: int,
+    title: str,
     limit: int | None,
     unique_prompts: bool,
     width: int | None = None,
@@ -76,7 +76,7 @@ def completions_table(
     Args:
         rows: the step's completions, group by group.
         reward_names: [R], in the order of ``CompletionRow.rewards``.
-        step: the optimizer step, for the title.
+        title: whose completions they are.
         limit: rows at most, one of each group before the second of any; None is all.
         unique_prompts: show one completion per group only.
         width: characters; None is 120. Long texts are shortened in the middle to fit.
@@ -86,14 +86,14 @@ def completions_table(
     # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.
     room = max(width - 40 - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
     prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
-    table = Table(title=f"Step {step}", width=width, show_lines=True)
+    table = Table(title=title, width=width, show_lines=True)
     table.add_column("Prompt", ratio=1, overflow="fold")
     table.add_column("Completion", ratio=2, overflow="fold")
     for name in [*reward_names, *extra]:
         table.add_column(Text(name), justify="right", overflow="fold")
     for name in ("Advantage", "Tokens", "End"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in _chosen(rows, limit, unique_prompts):
+    for row in chosen(rows, limit, unique_prompts):
         table.add_row(
             Text(_shorten(_prompt_text(row.prompt), prompt_limit)),
             Text(_shorten(row.completion, completion_limit)),
@@ -109,7 +109,7 @@ def completions_table(
 def print_table(
     rows: Sequence[CompletionRow],
     reward_names: Sequence[str],
-    step: int,
+    title: str,
     limit: int | None,
     unique_prompts: bool,
     width: int | None = None,
@@ -118,7 +118,7 @@ def print_table(
     terminal = sys.stdout.isatty()
     if width is None:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns if terminal else DEFAULT_WIDTH
-    table = completions_table(rows, reward_names, step, limit, unique_prompts, width)
+    table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
     buffer = io.StringIO()
     Console(file=buffer, width=width, force_terminal=terminal).print(table)
     # A log that can't encode a character must not end the run.
@@ -127,7 +127,7 @@ def print_table(
     sys.stdout.flush()
 
 
-def _chosen(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
+def chosen(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
     """The rows to show, by group; those chosen first are the first of each group."""
     turns: dict[int, int] = {}  # completions of each group so far
     by_turn = []

@@ -1,4 +1,4 @@
-"""What a stage must return that a subclass of the trainer has replaced: one clear error instead of a later one."""
+"""What a subclass that replaces a stage must return: one clear error instead of a later one."""
 
 from __future__ import annotations
 

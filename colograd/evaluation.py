@@ -13,6 +13,7 @@ import torch
 
 from .advantages import Estimator, divided, step_std
 from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch
+from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .contract import checked_advantages, checked_groups, checked_loss
 from .data import PromptDataset
@@ -32,6 +33,7 @@ class Evaluated(Protocol):
     """What an evaluation needs of a trainer."""
 
     args: Any
+    completion_log: CompletionLog | None
     estimator: Estimator
     entropy: EntropyController
     loss: Any
@@ -49,6 +51,8 @@ class Evaluated(Protocol):
 
     def begin_score(self, groups: Sequence[Group]) -> Pending: ...
 
+    def decode(self, group: Group) -> list[str]: ...
+
     def take_counts(self) -> dict[str, float]: ...
 
     def take_logged(self, group: Group) -> Logged: ...
@@ -64,9 +68,13 @@ class Evaluated(Protocol):
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager: ...
 
 
-def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
+def evaluate(trainer: Evaluated, prompts: PromptDataset, name: str = "eval") -> dict[str, float]:
     """TRL's metrics of a batch of completions, over all ranks, for every prompt once; pass@k, and ``runtime`` in
-    seconds."""
+    seconds.
+
+    Args:
+        name: of the evaluation in the completions log.
+    """
     started = time.perf_counter()
     config: GRPOConfig = trainer.args
     mine = prompts.prompts()[rank() :: world_size()]
@@ -84,6 +92,8 @@ def evaluate(trainer: Evaluated, prompts: PromptDataset) -> dict[str, float]:
             local.add(scored[-1], totals, mask_truncated=trainer.rules.mask_truncated)
             passes.append(count_passes(totals, config.pass_threshold_eval))
         local.counts.update(trainer.take_counts())
+    if trainer.completion_log is not None:
+        trainer.completion_log.add_evaluation(scored, trainer.decode, trainer.state, name)
     parts = gather((local, passes))
     whole = RolloutStatistics.join(part for part, _ in parts)
     metrics = whole.metrics([reward.name for reward in trainer.rewards])

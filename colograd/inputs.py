@@ -20,7 +20,17 @@ from .rewards import RewardFunction, resolve_rewards
 
 
 def begin(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """The configuration, TRL's default one if none is given; and the process ready for it."""
+    """The configuration, TRL's default one if none is given; and the process ready for it.
+
+    Raises:
+        ValueError: it is another trainer's.
+    """
+    if args is not None and not isinstance(args, GRPOConfig):
+        kind = type(args)
+        raise ValueError(
+            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own, which has "
+            "further fields: from colograd import GRPOConfig."
+        )
     process.prepare_ranks()
     if args is None:
         name = str(model) if isinstance(model, str | os.PathLike) else str(model.config._name_or_path or "")
@@ -85,13 +95,16 @@ def train_prompts_of(
 ) -> PromptDataset | PromptStream:
     """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
 
+    Without a dataset, empty ones for one generation, where one environment makes all of them and ``max_steps`` says
+    when to end (as in TRL).
+
     Raises:
         ValueError: no dataset and no environment that does without, no room for a prompt, prompts that don't fill a
             round, or what tokenising finds.
     """
     rules = _rules(policy, args, "train", None, tools)
     if dataset is None:
-        dataset = empty_prompts(args, tools)
+        dataset = _empty_prompts(args, tools)
     if isinstance(dataset, IterableDataset):
         return PromptStream(_wanted(dataset, args, tools, "train"), rules, args)
     prompts = tokenize_prompts(_wanted(dataset, args, tools, "train"), rules)
@@ -99,32 +112,33 @@ def train_prompts_of(
     return prompts
 
 
-def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
-    """One item is the list of prompts of one optimizer step on this rank."""
-    if isinstance(prompts, PromptStream):
-        return StreamLoader(prompts)
-    return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
-
-
-def empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
-    """One generation's prompts for environments that bring their own.
+def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
+    """A row for each prompt of one generation, all of whose text is an environment's.
 
     Raises:
-        ValueError: there are none that could, or nothing says when training ends.
+        ValueError: there is no environment, or one per row's name, or no end.
     """
     if tools is None or not tools.has_environments:
         raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
     if tools.by_name:
         raise ValueError(
-            "train_dataset is missing, but environment_factory has several environments: give a datasets.Dataset "
-            "whose column `environment` says which one each row is for."
+            "train_dataset is missing, but environment_factory is a dict, of which each row's column `environment` "
+            "names one: give a dataset with that column, or a single factory."
         )
     if args.max_steps <= 0:
         raise ValueError(
-            f"train_dataset is missing and max_steps is {args.max_steps}, so that nothing says when training ends: set "
-            "max_steps."
+            f"train_dataset is missing and max_steps is {args.max_steps}, but without a dataset nothing else says when "
+            "to end: set max_steps."
         )
-    return Dataset.from_list([{"prompt": EMPTY}] * ((args.prompts_per_step or 1) * (args.steps_per_generation or 1)))
+    rows = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
+    return Dataset.from_dict({"prompt": [EMPTY] * rows})
+
+
+def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
+    """One item is the list of prompts of one optimizer step on this rank."""
+    if isinstance(prompts, PromptStream):
+        return StreamLoader(prompts)
+    return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
 
 
 def _wanted(dataset: Any, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
@@ -172,12 +186,17 @@ def eval_prompts_of(
 
     Iterable ones are read to their end: evaluation takes every prompt once.
     """
-    if dataset is None or isinstance(dataset, PromptDataset):
-        return dataset
+    if dataset is None:
+        return None
     if isinstance(dataset, dict):
         given: dict[str, Any] = dataset
-        return {
-            name: tokenize_prompts(_wanted(part, args, tools, name), _rules(policy, args, name, context, tools))
-            for name, part in given.items()
-        }
-    return tokenize_prompts(_wanted(dataset, args, tools, "eval"), _rules(policy, args, "eval", context, tools))
+        return {name: _eval_prompts(part, name, policy, args, tools, context) for name, part in given.items()}
+    return _eval_prompts(dataset, "eval", policy, args, tools, context)
+
+
+def _eval_prompts(
+    dataset: Any, name: str, policy: Policy, args: GRPOConfig, tools: Toolbox | None, context: int | None
+) -> PromptDataset:
+    if isinstance(dataset, PromptDataset):
+        return dataset
+    return tokenize_prompts(_wanted(dataset, args, tools, name), _rules(policy, args, name, context, tools))

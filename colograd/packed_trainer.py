@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,17 @@ class PackedTrainer(ResumableTrainer):
     def create_model_card(
         self,
         model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-        **kwargs: Any,
+        dataset_name: str | Sequence[str] | None = None,
+        tags: str | Sequence[str] | None = None,
     ) -> None:
         """README.md with the recipe, the command, the dataset, the reward curve and the versions.
 
+        `push_to_hub` takes the same arguments.
+
         Args:
-            model_name: default: the folder's name.
-            dataset_name: what it was trained on; default: the recipe's dataset. (`push_to_hub` passes it on.)
-            tags: further ones for the Hub.
+            model_name: default: the output directory's name.
+            dataset_name: default: the recipe's.
+            tags: for the Hub, beside the card's own.
         """
         if not self.is_world_process_zero():
             return
@@ -149,5 +151,5 @@ class PackedTrainer(ResumableTrainer):
         self.console.step(self.state.global_step, self.state.max_steps, entry)
 
 
-def _listed(names: str | list[str] | None) -> list[str]:
+def _listed(names: str | Sequence[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, names = read_log(steps[step])
     if options.best:
         rows.sort(key=lambda row: -row.advantage)
-    print_table(rows, names, step, options.limit, options.unique_prompts)
+    print_table(rows, names, f"Step {step}", options.limit, options.unique_prompts)
     return 0
 
 

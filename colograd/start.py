@@ -29,7 +29,7 @@ from .residency import Residency
 from .sampling import Sampling
 from .weights import Publisher, bytes_apart, check_choice, expects_sharing, publisher
 
-# Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set.
+# Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
 OBSERVATION = 1024
 
 
@@ -81,8 +81,8 @@ def build_sampler(trainer: Starting, notes: Sequence[str], form: ToolFormat | No
     evaluated = trainer.eval_prompts.values() if isinstance(trainer.eval_prompts, dict) else [trainer.eval_prompts]
     prompts = [trainer.train_prompts, *(part for part in evaluated if part is not None)]
     longest = max(part.longest for part in prompts) + longest_completion(args)
-    observed = OBSERVATION * (tools is not None and tools.has_environments)
-    context = args.vllm_max_model_length or min(longest + observed, policy.context)
+    told = OBSERVATION if tools is not None and tools.has_environments else 0
+    context = args.vllm_max_model_length or min(longest + told, policy.context)
     sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
     end = policy.tokenizer.eos_token_id
     shared, held = expects_sharing(args, policy), reference_bytes(args, policy)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from . import budget, evaluation
 from .advantages import Estimator
@@ -66,7 +66,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             models: modules, folders or Hub ids.
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``.
+            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``; so does no
+            dataset, which will do where one environment makes the prompts.
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
@@ -216,6 +217,11 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def get_train_dataloader(self) -> PromptLoader | StreamLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
         return loader_of(self.train_prompts, self.args)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """As in transformers; a fraction of an epoch ends with a round, so that its last step has a checkpoint."""
+        *values, max_steps = super().set_initial_training_values(args, dataloader)
+        return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
@@ -399,6 +405,20 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
             ``<prefix>_completions/...`` and times; with a dict of datasets, each under ``<prefix>_<its name>``.
         """
+        metrics = self._evaluated(eval_dataset, metric_key_prefix)
+        self.log(metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """What `evaluate` finds, under another prefix and not logged: metrics, but as in TRL neither predictions nor
+        labels."""
+        metrics = self._evaluated(test_dataset, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
+
+    def _evaluated(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
+        """The metrics of an evaluation."""
         given = self.eval_prompts
         if isinstance(eval_dataset, str) and isinstance(given, dict):
             given = given[eval_dataset]
@@ -414,11 +434,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         try:
             for name, prompts in parts.items():
                 prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-                metrics |= {f"{prefix}_{key}": value for key, value in evaluation.evaluate(self, prompts).items()}
+                found = evaluation.evaluate(self, prompts, prefix)
+                metrics |= {f"{prefix}_{key}": value for key, value in found.items()}
         finally:
             self.evaluating = False
-        self.log(metrics)
-        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def close(self) -> None:

@@ -60,8 +60,8 @@ class TRLNames:
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
                 raise TypeError(
-                    f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md "
-                    "links an example of each)."
+                    f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md, "
+                    "Replacing a stage)."
                 )
 
     if not TYPE_CHECKING:  # types know what there is

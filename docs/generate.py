@@ -26,12 +26,21 @@ DOCS = Path(__file__).resolve().parent
 TRL = "1.16"  # whose fields the page accounts for
 NOTICE = "<!-- Written by docs/generate.py (make docs): change the sources it reads, not this page. -->"
 
-# Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's.
-LIMITED = (
-    "use_vllm",
-    "vllm_mode",
-    "vllm_tensor_parallel_size",
-)
+# Fields of TRL's GRPOConfig that are taken, but not with every value of TRL's, and what their help doesn't say of it.
+LIMITED = {
+    "use_vllm": "",
+    "vllm_mode": "",
+    "vllm_tensor_parallel_size": "",
+    "model_init_kwargs": "Beside a model that is given as an object it is an error; TRL ignores it with a warning.",
+    "max_completion_length": "`None` is an error, since memory is planned by it; in TRL a completion may then be as "
+    "long as the context.",
+    "steps_per_generation": "A multiple of `gradient_accumulation_steps`; or with `num_iterations: 1` a divisor of it, "
+    "which means the same as leaving it out. `max_steps` must be a multiple of the optimizer steps between two "
+    "generations (TRL ends in the middle).",
+    "generation_batch_size": "A multiple of the completions of one optimizer step, or a divisor, likewise.",
+    "num_iterations": "`max_steps` must be a multiple of the optimizer steps between two generations (TRL ends in the "
+    "middle).",
+}
 
 # Metrics that TRL logs and this version doesn't, with the reason.
 OTHER_METRICS = {"aux_loss": "auxiliary losses of mixtures of experts aren't computed"}
@@ -121,8 +130,18 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Groups without a reward difference** aren't trained on, where nothing but the advantage gives a gradient. They count
   in every denominator and in the metrics of rewards and completions; those of the loss (`entropy`, `clip_ratio/*`,
   `sampling/*` and their like) are of the tokens that were trained on.
-- **Rewards** are called for one group at a time. The signature is TRL's.
+- **Rewards** are called for one group at a time. The signature is TRL's. A reward of NaN ends the run with the
+  function's name, unless `reward_on_error: abstain` makes it an abstention, which it always is in TRL; `None` is one in
+  both.
 - **A conversation that ends with the assistant's message** is continued; TRL begins another turn behind it.
+- **Prompts that leave no room** for `max_completion_length` tokens in the context are dropped, and a line at start
+  counts them (`overlong_prompts: error` refuses them); TRL samples what room is left for.
+- **The best model** (`load_best_model_at_end`) is that of the highest reward, where no metric is said. Checkpoints fall
+  on the ends of generations, and there `eval_steps` must too, for it and for `save_strategy: best`. So does the end of
+  a fractional epoch.
+- **The completions log** has a file for each step, and one for each evaluation under a name of its own (TRL writes as
+  often as it logs, an evaluation over the step's file). The table is printed and sent at the first step, and then as
+  often as TRL's; tables of evaluations are `eval_completions` there.
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
   `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
@@ -141,14 +160,16 @@ where it wasn't, the run ends instead of training on other prompts. Without `max
 
 `prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
 
-A subclass replaces the stages `generate`, `score`, `compute_advantages` and `compute_loss` ([architecture.md](architecture.md)).
-One that defines a hook of TRL's trainer which nothing calls here (`_generate_and_score_completions`, `_calculate_rewards`,
-`_compute_loss` and the like) is an error that names the stage. Attributes that scripts and callbacks read (`num_generations`,
-`ref_model`, `reward_funcs` and more) have TRL's names; `vllm_generation` is `trainer.engine`, with methods of its own.
-
 `deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, `torch_compile`, `parallelism_config`, images and quantised bases
 aren't available in this version: each is an error at start that says so. So are datasets with a transform
 (`with_transform`): apply it with `map`.
+
+Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
+trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error
+where it is defined. There is no `trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
+[`trainer.engine`](tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read (`num_generations`,
+`ref_model`, `reward_funcs` and more) have TRL's names. `trl.GRPOConfig` as `args` is an error: import both names from
+`colograd`.
 
 The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
 *Limited*: not all of TRL's values. *No effect*: taken with any value, and a line at start says that it changes nothing
@@ -191,7 +212,8 @@ def moving() -> str:
             our_default = default(GRPOConfig, name)
             differs = their_default is not None and their_default != our_default
             shown = code(our_default) + (f" (TRL: {code(their_default)})" if differs else "")
-            rows.append((f"`{name}`", "limited" if name in LIMITED else "supported", shown, help_of(GRPOConfig, name)))
+            meaning = f"{help_of(GRPOConfig, name)} {LIMITED.get(name, '')}".rstrip()
+            rows.append((f"`{name}`", "limited" if name in LIMITED else "supported", shown, meaning))
         elif name in RENAMED:
             rows.append((f"`{name}`", "renamed", "", f"The old name of `{RENAMED[name]}`, and read as that."))
         elif name in UNUSED:

@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tool_cases import Counter
+from transformers import TrainingArguments
 
 from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
+from colograd.config.check import check_trainer
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
 from colograd.engine import check_vllm
 from colograd.engine_arguments import engine_kwargs
 from colograd.environments import Toolbox
-from colograd.inputs import empty_prompts
+from colograd.inputs import begin, train_prompts_of
 from colograd.policy import check_tokenizer, load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.sampling import check_sampling
@@ -95,6 +96,19 @@ def vllm(version: str | None) -> Callable[[pytest.MonkeyPatch], None]:
         check_vllm()
 
     return check
+
+
+class Game:
+    """An environment."""
+
+    def reset(self, **row: Any) -> str:
+        return "Guess."
+
+
+def without_dataset(factory: Any, **changes: Any) -> object:
+    """The prompts of a run whose environments make them all."""
+    tools = None if factory is None else Toolbox(None, factory)
+    return train_prompts_of(None, SimpleNamespace(context=600, tokenizer=Words()), config(**changes), tools)  # type: ignore[arg-type]
 
 
 # name -> (what goes wrong, and in the message: the value, the rule, the remedy)
@@ -188,6 +202,30 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "neither was given",
         "dataset_name|datasets",
         "give|set",
+    ),
+    "no dataset in Python": (
+        lambda _: without_dataset(None),
+        "train_dataset is missing",
+        "datasets.Dataset",
+        "with a column `prompt`",
+    ),
+    "no dataset to choose among environments": (
+        lambda _: without_dataset({"game": Game}, max_steps=2),
+        "train_dataset is missing",
+        "environment_factory is a dict",
+        "or a single factory",
+    ),
+    "no dataset and no end": (
+        lambda _: without_dataset(Game),
+        "max_steps is -1",
+        "nothing else says when to end",
+        "set max_steps",
+    ),
+    "another trainer's configuration": (
+        lambda _: begin(TrainingArguments(output_dir="unused", report_to="none"), "m"),  # type: ignore[arg-type]
+        "args is a transformers.TrainingArguments",
+        "must be Colograd's own",
+        "from colograd import GRPOConfig",
     ),
     "a dataset without prompts": (
         lambda _: tokenize([{"question": "a", "answer": "b"}]),
@@ -295,6 +333,41 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "computes no loss",
         "use `reward`",
     ),
+    "a direction without the metric that it is of": (
+        lambda _: config(load_best_model_at_end=True, save_strategy="no", greater_is_better=False),
+        "greater_is_better is false and metric_for_best_model isn't set",
+        "is `reward` then, of which more is better",
+        "say metric_for_best_model",
+    ),
+    "the best model by an evaluation in the middle of a round": (
+        lambda _: check_trainer(
+            config(
+                load_best_model_at_end=True,
+                num_iterations=2,
+                eval_strategy="steps",
+                eval_steps=3,
+                save_strategy="steps",
+                save_steps=6,
+            )
+        ),
+        "eval_steps is 3 and load_best_model_at_end is true",
+        "ends of rounds of 2 optimizer steps",
+        "multiple of 2",
+    ),
+    "the best model's checkpoint in the middle of a round": (
+        lambda _: check_trainer(
+            config(
+                save_strategy="best",
+                metric_for_best_model="reward",
+                num_iterations=2,
+                eval_strategy="steps",
+                eval_steps=0.1,
+            )
+        ),
+        "eval_steps is 0.1 and save_strategy is best",
+        "ends of rounds of 2",
+        "multiple of 2",
+    ),
     "a sampling parameter that the trainer sets": (
         lambda _: check_sampling(config(generation_kwargs={"n": 4})),
         "generation_kwargs sets 'n'",
@@ -342,24 +415,6 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "processing_class is a Words",
         "must be a tokenizer",
         "give one",
-    ),
-    "no dataset and no environment": (
-        lambda _: empty_prompts(config(max_steps=2), None),
-        "train_dataset",
-        "is missing",
-        "with a column `prompt`",
-    ),
-    "no dataset and no end": (
-        lambda _: empty_prompts(config(), Toolbox(None, Counter)),
-        "max_steps is -1",
-        "nothing says when training ends",
-        "set max_steps",
-    ),
-    "no dataset and several environments": (
-        lambda _: empty_prompts(config(max_steps=2), Toolbox(None, {"a": Counter})),
-        "train_dataset is missing",
-        "several environments",
-        "column `environment`",
     ),
     "a dtype that doesn't exist": (
         lambda _: ModelConfig(dtype="int8"),

@@ -11,8 +11,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import tiny
+import torch
 
 from colograd import GRPOTrainer, completion_log
+from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.cli import main
 from colograd.completion_log import logged_steps, read_log, write_log
 from colograd.completions import CompletionRow
@@ -61,6 +63,35 @@ def test_trackers_that_run_get_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     completion_log.send_to_trackers(["wandb", "trackio"], [row(0)], ["right", "short"])
     completion_log.send_to_trackers([], [row(0)], ["right", "short"])
     assert len(sent) == 1, "not to one that isn't started, nor to one that isn't asked for"
+
+
+def test_what_is_shown_has_each_prompt_once_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table per evaluation, and of training as often as it is printed."""
+    sent: dict[str, list[int]] = {}
+
+    def log(values: dict[str, Any]) -> None:
+        for key, rows in values.items():
+            sent.setdefault(key, []).append(rows)
+
+    tracker = types.SimpleNamespace(run=object(), log=log, Table=lambda dataframe: len(dataframe))
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    changes = {"log_completions": True, "log_completions_steps": 2, "log_unique_prompts": True, "report_to": "wandb"}
+    log_ = completion_log.CompletionLog(tiny.config(tmp_path, **changes), ["r"])
+    rollouts = tuple(
+        Rollout((1,), (2,), torch.zeros(1), torch.ones(1, dtype=torch.bool), FinishReason.STOP, 0) for _ in range(3)
+    )
+    step = [ScoredGroup(Group({"prompt": "p"}, rollouts, n), torch.zeros(3, 1), torch.ones(3)) for n in range(2)]
+    state = types.SimpleNamespace(global_step=4, logging_steps=1)
+    log_.add([step, step], lambda group: ["a", "b", "c"], state)  # type: ignore[arg-type]
+    log_.add_evaluation(step, lambda group: ["a", "b", "c"], state, "eval_some/rows")  # type: ignore[arg-type]
+    assert sent == {"completions": [2], "eval_some/rows_completions": [2]}
+    assert capsys.readouterr().out.count("Step 4, eval_some/rows") == 1
+    rows, _ = read_log(tmp_path / "completions" / "eval_some_rows_00004.parquet")
+    assert [r.completion for r in rows] == ["a", "b", "c"] * 2 and all(math.isnan(r.advantage) for r in rows)
+    assert list(logged_steps(tmp_path)) == [5, 6], "an evaluation is no step"
+    assert len(read_log(logged_steps(tmp_path)[6])[0]) == 6
 
 
 def test_show_prints_a_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,14 @@ def test_steps_per_generation_counts_trl_s_micro_batches() -> None:
         config(**shape, steps_per_generation=1, num_iterations=2)
 
 
+def test_several_generations_of_one_step_are_sampled_together() -> None:
+    """TRL takes them one after the other, all with the same weights."""
+    shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+    for given in ({"steps_per_generation": 2}, {"steps_per_generation": 1}, {"generation_batch_size": 8}):
+        made = config(**shape, **given)
+        assert (made.steps_per_generation, made.prompts_per_step) == (1, 4)
+
+
 def test_generation_batch_size_is_the_same_in_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(monkeypatch, 2)
     made = config(gradient_accumulation_steps=2, generation_batch_size=96)  # a step: 8 * 2 on each of 2 ranks
@@ -96,7 +104,8 @@ def test_a_copy_is_the_same(given: dict[str, Any]) -> None:
         ({"prompts_per_step": 3}, "prompts_per_step is 3, .* multiple of the 2 ranks: 2 or 4 would do"),
         ({"prompts_per_step": 1}, "prompts_per_step is 1, .* 2 or 4 would do"),
         ({"steps_per_generation": 2, "generation_batch_size": 32}, "give one of them"),
-        ({"generation_batch_size": 24}, r"is 24, but must be a multiple of .* \(16\)"),
+        ({"generation_batch_size": 24}, r"is 24, but must be a multiple of .* \(16\), or a divisor"),
+        ({"generation_batch_size": 8, "num_iterations": 2}, r"is 8, but must be a multiple of .* \(16\)\."),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, r"is 3, but must be a multiple of .*\(2\)"),
         ({"steps_per_generation": 0}, "steps_per_generation is 0"),
         (

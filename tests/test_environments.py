@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tool_cases import Counter, Silent
 from colograd import process
 from colograd.chat import ToolCall
 from colograd.environments import EMPTY, Toolbox, environment_reward, text_of
+from colograd.inputs import train_prompts_of
 from colograd.rewards import Scorer, resolve_rewards
 
 
@@ -299,6 +301,13 @@ def test_an_environment_of_a_dataset_without_prompts_gets_none() -> None:
         _, beginning = box.open(row)
         settle(beginning)
         assert beginning is not None and beginning.outcomes()[0][1].value == names
+
+
+def test_without_a_dataset_there_are_empty_prompts_for_one_generation(tmp_path: Path) -> None:
+    policy: Any = types.SimpleNamespace(context=200, tokenizer=tiny.make_tokenizer())
+    args = tiny.config(tmp_path, prompts_per_step=3, steps_per_generation=2)
+    prompts = train_prompts_of(None, policy, args, Toolbox(None, Counter))
+    assert [prompts[row] for row in range(len(prompts))] == [{"prompt": EMPTY}] * 6
 
 
 def test_an_environment_that_is_stuck_is_left_to_itself() -> None:

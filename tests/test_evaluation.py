@@ -10,6 +10,7 @@ import tiny
 import torch
 from datasets import IterableDataset
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
 from colograd.evaluation import count_passes, pass_at
@@ -104,6 +105,37 @@ def test_datasets_by_name_streamed_or_in_a_dict(trained: Any, monkeypatch: pytes
     monkeypatch.setattr(trained, "eval_prompts", {"some": trained.eval_prompts})
     assert {"eval_reward", "eval_pass@4"} <= trained.evaluate("some").keys()
     assert "eval_some_reward" in trained.evaluate()
+
+
+def test_a_prediction_is_an_evaluation_under_another_name(trained: Any) -> None:
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            seen.append(metrics)
+
+        def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError("it is none")
+
+    look = Look()
+    trained.add_callback(look)
+    found = trained.predict(tiny.prompts(6))
+    trained.remove_callback(look)
+    assert (found.predictions, found.label_ids, seen) == (None, None, [found.metrics])
+    expected = trained.evaluate()
+    assert found.metrics["test_reward"] == expected["eval_reward"]
+    assert {name.removeprefix("test_") for name in found.metrics} == {
+        name.removeprefix("eval_")
+        for name in expected.keys() - {"epoch"}  # which logging adds
+    }
+
+
+def test_the_trainers_datasets_are_datasets(trained: Any) -> None:
+    assert trained.train_dataset[0] == tiny.prompts()[0] and trained.train_dataset[2:4]["answer"] == ["c", "d"]
+    rows = [row for batch in trained.get_eval_dataloader() for row in batch]
+    assert rows == list(tiny.prompts(6))
+    again = trained.evaluate({"some": trained.eval_dataset})
+    assert again["eval_some_reward"] == trained.evaluate(trained.eval_dataset)["eval_reward"]
 
 
 def test_greedy_evaluation_is_one_completion_each_and_always_the_same(

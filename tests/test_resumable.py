@@ -1,4 +1,4 @@
-"""Checkpoints that one precision wrote and another goes on from, through the real trainer."""
+"""Checkpoints that one precision wrote and another goes on from, and those of rounds, through the real trainer."""
 
 from __future__ import annotations
 
@@ -83,3 +83,59 @@ def test_float32_to_split_to_float32_goes_on_from_the_exact_masters(tiny_model: 
     assert any((plain.parameters[name] != rounded).any() for name, rounded in weights.items())
     _, state = saved(tmp_path / "checkpoint-3", plain.names)
     assert all(entry.keys() == set(moments) and entry["step"] == 3 for entry in state.values())
+
+
+# -- rounds of several steps
+
+
+def of_rounds(model: Path, folder: Path, callbacks: list[TrainerCallback], **changes: Any) -> GRPOTrainer:
+    """Four rounds of two steps in an epoch."""
+    args = tiny.config(folder, num_iterations=2, save_strategy="epoch", **({"max_steps": -1} | changes))
+    return GRPOTrainer(str(model), tiny.vowels, args, tiny.prompts(16), tiny.prompts(4), callbacks=callbacks)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def test_a_fraction_of_an_epoch_ends_with_a_round_and_its_checkpoint(tiny_model, tmp_path, closing) -> None:
+    trainer = closing(of_rounds(tiny_model, tmp_path, [], num_train_epochs=0.4))
+    trainer.train()
+    assert trainer.state.max_steps == trainer.state.global_step == 4, "and not 3.2 of 8 steps, in the second round"
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
+
+
+def test_a_run_that_a_callback_stops_within_a_round_says_that_it_left_no_checkpoint(
+    tiny_model, tmp_path, closing, capfd
+) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == at
+
+    trainer, at = closing(of_rounds(tiny_model, tmp_path, [Stop()])), 3
+    trainer.train()
+    assert (trainer.state.global_step, checkpoints(tmp_path)) == (3, [])
+    assert "the run was stopped at step 3, in the middle of a round" in capfd.readouterr().out
+    at = 2
+    trainer.train()
+    assert (trainer.state.global_step, checkpoints(tmp_path)) == (2, ["checkpoint-2"])
+    assert "in the middle of a round" not in capfd.readouterr().out
+
+
+def test_the_best_weights_are_those_that_were_evaluated(tiny_model, tmp_path, closing) -> None:
+    held: dict[int, torch.Tensor] = {}
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            held[state.global_step] = model.state_dict()["model.norm.weight"].clone()
+
+    changes = {"save_strategy": "best", "metric_for_best_model": "reward", "eval_strategy": "steps", "eval_steps": 2}
+    args = tiny.config(tmp_path, num_iterations=2, load_best_model_at_end=True, **changes)
+    trainer = closing(
+        GRPOTrainer(str(tiny_model), tiny.vowels, args, tiny.prompts(16), tiny.prompts(4), callbacks=[Keep()])
+    )
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert Path(trainer.state.best_model_checkpoint).name == f"checkpoint-{best}" in checkpoints(tmp_path)
+    saved = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(saved, held[best]) and torch.equal(saved, trainer.model.state_dict()["model.norm.weight"].cpu())

@@ -378,10 +378,11 @@ def test_the_model_card_and_a_push_carry_what_was_saved(tiny_model, tmp_path, cl
     monkeypatch.setattr(hf, "hf_api", Hub)
     trainer = closing(make_trainer(tiny_model, tmp_path / "my-model", max_steps=2, hub_model_id="my-model"))
     trainer.train()
-    trainer.push_to_hub(dataset_name="me/my-data")  # as TRL's script says it
+    trainer.push_to_hub(dataset_name="me/sums", tags="maths")  # as TRL's scripts call it
     assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= set(uploaded["files"])
     card = (tmp_path / "my-model" / "README.md").read_text()
-    assert "vowels" in card and "vllm" in card.lower() and "datasets/me/my-data" in card and str(tmp_path) not in card
+    assert "vowels" in card and "vllm" in card.lower() and str(tmp_path) not in card
+    assert "[me/sums](https://huggingface.co/datasets/me/sums)" in card and "- maths\n" in card
 
 
 def test_a_finished_run_is_not_trained_further_by_resuming_it(tiny_model, tmp_path, closing, capfd) -> None:

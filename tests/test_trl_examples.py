@@ -5,6 +5,7 @@ changed, and model and dataset replaced by local ones. And what of TRL's surface
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import inspect
 import json
@@ -19,7 +20,10 @@ from datasets import Dataset, IterableDataset
 
 from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 from colograd import train as script
+from colograd.batch import Prompt
+from colograd.completion_log import logged_steps, read_log
 from colograd.rewards import accuracy_reward  # was: from trl.rewards import accuracy_reward
+from colograd.sampling import Sampling
 
 engine = pytest.mark.engine
 PROMPTS = Dataset.from_dict({"prompt": [f"The number {n} is" for n in range(8)]})
@@ -101,6 +105,7 @@ def test_custom_reward_function(tiny_model, tmp_path, closing) -> None:
 @engine
 def test_conversational_format_with_dataset_columns(tiny_model, tmp_path, closing) -> None:
     """Format and reference rewards: messages in and out, and a column of the dataset by its name."""
+    told = []
 
     def format_reward_func(completions, **kwargs):
         pattern = r"^<think>.*?</think><answer>.*?</answer>$"
@@ -110,7 +115,8 @@ def test_conversational_format_with_dataset_columns(tiny_model, tmp_path, closin
 
     def reference_reward_func(completions, ground_truth, **kwargs):
         contents = [completion[0]["content"] for completion in completions]
-        return [float(any(letter in c for letter in gt)) for c, gt in zip(contents, ground_truth, strict=True)]
+        told.extend(zip((prompt[0]["content"] for prompt in kwargs["prompts"]), ground_truth, strict=True))
+        return [float(gt in c) for c, gt in zip(contents, ground_truth, strict=True)]
 
     letters = "abcdefghijklmnopqrstuvwxyz"  # of a row so many that what a random model writes has some of them
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "ground_truth": letters[n : n + 18]} for n in range(8)]
@@ -123,7 +129,8 @@ def test_conversational_format_with_dataset_columns(tiny_model, tmp_path, closin
         )
     )
     trainer.train()
-    assert any(entry["rewards/reference_reward_func/mean"] > 0 for entry in steps(trainer))
+    assert len(told) == 16 and all(truth == chr(97 + int(said[0])) for said, truth in told)
+    assert all("rewards/reference_reward_func/mean" in entry for entry in steps(trainer))
     assert all(entry["rewards/format_reward_func/mean"] == 0 for entry in steps(trainer))
 
 
@@ -255,6 +262,66 @@ def test_lora_with_evaluation(tiny_model, tmp_path, closing) -> None:
         assert entry["eval_some_rewards/vowels/mean"] == pytest.approx(entry["eval_some_reward"])
     trainer.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+@engine
+def test_an_environment_without_a_dataset(tiny_model, tmp_path, closing) -> None:
+    """`reset` makes the prompt, and `max_steps` says when to end."""
+
+    class Echo:
+        def reset(self, **kwargs) -> str:
+            return "Say something long."
+
+        def say(self, text: str) -> str:
+            """
+            Says a text.
+
+            Args:
+                text: The text to say.
+            """
+            return text
+
+        def get_reward(self) -> float:
+            return 0.5
+
+    template = tmp_path / "tools.jinja"
+    template.write_text(tiny.TOOL_TEMPLATE)
+    args = settings(tmp_path, max_steps=3, chat_template_path=str(template), log_completions=True)
+    trainer = closing(GRPOTrainer(model=str(tiny_model), args=args, environment_factory=Echo))
+    trainer.train()
+    assert [entry["reward"] for entry in steps(trainer)] == [0.5] * 3 and len(trainer.train_dataset) == 2
+    rows, names = read_log(logged_steps(tmp_path / "run")[3])
+    assert names == ["Echo"] and rows[0].prompt_tokens > len("Say something long.")
+
+
+@engine
+def test_a_rollout_function_samples_with_the_engine(tiny_model, tmp_path, closing) -> None:
+    """TRL's own examples ask `trainer.vllm_generation`, which there isn't: docs/tools.md says what to ask instead."""
+
+    def rollout(prompts, trainer):
+        tokenizer, step = trainer.processing_class, trainer.state.global_step
+        asked = [Prompt({"prompt": p}, tuple(tokenizer(p).input_ids), i) for i, p in enumerate(prompts)]
+        sampling = dataclasses.replace(Sampling.for_training(trainer.args), n=1)
+        groups = trainer.engine.generate(asked, sampling, version=step, seed=step)
+        written = [group.rollouts[0] for group in sorted(groups, key=lambda group: group.position)]
+        return {
+            "prompt_ids": [rollout.prompt_ids for rollout in written],
+            "completion_ids": [rollout.completion_ids for rollout in written],
+            "logprobs": [rollout.sampler_logprobs.tolist() for rollout in written],
+        }
+
+    trainer = closing(
+        GRPOTrainer(
+            model=str(tiny_model),
+            reward_funcs=tiny.vowels,
+            args=settings(tmp_path),
+            train_dataset=PROMPTS,
+            rollout_func=rollout,
+        )
+    )
+    trainer.train()
+    assert all(entry["reward_std"] > 0 for entry in steps(trainer))
+    assert all(entry["sampling/sampling_logp_difference/mean"] < 0.1 for entry in steps(trainer))
 
 
 RECIPE = """

@@ -72,6 +72,23 @@ def token_budget(given: int | str | None, on_cpu: bool) -> int | str:
     return tokens
 
 
+def best_metric(config: GRPOConfig) -> str | None:
+    """``metric_for_best_model``: `reward` where nothing is said, since an evaluation has no loss unless asked for one.
+
+    Raises:
+        ValueError: only the direction is said, and it is that of a loss, TRL's default.
+    """
+    said: str | None = config.metric_for_best_model
+    if said is not None or not config.load_best_model_at_end:
+        return said
+    if config.greater_is_better is False:
+        raise ValueError(
+            "greater_is_better is false and metric_for_best_model isn't set, but is `reward` then, of which more is "
+            "better: say metric_for_best_model, or remove greater_is_better."
+        )
+    return "reward"
+
+
 def check_values(config: GRPOConfig) -> None:
     """Check every field that doesn't depend on the batch arithmetic.
 
@@ -296,10 +313,6 @@ def check_process(config: GRPOConfig) -> None:
         )
 
 
-def _divides(number: int, other: int) -> bool:
-    return number > 0 and other % number == 0
-
-
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
@@ -356,29 +369,27 @@ def _check_said_once(config: GRPOConfig, per_rank: int, ranks: int, group: int) 
 
 
 def _steps_per_generation(config: GRPOConfig, accumulation: int, per_rank: int) -> int:
-    """Optimizer steps whose prompts are sampled together, from TRL's two ways of saying it."""
+    """Optimizer steps whose prompts are sampled together, from TRL's two ways of saying it.
+
+    TRL also takes a part of a step, such that one step has several generations: of the same weights, and so sampled
+    together here.
+    """
+    given, whole, rule = config.steps_per_generation, accumulation, f"gradient_accumulation_steps ({accumulation})"
+    name, reason = "steps_per_generation", ": a generation feeds whole optimizer steps"
     if config.generation_batch_size is not None:
-        if config.steps_per_generation is not None:
+        if given is not None:
             raise ValueError("generation_batch_size and steps_per_generation say the same thing: give one of them.")
-        step = per_rank * config.world_size
-        if _divides(config.generation_batch_size, step) and config.num_iterations == 1:
-            return 1  # several generations in one optimizer step, all by the same weights: they are one
-        if config.generation_batch_size < step or config.generation_batch_size % step:
-            raise ValueError(
-                f"generation_batch_size is {config.generation_batch_size}, but must be a multiple of the completions "
-                f"of one optimizer step over all ranks ({step})."
-            )
-        return config.generation_batch_size // step
-    if config.steps_per_generation is None:
+        given, whole = config.generation_batch_size, per_rank * config.world_size
+        name, reason = "generation_batch_size", ""
+        rule = f"the completions of one optimizer step over all ranks ({whole})"
+    if given is None:
         return 1
-    if _divides(config.steps_per_generation, accumulation) and config.num_iterations == 1:
-        return 1  # likewise
-    if config.steps_per_generation < 1 or config.steps_per_generation % accumulation:
-        raise ValueError(
-            f"steps_per_generation is {config.steps_per_generation}, but must be a multiple of "
-            f"gradient_accumulation_steps ({accumulation}): a generation feeds whole optimizer steps."
-        )
-    return config.steps_per_generation // accumulation
+    if given >= 1 and given % whole == 0:
+        return given // whole
+    if given >= 1 and whole % given == 0 and config.num_iterations == 1:
+        return 1
+    divisor = ", or a divisor" if config.num_iterations == 1 else ""
+    raise ValueError(f"{name} is {given}, but must be a multiple of {rule}{divisor}{reason}.")
 
 
 def check_trainer(config: GRPOConfig, **later: Any) -> None:
@@ -397,3 +408,21 @@ def check_trainer(config: GRPOConfig, **later: Any) -> None:
             "(steps_per_generation x num_iterations): make it a multiple, such as "
             f"{-(-config.max_steps // config.round_length) * config.round_length}."
         )
+    _check_best(config)
+
+
+def _check_best(config: GRPOConfig) -> None:
+    """Where the best model is to be kept, each evaluation must be where a checkpoint can be: at a round's end."""
+    best, length = config.save_strategy == "best", config.round_length
+    if length == 1 or not (best or config.load_best_model_at_end):
+        return
+    reason = "save_strategy is best" if best else "load_best_model_at_end is true"
+    strategies = {"eval_steps": config.eval_strategy, "save_steps": config.save_strategy}
+    for name in (name for name, strategy in strategies.items() if strategy == "steps"):
+        steps = getattr(config, name)
+        if steps < 1 or steps % length:
+            raise ValueError(
+                f"{name} is {steps} and {reason}, but checkpoints fall on the ends of rounds of {length} optimizer "
+                f"steps (steps_per_generation x num_iterations), so the best model might not be in one: make {name} a "
+                f"multiple of {length}."
+            )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from .check import check_launcher, check_values, fold_batch, token_budget
+from .check import best_metric, check_launcher, check_values, fold_batch, token_budget
 from .names import names_checked
 
 
@@ -413,18 +413,18 @@ class GRPOConfig(TrainingArguments):
         default=False,
         metadata={
             "help": "Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), "
-            "send the table to wandb or trackio, and print a sample."
+            "print a sample now and then, and send that step's to wandb or trackio. Of an evaluation too."
         },
     )
     log_completions_steps: int | None = field(
-        default=None, metadata={"help": "Steps between two printed tables; default `logging_steps`."}
+        default=None, metadata={"help": "Steps between two tables, printed and sent; default `logging_steps`."}
     )
     num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows of the table; default all."})
     log_completions_hub_repo: str | None = field(
         default=None,
         metadata={"help": "A dataset on the Hub to which the files of `log_completions` go, every two minutes."},
     )
-    log_unique_prompts: bool = field(default=False, metadata={"help": "Show one completion per prompt only."})
+    log_unique_prompts: bool = field(default=False, metadata={"help": "Show and send one completion per prompt only."})
     verbose: bool = field(default=False, metadata={"help": "Let vLLM and transformers log as they like."})
 
     def __post_init__(self) -> None:
@@ -433,8 +433,7 @@ class GRPOConfig(TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True  # ranks on a CPU wouldn't find each other
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
-        if self.load_best_model_at_end and getattr(self, "metric_for_best_model", None) is None:
-            self.metric_for_best_model = "reward"  # there is no evaluation loss
+        self.metric_for_best_model = best_metric(self)
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         spelt: dict[Any, str] = {"true": "group", "false": "none"}  # TRL's, on the command line too

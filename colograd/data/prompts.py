@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jinja2
 import numpy as np
@@ -24,7 +24,8 @@ COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # what a prompt's t
 class PromptDataset(torch.utils.data.Dataset):
     """Prompts with their tokens; made by `tokenize_prompts`.
 
-    ``dataset`` holds the rows that are kept, ``num_dropped`` says how many were too long. An index is (row, position).
+    ``dataset`` holds the rows that are kept, ``num_dropped`` says how many were too long. An index is (row, position);
+    any other is one of ``dataset``.
     """
 
     def __init__(self, dataset: Dataset, token_ids: np.ndarray, ends: np.ndarray, num_dropped: int) -> None:
@@ -42,7 +43,15 @@ class PromptDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, int]) -> Prompt:
+    @overload
+    def __getitem__(self, key: tuple[int, int]) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, key: int | slice) -> dict[str, Any]: ...
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, tuple):
+            return self.dataset[key]
         row, position = key
         ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
         return Prompt(example=self.dataset[row], prompt_ids=tuple(ids.tolist()), position=position)
