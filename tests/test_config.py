@@ -465,6 +465,7 @@ def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str)
         ({"loss_type": "luspo"}, ["importance_sampling_level: sequence"]),
         ({"loss_type": "cispo"}, ["0.2 is below 1"]),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, []),
+        ({"torch_empty_cache_steps": 4}, ["torch_empty_cache_steps` has no effect"]),
         (
             {
                 "loss_type": "vespo",

@@ -176,8 +176,10 @@ def check_loss(config: GRPOConfig) -> None:
 
 
 def advice(config: GRPOConfig) -> Iterator[str]:
-    """Combinations of the objective that TRL takes too, and that rarely are what was meant."""
+    """What is taken as in TRL, and rarely is what was meant, or does nothing here."""
     loss, sequence = config.loss_type, config.importance_sampling_level == "sequence"
+    if config.torch_empty_cache_steps is not None:
+        yield "config: `torch_empty_cache_steps` has no effect: micro-batches are cut to what the device has."
     if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
         yield (
             f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by its "
