@@ -2,8 +2,10 @@
 
     sync tools                in a worker process, where there are workers and the tool can travel; else in a thread
     async tools               on the event loop that async rewards have, all conversations together
-    an environment's methods  in the environment's own thread, one conversation's calls in their order
+    an environment's methods  in the environment's own thread, one conversation's calls in their order (the async ones
+                              on the event loop)
 
+What fails for want of the main thread runs there from then on: a tool, or all new environments of a factory.
 A conversation's slow tool stalls nobody else. A late call is answered with an error, which the model sees.
 """
 
@@ -13,7 +15,6 @@ import asyncio
 import copy
 import inspect
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -24,7 +25,7 @@ from transformers.utils import get_json_schema
 
 from .chat import ToolCall
 from .importing import find_object
-from .lanes import NEEDS_MAIN, Lane, Started, awaited, in_thread, needs_main, outcome_of, raised
+from .lanes import Lane, Started, awaited, in_thread, leave_to_main, needs_main, outcome_of, raised, say_main
 from .rewards.scoring import GRACE, Late, contained, event_loop
 from .rewards.workers import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
 
@@ -61,9 +62,7 @@ class Running:
             return None
         try:
             outcome = self.future.result()
-            if self.again is not None and outcome.kind == "raised" and needs_main(outcome.value[0]):
-                return self.again()
-            return outcome
+            return self.again() if self.again is not None and needs_main(outcome) else outcome
         except (Exception, CancelledError) as error:  # a worker that can't be started, an answer that can't be read
             return raised(error)
 
@@ -131,7 +130,8 @@ class Toolbox:
         self._factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
             self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
-        self._lanes: dict[int, Lane] = {}  # of the environments, by their id
+        self._lanes: dict[int, Lane] = {}  # of the environments that have one, by their id
+        self._factories_on_main: set[str | None] = set()  # of environments that fail in another thread
         self._free: dict[str | None, list[Any]] = {name: [self._made(name)] for name in self._factories}
         self._lent: list[Session] = []
         classes = dict.fromkeys(type(environment) for (environment,) in self._free.values())
@@ -144,7 +144,7 @@ class Toolbox:
             if taken:
                 raise ValueError(f"tool {taken.pop()!r} is a method of {_class(environment)} too: rename one of them.")
             self._schemas[name] = shared + [_schema(key, method) for key, method in methods.items()]
-        self._on_main: set[str] = set()  # names of what fails in a thread
+        self._tools_on_main: set[str] = set()  # names of those that fail in another thread
         self._numbers: dict[str, int] = {}  # of the tools that run in workers
         self._pool: WorkerPool | None = None
         if workers:
@@ -177,9 +177,9 @@ class Toolbox:
         if arguments.get("prompt") == EMPTY:
             del arguments["prompt"]
         future, limit = Future[Outcome](), float("inf") if self.timeout is None else time.monotonic() + self.timeout
-        kind, reset = _class(session.environment), session.environment.reset
-        self._start(kind, [(reset, arguments, future)], self._lanes[id(session.environment)])
-        again = self._again(kind, reset, arguments)
+        reset = session.environment.reset
+        self._start(session, [(reset, arguments, future)])
+        again = self._again(session, reset, arguments)
         return session, Answers([Running("reset", future, limit, True, again)], session, self.timeout)
 
     def call(self, session: Session, calls: Sequence[ToolCall]) -> Answers:
@@ -197,7 +197,7 @@ class Toolbox:
                 future.set_result(Outcome("raised", ("RuntimeError: The environment is stuck.", ""), 0.0))
             elif here:
                 of_environment.append((function, call.arguments, future))
-                again = self._again(_class(session.environment), function, call.arguments)
+                again = self._again(session, function, call.arguments)
                 limit += (len(of_environment) - 1) * (self.timeout or 0.0)  # one after the other
             elif call.name in self._numbers:
                 assert self._pool is not None
@@ -208,11 +208,12 @@ class Toolbox:
                 )
                 limit += GRACE  # it ends itself in time, unless it blocks the loop
             else:
-                self._start(call.name, [(function, call.arguments, future)])
-                again = self._again(call.name, function, call.arguments)
+                started = [(function, call.arguments, future)]
+                leave_to_main(started) if call.name in self._tools_on_main else in_thread(started)
+                again = self._tool_again(call.name, call.arguments)
             running.append(Running(call.name, future, limit, here and function is not None, again))
         if of_environment:
-            self._start(_class(session.environment), of_environment, self._lanes[id(session.environment)])
+            self._start(session, of_environment)
         return Answers(running, session, self.timeout)
 
     def told(self, answers: Answers) -> list[dict[str, Any]]:
@@ -233,17 +234,43 @@ class Toolbox:
         return messages
 
     def release(self) -> None:
-        """Take back the environments of conversations that are over and scored. Stuck ones are left to themselves."""
+        """Take back the environments of conversations that are over and scored. Stuck ones are left to themselves, and
+        those of a factory that wants the main thread make room for some that are made there."""
         for session in self._lent:
-            if session.stuck:
-                self._lanes.pop(id(session.environment)).close()
+            environment, name = session.environment, session.environment_name
+            if session.stuck or (name in self._factories_on_main and id(environment) in self._lanes):
+                if (lane := self._lanes.pop(id(environment), None)) is not None:
+                    lane.close()
             else:
-                self._free[session.environment_name].append(session.environment)
+                self._free[name].append(environment)
         self._lent = []
 
-    def ask_reward(self, environment: Any) -> Future[Any]:
-        """What an environment's ``get_reward`` returns."""
-        return self._lanes[id(environment)].ask(environment.get_reward)
+    def own_rewards(self, environments: Sequence[Any]) -> list[Any]:
+        """What the ``get_reward`` of each returns; None for None. One that never comes back leaves its environment
+        stuck."""
+        lanes = [None if e is None else self._lanes.get(id(e)) for e in environments]
+        asked = [None if lane is None else lane.ask(e.get_reward) for e, lane in zip(environments, lanes, strict=True)]
+        try:
+            return [
+                None if e is None else e.get_reward() if future is None else self._own_reward(e, future)
+                for e, future in zip(environments, asked, strict=True)
+            ]
+        except BaseException:
+            late = {id(e) for e, future in zip(environments, asked, strict=True) if future and not future.done()}
+            for session in self._lent:
+                session.stuck |= id(session.environment) in late
+            raise
+
+    def _own_reward(self, environment: Any, future: Future[Any]) -> Any:
+        try:
+            return awaited(future)
+        except Exception as error:
+            if not future.done() or not needs_main(raised(error)):
+                raise
+        for session in self._lent:
+            if session.environment is environment:
+                self._to_main(_class(environment), session.environment_name)
+        return environment.get_reward()
 
     def take_counts(self) -> dict[str, float]:
         """Sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""
@@ -260,40 +287,66 @@ class Toolbox:
             self._pool = None
 
     def _made(self, name: str | None) -> Any:
-        """A new environment, made in its own thread."""
-        make, lane = self._factories[name], Lane()
+        """A new environment, made in its own thread; without one where the main thread is wanted."""
+        make = self._factories[name]
+        if name in self._factories_on_main:
+            return make()
+        lane = Lane()
         try:
             environment = lane.ask(make).result()
-        except Exception as error:
-            if not needs_main(str(error)):
+        except BaseException as error:
+            lane.close()
+            if not needs_main(raised(error)):
                 raise
-            environment = make()
-        self._lanes[id(environment)] = lane
+            self._factories_on_main.add(name)
+            return make()
+        if self._lanes.setdefault(id(environment), lane) is not lane:  # a factory that gives the same one again
+            lane.close()
         return environment
 
-    def _start(self, key: str, calls: Sequence[Started], lane: Lane | None = None) -> None:
-        """Run calls one after the other, in the environment's thread or one of their own; what is known to fail there
-        is left to `_again`."""
-        if key not in self._on_main:
-            lane.start(calls) if lane is not None else in_thread(calls)
-            return
-        for _, _, future in calls:
-            future.set_result(Outcome("raised", (f"ValueError: {NEEDS_MAIN[0]}", ""), 0.0))
+    def _start(self, session: Session, calls: Sequence[Started]) -> None:
+        """Run an environment's calls one after the other: in its thread, or where their outcomes are asked for."""
+        lane = self._lanes.get(id(session.environment))
+        if lane is not None and session.environment_name not in self._factories_on_main:
+            lane.start(calls)
+        else:
+            leave_to_main(calls)
 
-    def _again(self, key: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[], Outcome]:
-        """The call once more, where its outcome is asked for: in the main thread. There ``key``, the tool or the
-        environment's class, stays from then on."""
+    def _again(
+        self, session: Session, function: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Callable[[], Outcome] | None:
+        """An environment's call once more, where its outcome is asked for: in the main thread. Its connections stay
+        with its thread: the next environments are made in the main one, and what it has begun goes on in both, in
+        order. None for an async one, which has the event loop."""
+        lane, waits = self._lanes.get(id(session.environment)), session.environment_name in self._factories_on_main
+        if inspect.iscoroutinefunction(function) and not waits:
+            return None
 
         def again() -> Outcome:
-            if key not in self._on_main:
-                self._on_main.add(key)
-                warnings.warn(
-                    f"{key} works in the main thread alone (a signal handler, a connection that was opened there): it "
-                    "runs there from now on, and the engine waits meanwhile. With tool_workers a tool runs in a "
-                    "process of its own.",
-                    stacklevel=2,
-                )
+            if lane is not None and waits:
+                outcome: Outcome = awaited(lane.ask(lambda: outcome_of(function, arguments)))
+                if not needs_main(outcome):
+                    return outcome
+            if lane is not None:
+                self._to_main(_class(session.environment), session.environment_name)
             return outcome_of(function, arguments)
+
+        return again
+
+    def _to_main(self, what: str, factory: str | None) -> None:
+        """Make the next environments of a factory in the main thread."""
+        if factory not in self._factories_on_main:
+            self._factories_on_main.add(factory)
+            say_main(what)
+
+    def _tool_again(self, name: str, arguments: dict[str, Any]) -> Callable[[], Outcome]:
+        """A tool's call once more, in the main thread, where its outcome is asked for; there it stays."""
+
+        def again() -> Outcome:
+            if name not in self._tools_on_main:
+                self._tools_on_main.add(name)
+                say_main(name)
+            return outcome_of(self._tools[name], arguments)
 
         return again
 
@@ -329,8 +382,7 @@ def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
     """The reward that environments of the class ``of`` give themselves: None for conversations without one."""
 
     def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
-        asked = [tools.ask_reward(e) if type(e) is of else None for e in environments]
-        return [None if future is None else awaited(future) for future in asked]
+        return tools.own_rewards([e if type(e) is of else None for e in environments])
 
     async def own_awaited(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return [await e.get_reward() if type(e) is of else None for e in environments]

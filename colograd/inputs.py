@@ -33,7 +33,11 @@ def begin(args: GRPOConfig | None, model: Any) -> GRPOConfig:
         )
     process.prepare_ranks()
     if args is None:
-        name = str(model) if isinstance(model, str | os.PathLike) else str(model.config._name_or_path or "")
+        name = (
+            str(model)
+            if isinstance(model, str | os.PathLike)
+            else getattr(getattr(model, "config", None), "_name_or_path", "")
+        )
         args = GRPOConfig(output_dir=f"{os.path.basename(name.rstrip('/')) or type(model).__name__}-GRPO")
     process.quiet_logs(args.verbose)
     if args.on_cpu:

@@ -243,7 +243,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             one_call, scores = args.reward_call == "all", self.estimator.step_scores
             batches, groups = collect(self, steps, self.rules, names, self.times, one_call, rounds, scores)
         if not self._told_unjudged and (line := unjudged(groups)):
-            self._told_unjudged = True
+            self._told_unjudged = True  # of rank 0's, which has a console; the metric counts all
             self.console.say(line)
         self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         if self.completion_log is not None:

@@ -74,11 +74,6 @@ def test_the_front_matter_is_what_the_hub_reads(here: Path) -> None:
     }
 
 
-def test_tags_are_added_to_the_cards_own_once(here: Path) -> None:
-    tags = front_matter(card(here, tags=["maths", "grpo"]))["tags"]
-    assert tags == ["generated_from_trainer", "grpo", "colograd", "reinforcement-learning", "maths"]
-
-
 def test_the_hub_library_accepts_the_card(here: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     assert hub.ModelCard(card(here)).data.base_model == "org/tiny"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 import subprocess
@@ -12,14 +13,16 @@ import time
 import types
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import tiny
 import tool_cases
+import torch
 from tool_cases import Counter, Silent
 
 from colograd import process
+from colograd.batch import FinishReason, Group, Rollout
 from colograd.chat import ToolCall
 from colograd.environments import EMPTY, Toolbox, environment_reward, text_of
 from colograd.inputs import train_prompts_of
@@ -212,6 +215,85 @@ def test_an_environment_that_wants_the_main_thread_has_it_and_its_order() -> Non
     begun = box.call(session, [ToolCall("step", {"by": 2}), ToolCall("look", {}), ToolCall("step", {"by": 3})])
     settle(begun)
     assert [message["content"] for message in box.told(begun)] == ["[0, 2]", "[0, 2]", "[0, 2, 3]"]
+    assert environment_reward(tool_cases.Alarmed, box)([session.environment]) == [3.0]
+    box.release()
+    assert box.open({})[0].environment is not session.environment, "the next ones are made in the main thread"
+
+
+class Mixed:
+    """A connection, and a method that wants the main thread and hides why, as math-verify does."""
+
+    made: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        self.made.append(threading.current_thread().name)
+        self.database = sqlite3.connect(":memory:")
+
+    def reset(self, **row: Any) -> None:
+        return None
+
+    def verify(self) -> str:
+        """Verifies."""
+        try:
+            return str(tool_cases.alarmed(1, 1))
+        except ValueError as error:
+            raise ValueError("threads aren't supported") from error
+
+    def query(self) -> str:
+        """Asks."""
+        return str(self.database.execute("select 5").fetchone()[0])
+
+    def get_reward(self) -> float:
+        return float(self.query())
+
+
+def test_an_environment_that_is_in_use_keeps_its_thread_and_the_next_is_made_in_the_main_one() -> None:
+    box = Toolbox(None, Mixed)
+    for first in (True, False):
+        session, beginning = box.open({})
+        settle(beginning)
+        expected = pytest.warns(UserWarning, match="Mixed works in the main") if first else contextlib.nullcontext()
+        begun = box.call(session, [ToolCall("query", {}), ToolCall("verify", {}), ToolCall("query", {})])
+        settle(begun)
+        with expected:
+            assert [message["content"] for message in box.told(begun)] == ["5", "2", "5"]
+        assert environment_reward(Mixed, box)([session.environment]) == [5.0]
+        box.release()
+    assert Mixed.made == ["colograd-environment", threading.main_thread().name]
+
+
+class Stalling(Counter):
+    """Never says what it is worth."""
+
+    def get_reward(self) -> float:
+        while True:
+            time.sleep(0.1)
+
+
+def test_an_environment_that_never_rewards_itself_is_late_and_not_used_again() -> None:
+    box = Toolbox(None, Stalling)
+    session, beginning = box.open({})
+    settle(beginning)
+    rewards = resolve_rewards([environment_reward(Stalling, box)], None)
+    own = {"environments": session.environment}
+    rollout = Rollout((1,), (2,), torch.zeros(1), torch.ones(1).bool(), FinishReason.STOP, 0, (), own)
+    group = Group({"prompt": "a"}, (rollout,), 0)
+    scored = Scorer(rewards, timeout=0.3, on_error="abstain").submit([group], [["b"]]).result()
+    assert scored.isnan().all() and session.stuck
+    box.release()
+    again, beginning = box.open({})
+    settle(beginning)
+    assert again.environment is not session.environment
+
+
+def test_a_factory_may_give_the_same_environment_again() -> None:
+    same = Counter()
+    box = Toolbox(None, lambda: same)
+    sessions = [box.open({})[0] for _ in range(2)]
+    for session in sessions:
+        session.stuck = True
+    box.release()
+    assert [session.environment for session in sessions] == [same, same]
 
 
 class Table:

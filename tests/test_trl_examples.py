@@ -21,7 +21,6 @@ from datasets import Dataset, IterableDataset
 from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 from colograd import train as script
 from colograd.batch import Prompt
-from colograd.completion_log import logged_steps, read_log
 from colograd.rewards import accuracy_reward  # was: from trl.rewards import accuracy_reward
 from colograd.sampling import Sampling
 
@@ -233,7 +232,7 @@ def test_an_environment_may_bring_all_prompts(tmp_path, closing) -> None:
         )
     )
     trainer.train()
-    assert len(steps(trainer)) == 3 and len(made) == 3 * 8 and not any(made)
+    assert len(steps(trainer)) == 3 and len(made) == 3 * 8 and not any(made) and len(trainer.train_dataset) == 2
 
 
 @engine
@@ -262,36 +261,6 @@ def test_lora_with_evaluation(tiny_model, tmp_path, closing) -> None:
         assert entry["eval_some_rewards/vowels/mean"] == pytest.approx(entry["eval_some_reward"])
     trainer.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
-
-
-@engine
-def test_an_environment_without_a_dataset(tiny_model, tmp_path, closing) -> None:
-    """`reset` makes the prompt, and `max_steps` says when to end."""
-
-    class Echo:
-        def reset(self, **kwargs) -> str:
-            return "Say something long."
-
-        def say(self, text: str) -> str:
-            """
-            Says a text.
-
-            Args:
-                text: The text to say.
-            """
-            return text
-
-        def get_reward(self) -> float:
-            return 0.5
-
-    template = tmp_path / "tools.jinja"
-    template.write_text(tiny.TOOL_TEMPLATE)
-    args = settings(tmp_path, max_steps=3, chat_template_path=str(template), log_completions=True)
-    trainer = closing(GRPOTrainer(model=str(tiny_model), args=args, environment_factory=Echo))
-    trainer.train()
-    assert [entry["reward"] for entry in steps(trainer)] == [0.5] * 3 and len(trainer.train_dataset) == 2
-    rows, names = read_log(logged_steps(tmp_path / "run")[3])
-    assert names == ["Echo"] and rows[0].prompt_tokens > len("Say something long.")
 
 
 @engine

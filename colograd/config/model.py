@@ -24,8 +24,9 @@ class ModelConfig:
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "Precision of the policy: `bfloat16` (the default; an exact float32 master is kept by the "
-            "optimizer), `float32`, or `auto` (the checkpoint's own).",
+            "help": "Precision of the policy: `bfloat16` (an exact float32 master is kept by the optimizer), "
+            "`float32`, or `auto` (the checkpoint's own). Default: bfloat16, or float32 where `optim` names another "
+            "optimizer.",
         },
     )
     attn_implementation: str | None = field(
@@ -70,7 +71,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype.removeprefix("torch.") not in DTYPES:
             raise ValueError(
-                f"dtype {self.dtype!r} isn't supported: choose one of {', '.join(DTYPES)}, or leave it out (bfloat16)."
+                f"dtype {self.dtype!r} isn't supported: choose one of {', '.join(DTYPES)}, or leave it out."
             )
         for name in ("load_in_8bit", "load_in_4bit"):
             if getattr(self, name):
