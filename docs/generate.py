@@ -77,8 +77,8 @@ group is sampled on one rank. Micro-batches don't follow from these numbers: the
 
 ## Precision
 
-The policy is bfloat16 unless `dtype` or `optim` says otherwise. `optim: auto` then picks `adamw_split`: AdamW on an exact float32
-master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32`,
+The policy is bfloat16 unless `dtype` or `optim` says otherwise. `optim: auto` then picks `adamw_split`: AdamW on an
+exact float32 master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32`,
 which an optimizer named otherwise has by default, the forward is bfloat16 by autocast, or float32 with `bf16: false`.
 
 ## Memory
@@ -120,7 +120,7 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 
 - **Precision.** An unset `dtype` is a bfloat16 policy with an exact float32 master in the optimizer. TRL loads float32
   and runs it under autocast: so does `dtype: float32` here, and an unset one beside an `optim` that was named. The
-  engine has the policy's dtype (TRL's the checkpoint's); `vllm_engine_kwargs: {dtype: bfloat16}` gives it another.
+  engine has the policy's dtype (TRL's the checkpoint's); `vllm_engine_kwargs: {{dtype: bfloat16}}` gives it another.
 - **Rows are packed.** A prompt goes through the model once per group, completions follow it, nothing is padded.
 - **Micro-batches** are cut by `max_tokens_per_microbatch`. `gradient_accumulation_steps` only multiplies the batch, and
   `per_device_train_batch_size * gradient_accumulation_steps` must be a multiple of `num_generations`.
