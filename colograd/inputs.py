@@ -33,11 +33,8 @@ def begin(args: GRPOConfig | None, model: Any) -> GRPOConfig:
         )
     process.prepare_ranks()
     if args is None:
-        name = (
-            str(model)
-            if isinstance(model, str | os.PathLike)
-            else getattr(getattr(model, "config", None), "_name_or_path", "")
-        )
+        loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
+        name = str(model) if isinstance(model, str | os.PathLike) else loaded_from
         args = GRPOConfig(output_dir=f"{os.path.basename(name.rstrip('/')) or type(model).__name__}-GRPO")
     process.quiet_logs(args.verbose)
     if args.on_cpu:

@@ -78,8 +78,9 @@ group is sampled on one rank. Micro-batches don't follow from these numbers: the
 ## Precision
 
 The policy is bfloat16 unless `dtype` or `optim` says otherwise. `optim: auto` then picks `adamw_split`: AdamW on an
-exact float32 master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With `dtype: float32`,
-which an optimizer named otherwise has by default, the forward is bfloat16 by autocast, or float32 with `bf16: false`.
+exact float32 master, kept as the bfloat16 parameter and a 16-bit remainder. Gradients accumulate in float32. With
+`dtype: float32`, which another optimizer has by default, the forward is bfloat16 by autocast, or float32 with
+`bf16: false`.
 
 ## Memory
 
