@@ -321,11 +321,6 @@ def test_every_parameter_gets_the_gradient_of_plain_autograd(tied: bool, recompu
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_more_than_one_row_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="takes one row, not 2"):
-        model(torch.ones(2, 4, dtype=torch.int64))
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
