@@ -298,7 +298,7 @@ class Toolbox:
             lane.close()
             if not needs_main(raised(error)):
                 raise
-            self._factories_on_main.add(name)
+            self._to_main(getattr(make, "__name__", type(make).__name__), name)
             return make()
         if self._lanes.setdefault(id(environment), lane) is not lane:  # a factory that gives the same one again
             lane.close()

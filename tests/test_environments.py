@@ -286,6 +286,17 @@ def test_an_environment_that_never_rewards_itself_is_late_and_not_used_again() -
     assert again.environment is not session.environment
 
 
+def test_a_factory_that_wants_the_main_thread_has_it() -> None:
+    class Bound(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = tool_cases.alarmed(2, 2)
+
+    with pytest.warns(UserWarning, match="Bound works in the main thread alone"):
+        box = Toolbox(None, Bound)
+    assert answers(box, ToolCall("count", {"by": 2}), row={"start": 1}) == ["3"]
+
+
 def test_a_factory_may_give_the_same_environment_again() -> None:
     same = Counter()
     box = Toolbox(None, lambda: same)
