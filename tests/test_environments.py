@@ -34,6 +34,7 @@ def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -
     session, beginning = box.open(row or {})
     if beginning is not None:
         settle(beginning)
+        beginning.outcomes()
     begun = box.call(session, calls)
     settle(begun)
     return [message["content"] for message in box.told(begun)]
