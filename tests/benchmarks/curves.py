@@ -4,7 +4,7 @@
 
 Each run is a process of its own; TRL's and ours alternate. Both get one dictionary of TRL's settings (`settings`),
 float32 weights and a float32 engine. What TRL needs on a CPU beside that is in `contestants.run_trl`. Prints a table:
-the mean reward of the last ten steps, and the seconds that the run took without its start.
+the mean reward of the last ten steps and of all, and the seconds that the run took without its start.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -89,9 +90,10 @@ def train(trainer: str, model: str, steps: int, seed: int) -> dict[str, Any]:
     return {"trainer": trainer, "seed": seed, "rewards": rewards, "seconds": seconds}
 
 
-def last_mean(run: dict[str, Any]) -> float:
-    last = run["rewards"][-LAST:]
-    return sum(last) / len(last)
+def means(run: dict[str, Any]) -> tuple[float, float]:
+    """Mean reward of the last steps, and of all."""
+    rewards = run["rewards"]
+    return statistics.fmean(rewards[-LAST:]), statistics.fmean(rewards)
 
 
 def report(runs: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -100,15 +102,17 @@ def report(runs: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
         tuple(next(r for r in runs if (r["trainer"], r["seed"]) == (name, seed)) for name in TRAINERS)
         for seed in dict.fromkeys(run["seed"] for run in runs)
     ]
+    # of each seed: the last steps' reward, all steps', seconds; TRL's and ours beside each other
+    values = [[v for both in zip(means(t), means(c), strict=True) for v in both] for t, c in pairs]
+    values = [[*rewards, t["seconds"], c["seconds"]] for rewards, (t, c) in zip(values, pairs, strict=True)]
+    mean = [statistics.fmean(column) for column in zip(*values, strict=True)]
     rows = [
-        [str(t["seed"]), f"{last_mean(t):.3f}", f"{last_mean(c):.3f}", f"{t['seconds']:.0f}", f"{c['seconds']:.0f}"]
-        for t, c in pairs
+        [name, *(f"{v:.3f}" for v in row[:4]), *(f"{v:.0f}" for v in row[4:])]
+        for name, row in zip([*(str(t["seed"]) for t, _ in pairs), "mean"], [*values, mean], strict=True)
     ]
-    means = [sum(last_mean(pair[i]) for pair in pairs) / len(pairs) for i in range(2)]
-    seconds = [sum(pair[i]["seconds"] for pair in pairs) for i in range(2)]
-    rows.append(["mean", f"{means[0]:.3f}", f"{means[1]:.3f}", *(f"{s / len(pairs):.0f}" for s in seconds)])
-    header = ["seed", "TRL: reward", "Colograd: reward", "TRL: seconds", "Colograd: seconds"]
-    figures = {"reward.trl": means[0], "reward.colograd": means[1], "ratio.seconds": seconds[0] / seconds[1]}
+    titles = (f"last {LAST} steps", "all steps", "seconds")
+    header = ["seed", *(f"{who}: {title}" for title in titles for who in ("TRL", "Colograd"))]
+    figures = {"reward.trl": mean[0], "reward.colograd": mean[1], "ratio.seconds": mean[4] / mean[5]}
     return table(header, rows), figures
 
 
