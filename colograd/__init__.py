@@ -8,14 +8,25 @@ still be prepared (threads, rank variables) before torch and vLLM read it.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from . import process
+from .runtime import process
+from .runtime.importing import MovedModules
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
+# Former import paths that recipes, cards and notebooks name.
+MOVED = {
+    "colograd.calculator": "colograd.tasks.calculator",
+    "colograd.logprobs": "colograd.policy.logprobs",
+    "colograd.quickstart": "colograd.tasks.quickstart",
+    "colograd.sampling": "colograd.engine.sampling",
+}
+
 process.prepare_threads()
+sys.meta_path.append(MovedModules(MOVED))
 
 if TYPE_CHECKING:
     from .config import GRPOConfig

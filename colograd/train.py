@@ -18,7 +18,7 @@ if __name__ == "__main__" and not __package__:
     # Run as a file, Python puts colograd/ first on the path, where our modules would shadow others of the same name.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from colograd import process
+from colograd.runtime import process
 
 if TYPE_CHECKING:
     from colograd import GRPOConfig, GRPOTrainer

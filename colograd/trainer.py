@@ -20,19 +20,31 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from . import budget, evaluation
-from .advantages import Estimator
 from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, StepBatch
-from .chat import with_messages
-from .completion_log import CompletionLog
 from .config import GRPOConfig
 from .config.check import check_trainer
-from .contract import checked_loss, checked_rewards
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
-from .engine import check_vllm
-from .entropy import EntropyController, of_step
-from .experience import collect, unjudged
-from .inputs import (
+from .engine.sampling import Sampling, check_sampling
+from .engine.vllm_engine import check_vllm
+from .losses.advantages import Estimator
+from .losses.entropy import EntropyController, of_step
+from .losses.objective import Objective
+from .memory import token_budget as budget
+from .parallel.gradients import set_zero_gradient, sum_gradients
+from .parallel.ranks import together, world_size
+from .policy.loading import load_policy
+from .policy.logprobs import policy_logprobs, with_old_logprobs
+from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .reporting.completion_log import CompletionLog
+from .reporting.metrics import Metrics
+from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
+from .rollout.rounds import collect, unjudged
+from .rollout.stage_checks import checked_loss, checked_rewards
+from .rollout.tool_format import with_messages
+from .training import evaluation
+from .training.adamw_split import accumulate_in_float32, optimizer_class
+from .training.assembly import build_sampler
+from .training.task import (
     begin,
     eval_prompts_of,
     loader_of,
@@ -42,18 +54,8 @@ from .inputs import (
     toolbox_of,
     train_prompts_of,
 )
-from .logprobs import policy_logprobs, with_old_logprobs
-from .metrics import Metrics
-from .objective import Objective
-from .optim import accumulate_in_float32, optimizer_class
-from .packed_trainer import PackedTrainer
-from .policy import load_policy
-from .ranks import set_zero_gradient, sum_gradients, together, world_size
-from .reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
-from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
-from .sampling import Sampling, check_sampling
-from .start import build_sampler
-from .trl_names import TRLNames
+from .training.transformers_seam import PackedTrainer
+from .training.trl_names import TRLNames
 from .weights import check_choice
 
 

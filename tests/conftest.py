@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py, for the tests and the scripts they start
 
-from colograd import process
+from colograd.runtime import process
 
 process.quiet_logs(verbose=False)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

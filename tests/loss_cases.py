@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from colograd import entropy
 from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, Rollout, ScoredGroup, StepBatch
-from colograd.losses import LOSSES
-from colograd.objective import Objective
-from colograd.packing import pack
+from colograd.losses import entropy
+from colograd.losses.objective import Objective
+from colograd.losses.token_losses import LOSSES
+from colograd.policy.packing import pack
 
 LONGEST = 9
 KNOBS = {

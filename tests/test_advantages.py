@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from colograd.advantages import Estimator, divided, group_advantages, group_std, step_std
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout, ScoredGroup
-from colograd.experience import collect
-from colograd.metrics import PhaseTimes
-from colograd.packing import PackingRules, has_signal
+from colograd.losses.advantages import Estimator, divided, group_advantages, group_std, step_std
+from colograd.policy.packing import PackingRules, has_signal
+from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready, weighted_sum
+from colograd.rollout.rounds import collect
 
 NAN = math.nan
 GROUP = 6  # completions
@@ -196,7 +196,7 @@ def test_the_deviation_of_fewer_than_two_is_zero() -> None:
 
 def test_the_deviation_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = torch.tensor([0.25, 1.0, NAN]), [0.5, 4.0]
-    monkeypatch.setattr("colograd.advantages.gather", lambda own: [theirs, own])
+    monkeypatch.setattr("colograd.losses.advantages.gather", lambda own: [theirs, own])
     everything = torch.tensor([*theirs, *mine.tolist()])
     assert step_std([mine[:2], mine[2:]]) == pytest.approx(float(group_std(everything)) + 1e-4)
 
@@ -291,5 +291,5 @@ def test_without_scaling_over_the_step_nothing_is_exchanged(monkeypatch: pytest.
     for scale in ("group", "none"):
         estimator = Estimator(scale, "sum_then_normalize", "mean", (1.0,))
         assert estimator.step_scores is None
-        monkeypatch.setattr("colograd.experience.step_std", None)
+        monkeypatch.setattr("colograd.rollout.rounds.step_std", None)
         collect(Stages(estimator, False), STEPS, RULES, ["r"], PhaseTimes(), step_scores=estimator.step_scores)

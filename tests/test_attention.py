@@ -33,10 +33,10 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from colograd import attention
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, SegmentLayout
-from colograd.logprobs import policy_logprobs
-from colograd.packing import pack
+from colograd.policy import attention
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import pack
 
 VOCABULARY = 128
 SHAPE: dict[str, Any] = {

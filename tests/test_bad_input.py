@@ -18,18 +18,18 @@ import torch
 from datasets import Dataset
 from transformers import TrainingArguments
 
-from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
 from colograd.config.check import check_trainer
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
-from colograd.engine import check_vllm
-from colograd.engine_arguments import engine_kwargs
-from colograd.environments import Toolbox
-from colograd.inputs import begin, train_prompts_of
-from colograd.policy import check_tokenizer, load_policy
+from colograd.engine.arguments import engine_kwargs
+from colograd.engine.sampling import check_sampling
+from colograd.engine.vllm_engine import check_vllm
+from colograd.policy.loading import check_tokenizer, load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
-from colograd.sampling import check_sampling
+from colograd.rollout.toolbox import Toolbox
+from colograd.runtime import process
+from colograd.training.task import begin, train_prompts_of
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd import attention, packing, process
-from colograd.balance import MIN_GAIN, _from_arrays, _to_arrays, balance, cost, pair_cost, plan
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.config import GRPOConfig
-from colograd.logprobs import policy_logprobs
-from colograd.objective import Objective
-from colograd.packing import PackingRules, dummy, pack, pack_step
+from colograd.losses.objective import Objective
+from colograd.parallel.balance import MIN_GAIN, _from_arrays, _to_arrays, balance, cost, pair_cost, plan
+from colograd.policy import attention, packing
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import PackingRules, dummy, pack, pack_step
+from colograd.runtime import process
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parent / "scripts" / "uneven_ranks.py"

@@ -14,12 +14,14 @@ import tiny
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd import attention, budget, ranks
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, StepBatch
 from colograd.config import GRPOConfig
-from colograd.logprobs import with_old_logprobs
-from colograd.objective import Objective
-from colograd.packing import PackingRules, pack_step, sequences
+from colograd.losses.objective import Objective
+from colograd.memory import token_budget as budget
+from colograd.parallel import ranks
+from colograd.policy import attention
+from colograd.policy.logprobs import with_old_logprobs
+from colograd.policy.packing import PackingRules, pack_step, sequences
 
 CPU = torch.device("cpu")
 RULES = PackingRules(1000, False, True, True, False, False, 0.0, CPU)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from colograd.card import RunFacts, reward_plot, write_card
+from colograd.reporting.model_card import RunFacts, reward_plot, write_card
 
 
 def make_history(length: int) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from colograd import checkpoints
-from colograd.checkpoints import StopSignal, aside_folder, commit, discard, find_resume, rotate, sweep
+from colograd.training import checkpoints
+from colograd.training.checkpoints import StopSignal, aside_folder, commit, discard, find_resume, rotate, sweep
 
 
 def write(folder: Path, text: str = "weights") -> Path:

@@ -13,11 +13,12 @@ import pytest
 import tiny
 import torch
 
-from colograd import GRPOTrainer, completion_log
+from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.cli import main
-from colograd.completion_log import logged_steps, read_log, write_log
-from colograd.completions import CompletionRow
+from colograd.commands.cli import main
+from colograd.reporting import completion_log
+from colograd.reporting.completion_log import logged_steps, read_log, write_log
+from colograd.reporting.completion_table import CompletionRow
 
 
 def row(position: int, **changes: Any) -> CompletionRow:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.completions import completion_rows, completions_table, print_table
+from colograd.reporting.completion_table import completion_rows, completions_table, print_table
 
 POSITIONS = itertools.count()
 

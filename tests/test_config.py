@@ -484,7 +484,7 @@ def test_what_trl_takes_and_is_rarely_meant_gets_a_line(given: dict[str, Any], s
 def test_a_mixture_of_experts_is_told_that_its_balance_is_left_alone() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from colograd.policy import Policy
+    from colograd.policy.loading import Policy
 
     shape = {
         "hidden_size": 8,

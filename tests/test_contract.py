@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, LossOutput, Prompt, Rollout
-from colograd.contract import checked_advantages, checked_groups, checked_loss, checked_rewards
-from colograd.evaluation import count_passes, pass_at
+from colograd.rollout.stage_checks import checked_advantages, checked_groups, checked_loss, checked_rewards
+from colograd.training.evaluation import count_passes, pass_at
 
 PROMPTS = [Prompt({"prompt": "a"}, (1, 2), position) for position in (3, 4)]
 

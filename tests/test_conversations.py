@@ -18,14 +18,14 @@ from tool_cases import Counter
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
-from colograd.chat import ToolCall, ToolFormat
-from colograd.completion_log import logged_steps, read_log
-from colograd.conversations import Conversations
 from colograd.data import PromptRules
-from colograd.environments import Toolbox
-from colograd.logprobs import policy_logprobs
-from colograd.packing import pack
-from colograd.sampling import Sampling
+from colograd.engine.sampling import Sampling
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import pack
+from colograd.reporting.completion_log import logged_steps, read_log
+from colograd.rollout.conversations import Conversations
+from colograd.rollout.tool_format import ToolCall, ToolFormat
+from colograd.rollout.toolbox import Toolbox
 
 CALL = r'<tool_call>\{"name": "(add|subtract)", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
 
@@ -263,7 +263,7 @@ def test_what_is_in_flight_is_aborted_when_nobody_wants_it(trained: Any) -> None
 
 
 def test_a_function_may_write_the_rollouts(trained: Any) -> None:
-    from colograd.custom_rollouts import CustomRollouts
+    from colograd.rollout.custom import CustomRollouts
 
     trainer, _, _ = trained
     asked: list[Any] = []

@@ -12,7 +12,8 @@ import tiny
 import torch
 import yaml
 
-from colograd import GRPOTrainer, cli, doctor
+from colograd import GRPOTrainer
+from colograd.commands import cli, doctor
 
 TESTS = Path(__file__).parent
 
@@ -48,7 +49,7 @@ def lines(said: str) -> dict[str, str]:
 def test_a_good_recipe_is_well_and_nothing_is_written(recipe: Path) -> None:
     """Through the command, as a user types it."""
     done = subprocess.run(
-        [sys.executable, "-m", "colograd.cli", "doctor", "--config", str(recipe), "--temperature", "0.9"],
+        [sys.executable, "-m", "colograd.commands.cli", "doctor", "--config", str(recipe), "--temperature", "0.9"],
         capture_output=True, text=True, timeout=300, cwd=TESTS, env=tiny.clean_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

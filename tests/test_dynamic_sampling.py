@@ -13,12 +13,12 @@ import torch
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
-from colograd.completion_log import logged_steps, read_log
 from colograd.data import PromptRules, extra_prompts, tokenize_prompts
-from colograd.experience import draw
-from colograd.metrics import PhaseTimes
-from colograd.packing import has_signal
+from colograd.policy.packing import has_signal
+from colograd.reporting.completion_log import logged_steps, read_log
+from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
+from colograd.rollout.rounds import draw
 
 
 class Stages:

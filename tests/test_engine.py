@@ -12,9 +12,9 @@ import tiny
 import torch
 
 from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
-from colograd.engine import Engine, StaleWeights, engine_kwargs
-from colograd.lengths import LengthHistory
-from colograd.sampling import Sampling, check_sampling, request_seed
+from colograd.engine.queue_order import LengthHistory
+from colograd.engine.sampling import Sampling, check_sampling, request_seed
+from colograd.engine.vllm_engine import Engine, StaleWeights, engine_kwargs
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +26,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path, config):
-    from colograd import process
+    from colograd.runtime import process
 
     process.prepare_ranks()
     before = torch.get_rng_state()
@@ -170,9 +170,9 @@ def test_sampler_and_trainer_agree_on_logprobs_in_float32(engine, config, prompt
     """The mean difference of the same tokens' log-probabilities is below 1e-5, packed with a shared prompt."""
     from transformers import AutoModelForCausalLM
 
-    from colograd import attention
-    from colograd.logprobs import policy_logprobs
-    from colograd.packing import pack
+    from colograd.policy import attention
+    from colograd.policy.logprobs import policy_logprobs
+    from colograd.policy.packing import pack
 
     policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation=attention.NAME)
     groups = [ScoredGroup(g, torch.zeros(4, 1), torch.ones(4)) for g in sample(engine, config, prompts).values()]

@@ -21,12 +21,12 @@ import tool_cases
 import torch
 from tool_cases import Counter, Silent
 
-from colograd import process
 from colograd.batch import FinishReason, Group, Rollout
-from colograd.chat import ToolCall
-from colograd.environments import EMPTY, Toolbox, environment_reward, text_of
-from colograd.inputs import train_prompts_of
 from colograd.rewards import Scorer, resolve_rewards
+from colograd.rollout.tool_format import ToolCall
+from colograd.rollout.toolbox import EMPTY, Toolbox, environment_reward, text_of
+from colograd.runtime import process
+from colograd.training.task import train_prompts_of
 
 
 def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -> list[str]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
-from colograd.evaluation import count_passes, pass_at
+from colograd.training.evaluation import count_passes, pass_at
 
 pytestmark = pytest.mark.engine
 

@@ -8,9 +8,9 @@ from datasets import Dataset, IterableDataset
 from tool_cases import Counter
 from transformers import AutoModelForCausalLM
 
-from colograd.environments import EMPTY, Toolbox
-from colograd.inputs import begin, train_prompts_of
-from colograd.policy import load_policy
+from colograd.policy.loading import load_policy
+from colograd.rollout.toolbox import EMPTY, Toolbox
+from colograd.training.task import begin, train_prompts_of
 
 
 def test_without_a_configuration_the_output_folder_has_the_model_s_name(tiny_model, tmp_path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import yaml
 
-from colograd import process
+from colograd.runtime import process
 
 pytestmark = pytest.mark.engine
 
@@ -104,7 +104,7 @@ def test_an_adapter_asked_for_by_flags_trains_the_same_on_two_ranks(recipe, tmp_
     """Its random start is the same on all ranks: from the second step on, completions depend on it."""
     flags = ["--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
     flags = ["--config", str(recipe), *flags, "--max_steps", "3", "--learning_rate", "1e-2"]
-    done = run("-m", "colograd.cli", "train", *flags, f"--output_dir={tmp_path / 'one'}")
+    done = run("-m", "colograd.commands.cli", "train", *flags, f"--output_dir={tmp_path / 'one'}")
     assert "weights: adapter, 28 tensors" in done.stdout
     run(
         "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(process.free_port()),
@@ -117,5 +117,5 @@ def test_an_adapter_asked_for_by_flags_trains_the_same_on_two_ranks(recipe, tmp_
 
 
 def test_the_console_command_needs_no_launcher_and_the_command_line_wins(recipe, launched, tmp_path) -> None:
-    run("-m", "colograd.cli", "train", "--config", str(recipe), f"--output_dir={tmp_path}", "--max_steps", "1")
+    run("-m", "colograd.commands.cli", "train", "--config", str(recipe), f"--output_dir={tmp_path}", "--max_steps", "1")
     assert rewards(tmp_path) == pytest.approx(rewards(launched[0])[:1], abs=1e-6)

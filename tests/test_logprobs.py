@@ -10,11 +10,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd import attention, logprobs
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.logprobs import label_logprobs, policy_logprobs
-from colograd.optim import accumulate_in_float32
-from colograd.packing import pack
+from colograd.policy import attention, logprobs
+from colograd.policy.logprobs import label_logprobs, policy_logprobs
+from colograd.policy.packing import pack
+from colograd.training.adamw_split import accumulate_in_float32
 
 VOCABULARY = 128
 PLAIN = {"scale": 1.0, "softcap": 0.0}

@@ -13,11 +13,12 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from colograd import lora, parity
 from colograd.config import ModelConfig, parse_arguments
-from colograd.logprobs import policy_logprobs
-from colograd.packing import pack
-from colograd.policy import load_policy
+from colograd.policy import lora
+from colograd.policy import row_proof as parity
+from colograd.policy.loading import load_policy
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import pack
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from loss_cases import LONGEST, gradients, make_objective, make_step, our_loss
 
-from colograd import entropy
 from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, StepBatch
 from colograd.config import GRPOConfig, check
-from colograd.entropy import EntropyController
-from colograd.losses import LOSSES
-from colograd.metrics import Metrics
-from colograd.objective import Objective, SamplerCorrection, top_threshold
-from colograd.packing import pack
+from colograd.losses import entropy
+from colograd.losses.entropy import EntropyController
+from colograd.losses.objective import Objective, SamplerCorrection, top_threshold
+from colograd.losses.token_losses import LOSSES
+from colograd.policy.packing import pack
+from colograd.reporting.metrics import Metrics
 
 CPU = torch.device("cpu")
 EVERYTHING: dict[str, Any] = {
@@ -175,7 +175,7 @@ def test_the_threshold_is_torch_s_quantile_for_any_number_of_tokens(monkeypatch:
     values = torch.rand(1001, generator=torch.Generator().manual_seed(0))
     shares = (0.0, 0.2, 0.333, 1.0)
     expected = [top_threshold(values, share) for share in shares]
-    monkeypatch.setattr("colograd.objective.QUANTILE_LIMIT", 1000)
+    monkeypatch.setattr("colograd.losses.objective.QUANTILE_LIMIT", 1000)
     assert [top_threshold(values, share) for share in shares] == pytest.approx(expected, rel=1e-6)
     assert top_threshold(torch.tensor([1.0, 2.0, 3.0]), 0.25) == 2.5
     assert top_threshold(torch.zeros(0), 0.2) == math.inf

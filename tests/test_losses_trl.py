@@ -20,10 +20,10 @@ from loss_cases import KNOBS, Step, gradients, make_objective, make_step, our_lo
 
 from colograd.batch import MicroBatch
 from colograd.config import check
-from colograd.entropy import EntropyController
-from colograd.losses import LOSSES
-from colograd.metrics import Metrics
-from colograd.objective import Objective, SamplerCorrection
+from colograd.losses.entropy import EntropyController
+from colograd.losses.objective import Objective, SamplerCorrection
+from colograd.losses.token_losses import LOSSES
+from colograd.reporting.metrics import Metrics
 
 pytest.importorskip("trl")
 

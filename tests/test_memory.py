@@ -10,10 +10,10 @@ import tiny
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd import memory
 from colograd.config import GRPOConfig
-from colograd.engine_arguments import engine_dtype, engine_kwargs
-from colograd.memory import GIB, CacheNeed, MemoryPlan, Shape
+from colograd.engine.arguments import engine_dtype, engine_kwargs
+from colograd.memory import plan as memory
+from colograd.memory.plan import GIB, CacheNeed, MemoryPlan, Shape
 
 LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 3, 64, 160, 4, 2, 16, 100
 LLAMA = {
@@ -93,7 +93,7 @@ def test_gradients_and_optimizer_state_of_each_optimizer() -> None:
 
 
 def test_the_planned_state_of_an_optimizer_is_what_it_keeps() -> None:
-    from colograd.optim import AdamWSplit, accumulate_in_float32
+    from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
     for dtype, made, name in (
         (torch.bfloat16, AdamWSplit, "adamw_split"),

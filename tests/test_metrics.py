@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from colograd import metrics as module
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.experience import RolloutStatistics
-from colograd.metrics import Metrics, PhaseTimes
+from colograd.reporting import metrics as module
+from colograd.reporting.metrics import Metrics, PhaseTimes
+from colograd.rollout.rounds import RolloutStatistics
 
 
 def test_a_mean_is_all_sums_by_all_counts() -> None:

@@ -14,9 +14,9 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
-from colograd import fused, optim
-from colograd.checkpoints import float32_weights
-from colograd.optim import (
+from colograd.training import adamw_fused as fused
+from colograd.training import adamw_split as optim
+from colograd.training.adamw_split import (
     AdamWSplit,
     accumulate_in_float32,
     adopt_masters,
@@ -25,6 +25,7 @@ from colograd.optim import (
     optimizer_class,
     split_master,
 )
+from colograd.training.checkpoints import float32_weights
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

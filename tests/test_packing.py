@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
-from colograd.packing import has_signal, loss_tokens, pack
+from colograd.policy.packing import has_signal, loss_tokens, pack
 
 CPU = torch.device("cpu")
 

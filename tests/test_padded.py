@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers as hf
 
-from colograd import attention, parity
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, SegmentLayout
-from colograd.logprobs import policy_logprobs
-from colograd.packing import pack
-from colograd.padded import rows_of
-from colograd.parity import choose_rows
+from colograd.policy import attention
+from colograd.policy import row_proof as parity
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import pack
+from colograd.policy.padded import rows_of
+from colograd.policy.row_proof import choose_rows
 
 VOCABULARY = 128
 SHAPE: dict[str, Any] = {

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from colograd import process
-from colograd.process import RANK_VARIABLES, prepare_ranks, prepare_threads
+from colograd.runtime import process
+from colograd.runtime.process import RANK_VARIABLES, prepare_ranks, prepare_threads
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1",

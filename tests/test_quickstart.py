@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from colograd import quickstart
+from colograd.tasks import quickstart
 
 MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 needs_model = pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="made by `make model`")
 
 
 def command(output: Path) -> list[str]:
-    return [sys.executable, "-m", "colograd.quickstart", "--output", str(output)]
+    return [sys.executable, "-m", "colograd.tasks.quickstart", "--output", str(output)]
 
 
 def test_sums_are_right_and_repeat_with_the_seed() -> None:

@@ -13,15 +13,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from colograd import GRPOTrainer, budget, lora, parity
+from colograd import GRPOTrainer
 from colograd.batch import MicroBatch, StepBatch
 from colograd.config import GRPOConfig
-from colograd.logprobs import policy_logprobs
-from colograd.memory import GIB, plan
-from colograd.optim import accumulate_in_float32
-from colograd.packing import PackingRules, pack, sequences
-from colograd.policy import Policy, load_policy
-from colograd.reference import (
+from colograd.memory import token_budget as budget
+from colograd.memory.plan import GIB, plan
+from colograd.policy import lora
+from colograd.policy import row_proof as parity
+from colograd.policy.loading import Policy, load_policy
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import PackingRules, pack, sequences
+from colograd.policy.reference import (
     FrozenCopy,
     InitialAdapter,
     WithoutAdapter,
@@ -31,6 +33,7 @@ from colograd.reference import (
     reference_of,
     with_ref_logprobs,
 )
+from colograd.training.adamw_split import accumulate_in_float32
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch
 from reward_cases import jittered
 
 from colograd import GRPOTrainer
-from colograd.completion_log import logged_steps, read_log
+from colograd.reporting.completion_log import logged_steps, read_log
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,10 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.engine import Engine, weights_stay
-from colograd.metrics import PhaseTimes
-from colograd.optim import AdamWSplit, accumulate_in_float32
-from colograd.residency import OptimizerOffload, Residency
+from colograd.engine.vllm_engine import Engine, weights_stay
+from colograd.memory.residency import OptimizerOffload, Residency
+from colograd.reporting.metrics import PhaseTimes
+from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 
 def trained(steps: int = 2, cls: Any = AdamWSplit) -> tuple[torch.nn.Module, Any]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
-from colograd.optim import AdamWSplit, join_master, split_master
+from colograd.training.adamw_split import AdamWSplit, join_master, split_master
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from colograd import process
+from colograd.runtime import process
 
 pytestmark = pytest.mark.engine
 

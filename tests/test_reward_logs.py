@@ -24,12 +24,12 @@ from reward_cases import (
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Logged, Rollout, ScoredGroup
-from colograd.cli import main
-from colograd.completion_log import columns, read_log, write_log
-from colograd.completions import completion_rows
-from colograd.experience import RolloutStatistics
+from colograd.commands.cli import main
+from colograd.reporting.completion_log import columns, read_log, write_log
+from colograd.reporting.completion_table import completion_rows
 from colograd.rewards import RewardError, Scorer, resolve_rewards
-from colograd.rewards.worker import CallLog
+from colograd.rollout.rounds import RolloutStatistics
+from colograd.usercode.worker_process import CallLog
 
 
 def make_group(size: int = 3, position: int = 17) -> Group:

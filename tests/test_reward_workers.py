@@ -17,10 +17,10 @@ from reward_cases import dying, hanging, leaving, lengths, loud, process_id, rai
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
-from colograd.experience import roll_out
-from colograd.metrics import PhaseTimes
+from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import RewardError, Scorer, resolve_rewards
 from colograd.rewards import scoring as scoring_module
+from colograd.rollout.rounds import roll_out
 
 NAN = math.nan
 

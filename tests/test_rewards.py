@@ -18,8 +18,6 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.chat import with_messages
-from colograd.experience import unjudged
 from colograd.rewards import (
     BUILTIN_REWARDS,
     RewardError,
@@ -33,6 +31,8 @@ from colograd.rewards import (
     weighted_sum,
 )
 from colograd.rewards.functions import is_async
+from colograd.rollout.rounds import unjudged
+from colograd.rollout.tool_format import with_messages
 
 
 def make_group(size: int = 3, position: int = 17, **example: Any) -> Group:

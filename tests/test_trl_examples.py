@@ -21,8 +21,8 @@ from datasets import Dataset, IterableDataset
 from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 from colograd import train as script
 from colograd.batch import Prompt
+from colograd.engine.sampling import Sampling
 from colograd.rewards import accuracy_reward  # was: from trl.rewards import accuracy_reward
-from colograd.sampling import Sampling
 
 engine = pytest.mark.engine
 PROMPTS = Dataset.from_dict({"prompt": [f"The number {n} is" for n in range(8)]})

@@ -10,9 +10,9 @@ import pytest
 import tiny
 
 from colograd import GRPOTrainer
-from colograd.reference import FrozenCopy, WithoutAdapter
+from colograd.policy.reference import FrozenCopy, WithoutAdapter
 from colograd.rewards import resolve_rewards
-from colograd.trl_names import HOOKS, OF_ARGUMENTS, TRLNames
+from colograd.training.trl_names import HOOKS, OF_ARGUMENTS, TRLNames
 
 
 class Bare(TRLNames):

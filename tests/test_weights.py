@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer
 from colograd.batch import Prompt
-from colograd.engine import Engine
-from colograd.sampling import Sampling
+from colograd.engine.sampling import Sampling
+from colograd.engine.vllm_engine import Engine
 from colograd.weights import proof, publisher, state_dict_on_host
 from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.shared import SharedWeights
@@ -267,7 +267,7 @@ class TestProof:
     def test_an_engine_that_packed_its_weights_away_is_refused(self, tiny_model: Path, tmp_path, monkeypatch) -> None:
         import contextlib
 
-        monkeypatch.setattr("colograd.engine.live_weights", contextlib.nullcontext)
+        monkeypatch.setattr("colograd.engine.vllm_engine.live_weights", contextlib.nullcontext)
         with pytest.raises(UnmappedParameter, match="no place for"):
             build(str(tiny_model), tmp_path)
 

@@ -13,10 +13,11 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from colograd import GRPOTrainer, slots
-from colograd.engine import StaleWeights
-from colograd.lora import adapted_layers, unwrap
-from colograd.sampling import Sampling
+from colograd import GRPOTrainer
+from colograd.engine import lora_slots as slots
+from colograd.engine.sampling import Sampling
+from colograd.engine.vllm_engine import StaleWeights
+from colograd.policy.lora import adapted_layers, unwrap
 from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
 from colograd.weights.merged import MergedWeights

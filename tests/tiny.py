@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from colograd import process
+from colograd.runtime import process
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

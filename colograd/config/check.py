@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..importing import is_import_path
+from ..runtime.importing import is_import_path
 
 if TYPE_CHECKING:
     from .grpo import GRPOConfig

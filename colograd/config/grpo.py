@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
+from ..parallel.layout import RankLayout
+from ..runtime import process
 from .check import best_metric, check_launcher, check_values, fold_batch, token_budget
 from .names import names_checked
 
@@ -476,6 +478,13 @@ class GRPOConfig(TrainingArguments):
     def round_length(self) -> int:
         """Optimizer steps between two generations."""
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
+
+    @property
+    def layout(self) -> RankLayout:
+        """This rank's place among the others."""
+        return RankLayout(
+            self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size()
+        )
 
     @property
     def on_cpu(self) -> bool:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ..batch import Group
+from ..usercode.worker_process import CallLog
 from .functions import RewardError, RewardFunction
-from .worker import CallLog
 
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # Metrics that are the trainer's own, by name and by what comes before the slash.

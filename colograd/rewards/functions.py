@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..importing import find_object, is_import_path
+from ..runtime.importing import find_object, is_import_path
 from .builtin import BUILTIN_REWARDS
 
 

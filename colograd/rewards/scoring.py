@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import functools
 import inspect
 import os
 import pickle
@@ -29,13 +28,12 @@ from typing import Any
 import torch
 
 from ..batch import Group, Logged
+from ..usercode.event_loop import GRACE, Late, contained, event_loop
+from ..usercode.worker_pool import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
+from ..usercode.worker_process import CallLog
 from .calling import check_log, checked, keywords_for, raised, raised_elsewhere, takes_environments
 from .functions import RewardError, RewardFunction, is_async
 from .models import RewardModel
-from .worker import CallLog
-from .workers import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
-
-GRACE = 10.0  # seconds for a stuck function to notice that it was interrupted
 
 
 class Scoring:
@@ -383,39 +381,3 @@ async def _awaited(awaitable: Awaitable[Any], elapsed: float, timeout: float | N
     except Late:
         return Outcome("late", None, elapsed + (timeout or 0.0))
     return Outcome("value", value, elapsed + time.perf_counter() - started, log.content())
-
-
-class Late(Exception):
-    """An awaitable took longer than it may."""
-
-
-async def contained(awaitable: Awaitable[Any], timeout: float | None) -> Any:
-    """What a user's awaitable returns. It can neither end the event loop (by SystemExit) nor, unlike under
-    `asyncio.wait_for`, hold it up by ignoring that it is cancelled.
-
-    Raises:
-        Late: after ``timeout`` seconds.
-    """
-
-    async def guarded() -> Any:
-        try:
-            return await awaitable
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    task = asyncio.ensure_future(guarded())
-    try:
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-    finally:
-        task.cancel()  # where it isn't done: it is late, or nobody wants it any more
-    if not done:
-        raise Late
-    return task.result()
-
-
-@functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for the whole run, not one per group: HTTP clients that users keep between calls are bound to theirs."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="colograd-rewards", daemon=True).start()
-    return loop

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..engine import Engine
-from ..lora import PREFIX, Layer, adapted_layers
+from ..engine.vllm_engine import Engine
+from ..policy.lora import PREFIX, Layer, adapted_layers
 from .addresses import Addresses
 from .copied import CopiedWeights
 from .mapping import renamed

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..lora import base_name
+from ..policy.lora import base_name
 
 
 @dataclass(frozen=True, slots=True)

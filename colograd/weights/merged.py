@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine import Engine
-from ..lora import adapted_layers, base_name, trained_copies
+from ..engine.vllm_engine import Engine
+from ..policy.lora import adapted_layers, base_name, trained_copies
 from .addresses import Addresses
 from .copied import Copies
 from .mapping import Slice

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from ..config import GRPOConfig
-from ..engine import Engine
-from ..engine_arguments import engine_dtype
-from ..lora import Adapter
-from ..policy import Policy
+from ..engine.arguments import engine_dtype
+from ..engine.vllm_engine import Engine
+from ..policy.loading import Policy
+from ..policy.lora import Adapter
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights

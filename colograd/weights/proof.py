@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..engine import Engine
+from ..engine.vllm_engine import Engine
 from .mapping import Slice
 
 PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer one

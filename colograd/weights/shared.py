@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine import Engine
+from ..engine.vllm_engine import Engine
 from .addresses import Addresses
 from .copied import Copies
 from .mapping import Slice

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from colograd import process
+from colograd.runtime import process
 
 Step = dict[str, float]
 LEARNING_RATE = 1e-6
@@ -284,7 +284,7 @@ def run_trl(job: Job) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation import vllm_generation
 
-    from colograd.engine import check_vllm, live_weights
+    from colograd.engine.vllm_engine import check_vllm, live_weights
 
     check_vllm()
     plain = vllm_generation.LLM

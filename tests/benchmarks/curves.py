@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colograd import process
+from colograd.runtime import process
 
 process.prepare_threads()  # OpenMP reads how to wait when torch is imported
 
@@ -63,9 +63,9 @@ def settings(folder: str, steps: int, seed: int) -> dict[str, Any]:
 
 def train(trainer: str, model: str, steps: int, seed: int) -> dict[str, Any]:
     """One run in this process: the mean reward of each step, and the seconds from the first step's begin."""
-    from colograd.engine import check_vllm, live_weights
-    from colograd.quickstart import sums
+    from colograd.engine.vllm_engine import check_vllm, live_weights
     from colograd.rewards import last_number
+    from colograd.tasks.quickstart import sums
 
     check_vllm()
     further: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colograd import process
+from colograd.runtime import process
 
 HERE = Path(__file__).resolve().parent
 

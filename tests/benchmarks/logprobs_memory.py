@@ -23,9 +23,9 @@ import torch
 from figures import GB, PeakMemory, machine, table, write
 from phases import versions
 
-from colograd import process
-from colograd.logprobs import label_logprobs
-from colograd.optim import accumulate_in_float32
+from colograd.policy.logprobs import label_logprobs
+from colograd.runtime import process
+from colograd.training.adamw_split import accumulate_in_float32
 
 PLAIN = {"scale": 1.0, "softcap": 0.0}
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colograd import process
+from colograd.runtime import process
 
 process.prepare_threads()  # OpenMP reads how to wait when torch is imported
 
@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from figures import GB, PeakMemory, machine, table, write  # noqa: E402
 from phases import ROOT, versions  # noqa: E402
 
-from colograd.optim import AdamWSplit  # noqa: E402
+from colograd.training.adamw_split import AdamWSplit  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 SETTINGS = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

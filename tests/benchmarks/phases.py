@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colograd import __version__, process
+from colograd import __version__
+from colograd.runtime import process
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
@@ -114,7 +115,7 @@ def versions(*more: str) -> dict[str, str]:
 
 def phases(steps: Sequence[Step]) -> Step:
     """Median seconds over ``steps``: of each phase, of what they leave (``other``), and of the whole (``step``)."""
-    from colograd.progress import PHASES
+    from colograd.reporting.console import PHASES
 
     timed = {name.removeprefix("time/") for step in steps for name in step if name.startswith("time/")} - {"other"}
     names = [*PHASES, *sorted(timed - set(PHASES))]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from colograd import process
+from colograd.runtime import process
 
 process.prepare_threads()  # OpenMP reads how to wait when torch is imported
 

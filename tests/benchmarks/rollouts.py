@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from colograd import process
+from colograd.runtime import process
 
 process.prepare_threads()  # OpenMP reads how to wait when torch is imported: spinning, it would time the neighbours
 
@@ -105,8 +105,8 @@ def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list
 
     from colograd import GRPOConfig
     from colograd.batch import Prompt
-    from colograd.engine import Engine
-    from colograd.sampling import Sampling
+    from colograd.engine.sampling import Sampling
+    from colograd.engine.vllm_engine import Engine
 
     config = GRPOConfig(output_dir=folder, num_generations=max(options.num_generations, 2), report_to="none")
     config.per_device_train_batch_size = options.prompts * options.num_generations
@@ -126,7 +126,7 @@ def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list
 
 def plainly(engine: Any, sampling: Any, prompts: Sequence[Any]) -> list[list[tuple[int, ...]]]:
     """The token ids by `LLM.generate`."""
-    from colograd.sampling import request_seed
+    from colograd.engine.sampling import request_seed
 
     parameters = [engine.parameters(p.prompt_ids, sampling, request_seed(0, p.position), sampling.n) for p in prompts]
     given = [{"prompt_token_ids": list(p.prompt_ids)} for p in prompts]
@@ -136,8 +136,8 @@ def plainly(engine: Any, sampling: Any, prompts: Sequence[Any]) -> list[list[tup
 
 def streamed(stages: Stages, prompts: Sequence[Any]) -> tuple[list[list[tuple[int, ...]]], list[Any]]:
     """The same with every group scored as it leaves the engine; and the scored groups."""
-    from colograd.experience import roll_out
-    from colograd.metrics import PhaseTimes
+    from colograd.reporting.metrics import PhaseTimes
+    from colograd.rollout.rounds import roll_out
 
     scored = [scored for scored, _ in roll_out(stages, prompts, PhaseTimes())]  # type: ignore[arg-type]
     return [[r.completion_ids for r in s.group.rollouts] for s in scored], scored

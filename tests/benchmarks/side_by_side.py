@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from colograd import process
+from colograd.runtime import process
 
 HERE = Path(__file__).resolve().parent
 TRAINERS = ("colograd", "trl")

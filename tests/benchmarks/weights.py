@@ -25,7 +25,7 @@ import torch
 from figures import GB, PeakMemory, machine, table, write
 from phases import versions
 
-from colograd import process
+from colograd.runtime import process
 
 WAYS = ("shared", "copied")
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
 
-from colograd import GRPOTrainer, checkpoints
+from colograd import GRPOTrainer
+from colograd.training import checkpoints
 
 
 def die(moment: str) -> None:

@@ -16,17 +16,18 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd import attention
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
-from colograd.entropy import of_step
-from colograd.experience import collect
-from colograd.logprobs import policy_logprobs
-from colograd.losses import SAPOLoss
-from colograd.metrics import PhaseTimes
-from colograd.objective import Objective
-from colograd.packing import PackingRules
-from colograd.ranks import rank, sum_gradients, world_size
+from colograd.losses.entropy import of_step
+from colograd.losses.objective import Objective
+from colograd.losses.token_losses import SAPOLoss
+from colograd.parallel.gradients import sum_gradients
+from colograd.parallel.ranks import rank, world_size
+from colograd.policy import attention
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import PackingRules
+from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
+from colograd.rollout.rounds import collect
 
 # (prompt tokens, completion tokens) of six groups: the first half is long.
 LENGTHS = [(60, (50, 40, 60)), (40, (60, 60, 50)), (50, (40, 30, 60)), (5, (3, 2, 1)), (4, (1, 6, 2)), (6, (2, 2, 2))]

@@ -1,0 +1,1 @@
+"""The console script ``colograd``: `cli` picks a command, `doctor` checks a recipe, `show` prints completions."""

@@ -1,0 +1,42 @@
+"""The console script ``colograd``: one word, then that command's own arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+USAGE = """usage: colograd COMMAND ...
+
+  train --config recipes/X.yaml [--any_flag value]    train by a recipe
+  doctor --config recipes/X.yaml [--any_flag value]   check a recipe on this machine, without training
+  show RUN [--step N]                                 print a step's completions
+  version                                             print the version
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] == "train":
+        from ..train import main as train
+
+        return train(words[1:])
+    if words and words[0] == "doctor":
+        from .doctor import main as doctor
+
+        return doctor(words[1:])
+    if words and words[0] == "show":
+        from .show import main as show
+
+        return show(words[1:])
+    if words and words[0] in ("version", "--version"):
+        from .. import __version__
+
+        print(__version__)
+        return 0
+    print(USAGE, end="", file=sys.stdout if words and words[0] in ("-h", "--help") else sys.stderr)
+    return 0 if words and words[0] in ("-h", "--help") else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

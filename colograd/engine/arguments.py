@@ -1,0 +1,74 @@
+"""The configuration as arguments of `vllm.LLM`. Doesn't import vllm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import GRPOConfig
+
+# Tokens of a KV block on a CPU. A group's prompt is computed once as far as it fills whole blocks; with vLLM's 128 most
+# prompts would be computed G times.
+CPU_BLOCK = 32
+# Arguments of vllm.LLM that the trainer sets itself.
+RESERVED = (
+    "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
+    "max_cpu_loras", "max_lora_rank", "lora_target_modules",
+)  # fmt: skip
+
+
+def engine_kwargs(
+    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int
+) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
+
+    Raises:
+        ValueError: an argument that would break what the trainer relies on.
+    """
+    given = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    for name in RESERVED:
+        if name in given:
+            raise ValueError(f"vllm_engine_kwargs sets {name!r}, which the trainer sets itself: remove it.")
+    if "enable_sleep_mode" in given:
+        raise ValueError("vllm_engine_kwargs sets 'enable_sleep_mode': set vllm_enable_sleep_mode instead.")
+    kwargs: dict[str, Any] = {
+        "model": model_path,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.vllm_tensor_parallel_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": config.seed,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature applied
+        "trust_remote_code": config.trust_remote_code,
+        "model_impl": config.vllm_model_impl,
+        "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
+        "use_tqdm_on_load": False,
+    }
+    if (config.model_init_kwargs or {}).get("revision"):  # type: ignore[union-attr]
+        kwargs["revision"] = config.model_init_kwargs["revision"]  # type: ignore[index]
+    if context is not None:
+        kwargs["max_model_len"] = context
+    if kv_bytes:
+        kwargs["kv_cache_memory_bytes"] = kv_bytes
+    if config.on_cpu:
+        kwargs["block_size"] = CPU_BLOCK
+    if not config.on_cpu:
+        # With a size given, the share decides nothing, but vLLM still refuses to start where less of the GPU is free.
+        if share := config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None):
+            kwargs["gpu_memory_utilization"] = share
+        kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
+    return kwargs | given
+
+
+def engine_dtype(config: GRPOConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the engine will hold a policy of ``dtype``."""
+    given = str((config.vllm_engine_kwargs or {}).get("dtype") or "").removeprefix("torch.")  # type: ignore[union-attr]
+    found = getattr(torch, given, None)
+    return found if isinstance(found, torch.dtype) else dtype
+
+
+def share_is_given(config: GRPOConfig) -> bool:
+    """Whether the user gives the engine a share of the GPU, which vLLM fills with the KV cache."""
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    names = ("gpu_memory_utilization", "num_gpu_blocks_override")
+    return config.vllm_gpu_memory_utilization is not None or any(given.get(name) for name in names)

@@ -1,0 +1,50 @@
+"""How long each prompt's completions were: where not all fit into the engine at once, the long ones start first.
+
+vLLM takes requests in the order in which they come. A long completion that starts last is decoded alone at the end,
+while one that starts first has the others beside it (the longest-processing-time rule of list scheduling; Graham 1969,
+https://doi.org/10.1137/0117039). Seeds are each request's own, so the order changes no rollout, up to what the batch
+that it falls into changes in a kernel's rounding (nothing on a CPU). A checkpoint holds the lengths, so that a resumed
+run has the same batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..batch import Group, Prompt
+
+FILE = "lengths_{rank}.json"  # in a checkpoint
+
+
+class LengthHistory:
+    """Mean completion lengths in tokens, by prompt, of the last time that each was sampled."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+
+    def add(self, prompt: Prompt, group: Group) -> None:
+        """Note how many tokens the model wrote for a prompt, as it was asked."""
+        lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
+        self._means[_key(prompt.prompt_ids)] = sum(lengths) / len(lengths)
+
+    def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts by descending expected length; one that is new counts as the mean of all, in its place."""
+        if not self._means:
+            return list(prompts)
+        unknown = sum(self._means.values()) / len(self._means)
+        return sorted(prompts, key=lambda prompt: -self._means.get(_key(prompt.prompt_ids), unknown))
+
+    def save(self, folder: str | Path, rank: int) -> None:
+        """Write this rank's history into a checkpoint."""
+        Path(folder, FILE.format(rank=rank)).write_text(json.dumps(self._means))
+
+    def load(self, folder: str | Path, rank: int) -> None:
+        """Take it up again, if it is there."""
+        path = Path(folder, FILE.format(rank=rank))
+        self._means = json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _key(prompt_ids: tuple[int, ...]) -> str:
+    return f"{hash(prompt_ids):x}"  # the same in every process: Python's hashes of integers aren't randomised

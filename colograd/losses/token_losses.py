@@ -1,0 +1,278 @@
+"""Objectives: one small class each, holding its own knobs; the registry is at the end.
+
+A class says what the loss of one token is, over what it is averaged, and which metrics show what it did. All else (the
+ratio's level, the sampler's correction, masks, KL, entropy) goes with any of them and is in `objective.py`.
+
+The average is a sum over a micro-batch's tokens and a denominator, which is the step's: the same for all micro-batches
+and ranks, and applied once by the trainer. So the update depends on neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from ..batch import MicroBatch, StepBatch
+from ..config import GRPOConfig
+from ..runtime.importing import find_object
+
+Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)
+Extremes = dict[str, torch.Tensor]
+
+
+def per_sequence_sum(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """(N,) -> (num_sequences,): sums over each completion's tokens."""
+    return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values)
+
+
+def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
+    """(N,) that sum to 1 over each completion's tokens in the loss (to 0 where it has none)."""
+    lengths = per_sequence_sum(batch.loss_mask, batch).clamp(min=1)
+    return batch.loss_mask / lengths[batch.sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a loss sees of a micro-batch's N predicted completion tokens."""
+
+    logprobs: torch.Tensor  # (N,) log pi, nats, differentiable
+    log_ratio: torch.Tensor  # (N,) log pi / pi_old of the token, differentiable; 0 outside the loss
+    ratio: torch.Tensor  # (N,) pi / pi_old at `importance_sampling_level`, differentiable
+    correction: torch.Tensor | None  # (N,) pi_old / sampler, bounded, a constant; None: it is off
+    per_sequence: bool  # whether `ratio` is one number per completion
+    batch: MicroBatch
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """(N,)"""
+        return self.batch.advantages
+
+    def mean(self, values: torch.Tensor, per_sequence: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) as a metric's sum and count: a mean over tokens, or over completions where the ratio is one of theirs.
+        Completions without a loss token don't count."""
+        whole = self.per_sequence if per_sequence is None else per_sequence
+        weights = sequence_mean_weights(self.batch) if whole else self.batch.loss_mask
+        return (values * weights).sum(), weights.sum()
+
+    def of_completions(self, values: torch.Tensor) -> torch.Tensor:
+        """(N,) -> the mean of each completion that has a loss token."""
+        counted = per_sequence_sum(self.batch.loss_mask, self.batch) > 0
+        return per_sequence_sum(values * sequence_mean_weights(self.batch), self.batch)[counted]
+
+
+class TokenLoss(ABC):
+    """The mean of a token's loss over all tokens of the step: the base of all objectives.
+
+    A subclass is a frozen dataclass whose fields are its knobs; `from_config` fills those that have a configuration
+    field's name.
+    """
+
+    corrects: ClassVar[bool] = False
+    """Whether the loss uses `Tokens.correction` itself; else its value is multiplied by it."""
+    every_group: ClassVar[bool] = False
+    """Whether there is a gradient where the advantage is zero; else such groups aren't packed."""
+
+    @classmethod
+    def from_config(cls, config: GRPOConfig) -> Self:
+        names: list[str] = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+
+    @abstractmethod
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        """(N,) the loss of each token. What stands outside the loss mask is ignored."""
+
+    def token_weights(self, batch: MicroBatch) -> torch.Tensor:
+        """(N,) the weight of each token in the sum; 0 outside the loss mask."""
+        return batch.loss_mask
+
+    def denominator(self, step: StepBatch) -> float:
+        """What the step's sum is divided by."""
+        return float(max(step.num_loss_tokens, 1))
+
+    def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
+        """Metrics: means, minima, maxima. Called without gradient, of micro-batches with a token in the loss."""
+        return {}, {}, {}
+
+
+class OverCompletions:
+    """Averaging: the sum of each completion's mean over its tokens, by the number of completions."""
+
+    def token_weights(self, batch: MicroBatch) -> torch.Tensor:
+        return sequence_mean_weights(batch)
+
+    def denominator(self, step: StepBatch) -> float:
+        return float(max(step.num_sequences, 1))
+
+
+# -- Clipped
+
+
+@dataclass(frozen=True)
+class ClippedLoss(TokenLoss):
+    """The clipped surrogate of PPO and GRPO; subclasses say what it is averaged over.
+
+    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A); ``delta`` bounds the unclipped ratio from above
+    (two-sided clipping, INTELLECT-2, arXiv 2505.07291).
+    """
+
+    epsilon: float
+    epsilon_high: float
+    delta: float | None
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        clipped = tokens.ratio.clamp(1 - self.epsilon, 1 + self.epsilon_high)
+        bounded = tokens.ratio if self.delta is None else tokens.ratio.clamp(max=self.delta)
+        return -torch.min(bounded * tokens.advantages, clipped * tokens.advantages)
+
+    def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
+        low = ((tokens.ratio < 1 - self.epsilon) & (tokens.advantages < 0)).to(tokens.ratio.dtype)
+        high = ((tokens.ratio > 1 + self.epsilon_high) & (tokens.advantages > 0)).to(tokens.ratio.dtype)
+        means = {"low_mean": low, "high_mean": high, "region_mean": low + high}
+        return (
+            {f"clip_ratio/{name}": tokens.mean(values) for name, values in means.items()},
+            {"clip_ratio/low_min": tokens.of_completions(low).min()},
+            {"clip_ratio/high_max": tokens.of_completions(high).max()},
+        )
+
+
+class DAPOLoss(ClippedLoss):
+    """Mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8): long completions weigh by their tokens."""
+
+
+class BNPOLoss(ClippedLoss):
+    """Mean over the tokens in the loss. TRL takes it per micro-batch; over the step it is DAPO's."""
+
+
+class GRPOLoss(OverCompletions, ClippedLoss):
+    """Mean over completions of each one's mean over tokens (DeepSeekMath, arXiv 2402.03300, eq. 3). With one ratio per
+    completion it is GSPO (arXiv 2507.18071)."""
+
+
+@dataclass(frozen=True)
+class DrGRPOLoss(ClippedLoss):
+    """Sum over tokens by the constant max_completion_length (Dr. GRPO, arXiv 2503.20783): no length bias."""
+
+    max_completion_length: int
+
+    def denominator(self, step: StepBatch) -> float:
+        return float(max(step.num_sequences, 1) * self.max_completion_length)
+
+
+class LUSPOLoss(ClippedLoss):
+    """Mean over completions of the sum over tokens (LUSPO, arXiv 2602.05261): with one ratio per completion, GSPO's
+    loss times the completion's length, without GSPO's length bias."""
+
+    def denominator(self, step: StepBatch) -> float:
+        return float(max(step.num_sequences, 1))
+
+
+# -- Not clipped
+
+
+@dataclass(frozen=True)
+class CISPOLoss(TokenLoss):
+    """Clipped importance weights (MiniMax-M1, arXiv 2506.13585): -clip(ratio, epsilon_high) * A * log pi, the
+    clipped ratio a constant. No token loses its gradient.
+
+    ``epsilon_high`` is the bound itself, not its distance from 1 (ScaleRL, arXiv 2510.13786, takes 5).
+    """
+
+    epsilon_high: float
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        return -tokens.ratio.detach().clamp(max=self.epsilon_high) * tokens.advantages * tokens.logprobs
+
+    def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
+        clipped = (tokens.ratio > self.epsilon_high) & (tokens.advantages > 0)
+        return {"cispo_clip_ratio": tokens.mean(clipped.to(tokens.ratio.dtype))}, {}, {}
+
+
+@dataclass(frozen=True)
+class SAPOLoss(OverCompletions, TokenLoss):
+    """A soft gate instead of the clip (SAPO, arXiv 2511.20347): -4/t * sigmoid(t * (ratio - 1)) * A, with a temperature
+    t for positive advantages and one for the others. Its slope is 1 at ratio 1 and falls off on both sides."""
+
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        ratio = tokens.ratio
+        temperature = torch.where(
+            tokens.advantages > 0,
+            ratio.new_tensor(self.sapo_temperature_pos),
+            ratio.new_tensor(self.sapo_temperature_neg),
+        )
+        return -torch.sigmoid(temperature * (ratio - 1)) * (4 / temperature) * tokens.advantages
+
+
+@dataclass(frozen=True)
+class VESPOLoss(TokenLoss):
+    """A Gamma-shaped weight of the whole completion (VESPO, arXiv 2602.10693): -phi(w) * A * log pi, phi a constant.
+
+    phi(w) = e^lambda w^k e^(-lambda w), phi(1) = 1, with k and lambda for advantages >= 0 and others for the rest.
+    w = pi / sampler of the whole completion: the product of the tokens' ratios and of their sampler corrections.
+    """
+
+    corrects: ClassVar[bool] = True
+
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        return -self.phi(tokens) * tokens.advantages * tokens.logprobs
+
+    @torch.no_grad()
+    def phi(self, tokens: Tokens) -> torch.Tensor:
+        """(N,) the weight of each token's completion. The bounds on logarithms are the reference implementation's."""
+        batch, least = tokens.batch, math.log(1e-8)
+        log_weight = tokens.log_ratio.clamp(-20.0, 20.0)
+        if tokens.correction is not None:
+            log_weight = log_weight + tokens.correction.log().clamp(least, 20.0)
+        log_weight = per_sequence_sum(log_weight * batch.loss_mask, batch).clamp(least, 20.0)[batch.sequence]
+        good = tokens.advantages >= 0
+        k = torch.where(good, log_weight.new_tensor(self.vespo_k_pos), log_weight.new_tensor(self.vespo_k_neg))
+        rate = torch.where(
+            good, log_weight.new_tensor(self.vespo_lambda_pos), log_weight.new_tensor(self.vespo_lambda_neg)
+        ).clamp(min=1e-4)
+        phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
+        return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
+        return {"vespo/phi_seq_mean": tokens.mean(self.phi(tokens), per_sequence=True)}, {}, {}
+
+
+LOSSES: dict[str, type[TokenLoss]] = {
+    "dapo": DAPOLoss,
+    "bnpo": BNPOLoss,
+    "grpo": GRPOLoss,
+    "dr_grpo": DrGRPOLoss,
+    "luspo": LUSPOLoss,
+    "cispo": CISPOLoss,
+    "sapo": SAPOLoss,
+    "vespo": VESPOLoss,
+}
+
+
+def find_loss(loss_type: str) -> type[TokenLoss]:
+    """The class of a name of the registry, or at an import path (``package.module:Class``, or with a dot).
+
+    Raises:
+        ValueError: there is none, or it isn't a `TokenLoss`.
+    """
+    if loss_type in LOSSES:
+        return LOSSES[loss_type]
+    found = find_object(loss_type, "loss_type", inspect.isclass)
+    if not (inspect.isclass(found) and issubclass(found, TokenLoss)):
+        raise ValueError(
+            f"loss_type {loss_type!r} is {found!r}, but must be a class derived from colograd.losses.TokenLoss: see "
+            "docs/losses.md."
+        )
+    return found

@@ -1,0 +1,111 @@
+"""Who has the device: the KV cache sleeps while the policy trains, the optimizer's state leaves while it samples.
+
+Both are asked for (`vllm_enable_sleep_mode`, `offload_optimizer`) and are for a GPU; on a CPU nothing would be gained,
+so nothing happens there and a line says so. Weights never move: the policy may share them with the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..config import GRPOConfig
+from ..engine.vllm_engine import Engine
+from ..reporting.metrics import PhaseTimes
+
+
+class OptimizerOffload:
+    """An optimizer's state in host memory, and back on its device.
+
+    The tensors stay the objects they are, with other storage, so what refers to them stays right; pointers into them
+    don't. Scalars (`step`) stay where they are. The host's copies are pinned where there is a GPU, and kept for the
+    next time.
+    """
+
+    def __init__(self) -> None:
+        self._host: dict[int, torch.Tensor] = {}
+        self._out: list[tuple[torch.Tensor, torch.device]] = []  # what is away, and where it belongs
+
+    @torch.no_grad()
+    def out(self, optimizer: torch.optim.Optimizer) -> int:
+        """Move the state to the host. Returns the bytes moved: 0 if it is there already, or not made yet."""
+        if self._out:
+            return 0
+        state = _state_tensors(optimizer)
+        self._host = {id(tensor): self._host[id(tensor)] for tensor in state if id(tensor) in self._host}
+        for tensor in state:
+            copy = self._host.get(id(tensor))
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self._host[id(tensor)] = copy
+            copy.copy_(tensor, non_blocking=True)
+            self._out.append((tensor, tensor.device))
+        self._wait()
+        for tensor, _ in self._out:
+            tensor.data = self._host[id(tensor)]
+        return sum(tensor.nbytes for tensor, _ in self._out)
+
+    @torch.no_grad()
+    def back(self) -> int:
+        """Move it back, bit for bit. Returns the bytes moved."""
+        moved = sum(tensor.nbytes for tensor, _ in self._out)
+        for tensor, device in self._out:
+            tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
+        self._wait()
+        self._out = []
+        return moved
+
+    def _wait(self) -> None:
+        if any(device.type == "cuda" for _, device in self._out):
+            torch.cuda.synchronize()
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of the state, each once, without scalars."""
+    found = {
+        id(value): value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    }
+    return list(found.values())
+
+
+class Residency:
+    """Gives the device's memory to the engine while it samples, and back to the policy."""
+
+    def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
+        self.engine = engine
+        self.offload = OptimizerOffload() if config.offload_optimizer and not config.on_cpu else None
+        self.times = times
+        self.notes: Sequence[str] = [
+            f"memory: {name} does nothing on a CPU, where sampling and training share all memory anyway"
+            for name in ("vllm_enable_sleep_mode", "offload_optimizer", "offload_reference")
+            if getattr(config, name) and config.on_cpu
+        ]
+        self._to_policy()  # the first training forward may be measured before anything is sampled
+
+    @contextmanager
+    def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+        """The body samples. After an error in it the engine keeps the memory, as requests may be in flight."""
+        self._to_engine(optimizer)
+        yield
+        self._to_policy()
+
+    def _to_engine(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if self.offload is not None and optimizer is not None:
+            with self.times.phase("offload"):
+                self.offload.out(optimizer)
+        if self.engine.asleep:
+            with self.times.phase("wake"):
+                self.engine.wake()
+
+    def _to_policy(self) -> None:
+        if self.engine.sleeps:
+            with self.times.phase("sleep"):
+                self.engine.sleep()
+        if self.offload is not None:
+            with self.times.phase("offload"):
+                self.offload.back()

@@ -1,0 +1,133 @@
+"""Which rank trains which group. Groups move from slow ranks to fast ones after scoring, as token ids.
+
+A step is as slow as its slowest rank, and lengths differ by luck. The denominators are global and gradients are summed,
+so where a group is trained changes nothing but rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..batch import FinishReason, Group, Rollout, ScoredGroup
+from .ranks import gather, rank
+
+Place = tuple[int, int]  # (the rank that sampled a group, its index there)
+MIN_GAIN = 0.1  # of the slowest rank's cost: below, nothing moves
+
+
+def pair_cost(config: Any, num_parameters: int) -> float:
+    """What one query-key pair costs, in tokens: 4 * heads * head_dim FLOPs per layer against a token's 2 per parameter
+    (forward; the backward doubles both)."""
+    text = config.get_text_config()
+    layers, heads = getattr(text, "num_hidden_layers", 0), getattr(text, "num_attention_heads", 0) or 0
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(heads, 1)
+    return 2.0 * layers * heads * size / max(num_parameters, 1)
+
+
+def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
+    """Cost of a group in tokens: those that go through the model, and ``pair`` for each query-key pair."""
+    sizes = [(len(rollout.prompt_ids), len(rollout.completion_ids)) for rollout in group.group.rollouts]
+    if not share_prompts:
+        return sum(p + c + pair * (p + c) ** 2 / 2 for p, c in sizes)
+    prompts = [len(ids) for ids in {rollout.prompt_ids for rollout in group.group.rollouts}]
+    pairs = sum(p**2 / 2 for p in prompts) + sum(c * p + c**2 / 2 for p, c in sizes)
+    return sum(prompts) + sum(c for _, c in sizes) + pair * pairs
+
+
+def plan(costs: Sequence[Sequence[float]]) -> list[list[Place]]:
+    """Assign groups to ranks, by moves and swaps between the slowest and the fastest while they bring these together.
+
+    Args:
+        costs: of each rank's own groups.
+
+    Returns:
+        For each rank the groups that it trains; everybody's own, unless the slowest rank gains more than `MIN_GAIN`.
+    """
+    own = [[(owner, index) for index in range(len(row))] for owner, row in enumerate(costs)]
+    assigned, loads = [list(row) for row in own], [sum(row) for row in costs]
+
+    def cost_of(place: Place) -> float:
+        return costs[place[0]][place[1]]
+
+    for _ in range(sum(len(row) for row in costs)):
+        slow, fast = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[slow] - loads[fast]
+        # Moving `give` for `take` narrows the gap by twice their difference.
+        options: list[tuple[float, Place, Place | None]] = [
+            (cost_of(give) - (cost_of(take) if take else 0.0), give, take)
+            for give in assigned[slow]
+            for take in (None, *assigned[fast])
+        ]
+        useful = [option for option in options if 0.0 < option[0] < gap]
+        if not useful or gap < 0.01 * loads[slow]:
+            break
+        moved, give, take = min(useful, key=lambda option: abs(option[0] - gap / 2))
+        assigned[slow].remove(give)
+        assigned[fast].append(give)
+        if take:
+            assigned[fast].remove(take)
+            assigned[slow].append(take)
+        loads[slow] -= moved
+        loads[fast] += moved
+    before = max(sum(row) for row in costs)
+    return [sorted(row) for row in assigned] if before - max(loads) > MIN_GAIN * before else own
+
+
+def balance(groups: Sequence[ScoredGroup], pair: float, share_prompts: bool) -> tuple[list[ScoredGroup], int]:
+    """The groups that this rank trains, and how many of them came from others. A collective: all ranks call it."""
+    assignment = plan(gather([cost(group, pair, share_prompts) for group in groups]))
+    me = rank()
+    if all(owner == train for train, row in enumerate(assignment) for owner, _ in row):
+        return list(groups), 0  # decided alike on all ranks
+    leaving = {
+        (me, index): _to_arrays(groups[index])
+        for train, row in enumerate(assignment)
+        for owner, index in row
+        if owner == me != train
+    }
+    moved = {place: arrays for sent in gather(leaving) for place, arrays in sent.items()}
+    mine = [groups[index] if owner == me else _from_arrays(moved[owner, index]) for owner, index in assignment[me]]
+    return mine, sum(owner != me for owner, _ in assignment[me])
+
+
+def _to_arrays(group: ScoredGroup) -> dict[str, Any]:
+    """What training needs of a group, without tensors and without its row of the dataset."""
+    return {
+        "position": group.group.position,
+        "rewards": group.rewards.numpy(),
+        "advantages": group.advantages.cpu().numpy(),
+        "rollouts": [
+            (
+                np.array(r.prompt_ids, dtype=np.int32),
+                np.array(r.completion_ids, dtype=np.int32),
+                r.sampler_logprobs.cpu().numpy(),
+                r.sampled.cpu().numpy(),
+                r.finish_reason.value,
+                r.policy_version,
+            )
+            for r in group.group.rollouts
+        ],
+    }
+
+
+def _from_arrays(arrays: dict[str, Any]) -> ScoredGroup:
+    rollouts = tuple(
+        Rollout(
+            tuple(prompt_ids.tolist()),
+            tuple(ids.tolist()),
+            torch.from_numpy(logprobs),
+            torch.from_numpy(sampled),
+            FinishReason(reason),
+            version,
+        )
+        for prompt_ids, ids, logprobs, sampled, reason, version in arrays["rollouts"]
+    )
+    return ScoredGroup(
+        Group({}, rollouts, arrays["position"]),
+        torch.from_numpy(arrays["rewards"]),
+        torch.from_numpy(arrays["advantages"]),
+    )

@@ -1,0 +1,7 @@
+"""The policy: its weights, and the way from a group of completions to the log-probabilities of their tokens.
+
+    groups -> `packing` -> MicroBatch -> `logprobs` (`attention`, or `padded`) -> log-probability of each label
+
+`loading` makes the policy and its tokenizer, `lora` knows its adapter, `row_proof` proves on a few tokens which rows it
+takes, `reference` is the model that the KL term holds it to.
+"""

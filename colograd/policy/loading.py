@@ -1,0 +1,228 @@
+"""The policy and its tokenizer: loaded once, checked, set to packed rows where it can take them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from ..config import GRPOConfig
+from ..parallel.ranks import world_size
+from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
+from .row_proof import choose_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is trained, and where the engine finds the same weights."""
+
+    model: PreTrainedModel  # or a PeftModel around one
+    tokenizer: PreTrainedTokenizerBase
+    path: str  # folder or Hub id that vLLM can load
+    untouched: bool  # loaded by us: bit-equal to the checkpoint at ``path``
+    why_padded: str  # why its sequences can't be packed into one row; empty: they are
+    adapter: Adapter | None = None  # what is trained of a PeftModel
+    new_adapter: bool = False  # the run put it on; else the model came with it
+
+    @property
+    def context(self) -> int:
+        """Longest sequence the model takes, in tokens."""
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or 2**31)
+
+    def describe(self, config: GRPOConfig, max_tokens: int) -> list[str]:
+        """What the user should know at start, in lines."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        share = f", {trained / 1e6:,.2f} M trained (LoRA)" if self.adapter else ""
+        lines = [
+            f"policy: {self.model.num_parameters() / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
+            f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
+            f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}"
+        ]
+        if self.why_padded:
+            lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
+        text: Any = self.model.config.get_text_config()
+        if hasattr(text, "output_router_logits") and float(getattr(text, "router_aux_loss_coef", 0.0)):
+            lines.append("experts: the router's load-balancing loss isn't added (TRL adds the model's own)")
+        rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
+        if rounded and config.optim != "adamw_split":
+            lines.append(
+                f"optimizer: {config.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't"
+            )
+        return lines
+
+
+QUANTIZED = (
+    "quantised policies aren't available in this version, because the engine takes the policy's own tensors: give a "
+    "checkpoint in bfloat16 or float32 (with LoRA, its gradients and optimizer state are small)."
+)
+
+
+def load_policy(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: GRPOConfig,
+    peft_config: Any = None,
+) -> Policy:
+    """Load the model if it is a name, its tokenizer if none is given; put an adapter on it if one is asked for.
+
+    A folder that holds an adapter alone (as training one saves it) is the model it was trained on, with that adapter.
+
+    Raises:
+        ValueError: no such model, one whose log-probabilities can't be computed, or an adapter that can't be trained.
+    """
+    untouched = isinstance(model, str | os.PathLike)
+    tokenizer_path = ""
+    if isinstance(model, str | os.PathLike):
+        path = str(model)
+        if (saved := adapter_folder(path)) is None:
+            loaded = _from_name(path, config)
+        else:
+            loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config)
+    else:
+        loaded, path = model, _origin(model, config, peft_config)
+    _check_unquantized(loaded)
+    if peft_config is not None:
+        loaded = wrap(loaded, peft_config, config.seed)
+    adapter = describe_adapter(loaded) if is_adapted(loaded) else None
+    reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if adapter is not None and config.gradient_checkpointing and reentrant:
+        loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
+    why_padded = choose_rows(loaded)
+    if tokenizer is None:
+        revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+        tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_path or path, revision=revision, trust_remote_code=config.trust_remote_code
+        )
+    check_tokenizer(tokenizer)
+    if config.chat_template_path is not None:
+        tokenizer.chat_template = _chat_template(config.chat_template_path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config.disable_dropout:
+        for module in loaded.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter=peft_config is not None)
+
+
+def check_tokenizer(given: Any) -> None:
+    """Refuse what isn't a tokenizer; of a processor, which holds one, say how to give it."""
+    if isinstance(given, PreTrainedTokenizerBase):
+        return
+    kind = type(given).__name__
+    if hasattr(given, "tokenizer"):
+        raise ValueError(
+            f"processing_class is a {kind}, for more than text, but policies are trained on text in this version: give "
+            "its tokenizer (processing_class.tokenizer)."
+        )
+    raise ValueError(f"processing_class is a {kind}, but must be a tokenizer of transformers: give one, or none.")
+
+
+def _chat_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"chat_template_path is {path!r}, which can't be read ({error.strerror}): give a Jinja template's file."
+        ) from None
+
+
+def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
+    """The checkpoint that a model given as an object was loaded from."""
+    if config.model_init_kwargs is not None:
+        raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
+    if is_adapted(model) and peft_config is not None:
+        raise ValueError(
+            "The model is a PeftModel and peft_config is given too, but one adapter is trained: give one of the two "
+            "(for a new adapter on the trained one, merge_and_unload() it and save the result first)."
+        )
+    if not is_adapted(model) and hasattr(model, "peft_config"):
+        raise ValueError(
+            "The model carries an adapter of transformers' own (add_adapter), not a PeftModel's: load it with "
+            "peft.PeftModel.from_pretrained(base, folder, is_trainable=True), or give the adapter's folder."
+        )
+    path = str(model.config._name_or_path or "")
+    if not path:
+        raise ValueError(
+            "The model was given as an object that no checkpoint belongs to (config._name_or_path is empty), so "
+            "vLLM has nothing to load: save it with save_pretrained and give the folder."
+        )
+    return path
+
+
+def _from_adapter(
+    folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any
+) -> tuple[PreTrainedModel, str, str]:
+    """The model and trainable adapter of a folder with an adapter_config.json; the base's path, the tokenizer's path.
+
+    Raises:
+        ValueError: a second adapter is asked for, or the base can't be found.
+    """
+    if peft_config is not None:
+        raise ValueError(
+            f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but one is trained: "
+            "remove use_peft to go on with the saved one, or give model_name_or_path the base model."
+        )
+    base = str(saved.get("base_model_name_or_path") or "")
+    if not base:
+        raise ValueError(
+            f"{folder!r} holds an adapter that doesn't name its base: set base_model_name_or_path in its "
+            "adapter_config.json."
+        )
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(
+            f"{folder!r} holds an adapter, but peft can't be imported ({error}): pip install peft."
+        ) from None
+    try:
+        loaded = _from_name(base, config)
+    except ValueError as error:
+        raise ValueError(f"{folder!r} holds an adapter whose base can't be loaded: {error}") from None
+    model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
+    has_tokenizer = os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
+    return model, base, folder if has_tokenizer else base
+
+
+def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
+    kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    if asked := [name for name in ("quantization_config", "load_in_8bit", "load_in_4bit") if kwargs.pop(name, None)]:
+        raise ValueError(f"model_init_kwargs has {asked[0]}, but {QUANTIZED}")
+    kwargs["dtype"] = config.torch_dtype()
+    kwargs.pop("torch_dtype", None)
+    kwargs.pop("attn_implementation", None)  # `choose_rows` settles it
+    kwargs.setdefault("trust_remote_code", config.trust_remote_code)
+    if not config.verbose and os.path.isdir(path):
+        hf_logging.disable_progress_bar()  # a download keeps its bar
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    except (OSError, ValueError) as error:
+        if os.path.isdir(path) and not isinstance(error, FileNotFoundError) and _has_config(path):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}) Give "
+            "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model` makes the "
+            "quickstart's."
+        ) from None
+    finally:
+        if not config.verbose:
+            hf_logging.disable_progress_bar()  # nor one for each file that is saved
+
+
+def _check_unquantized(model: Any) -> None:
+    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    if any(getattr(unwrap(model), flag, False) for flag in flags):
+        raise ValueError(f"The model {str(model.config._name_or_path)!r} is quantised, but {QUANTIZED}")
+
+
+def _has_config(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "config.json"))

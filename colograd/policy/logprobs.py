@@ -1,0 +1,302 @@
+"""Packed forward -> log-probability and entropy of each label, never the logits of a whole row.
+
+Only the positions that predict a completion token reach the language-model head. Its logits exist one tile (some rows x
+some of the vocabulary) at a time: the forward keeps a running maximum and sum per row (an online softmax, as in arXiv
+1805.02867), the backward computes each tile again and turns it into its gradient in place. So memory grows with neither
+the vocabulary nor the number of labels, but for one number per label (two where the entropy's gradient is asked for).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..batch import MicroBatch, StepBatch
+from . import attention, padded
+from .lora import unwrap
+
+# Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
+# tiles would leave it waiting for launches; 32 MiB on a CPU, whose allocator doesn't reuse all that is freed.
+TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
+# More rows than these make a tile too narrow for fast matrix products.
+TILE_ROWS = 8192
+
+
+def policy_logprobs(
+    model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each label and entropy of its distribution, at ``temperature``.
+
+    Returns:
+        logprobs (N,) float32, nats, differentiable; entropy (N,) float32, nats, with a gradient if it is asked for.
+    """
+    model = unwrap(model)
+    hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.predictors)
+    head = model.get_output_embeddings()
+    return label_logprobs(
+        hidden,
+        head.weight,
+        getattr(head, "bias", None),
+        micro_batch.labels,
+        temperature,
+        _logit_transform(model),
+        entropy_gradient,
+    )
+
+
+@torch.no_grad()
+def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
+    """The step with the log-probabilities of the present weights, for when these have moved on."""
+    rows = tuple(
+        dataclasses.replace(row, old_logprobs=policy_logprobs(model, row, temperature)[0]) for row in step.micro_batches
+    )
+    return dataclasses.replace(step, micro_batches=rows, first_of_round=False)
+
+
+def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+    """The decoder's last hidden states of a packed row, (1, T, hidden). A model with any other attention than the
+    packed one runs its sequences padded."""
+    if model.config._attn_implementation != attention.NAME:
+        return padded.hidden_states(model.get_decoder(), micro_batch)
+    with attention.packed_rows():
+        output = model.get_decoder()(
+            input_ids=micro_batch.input_ids,
+            position_ids=micro_batch.position_ids,
+            layout=micro_batch.layout,
+            use_cache=False,
+        )
+    return output.last_hidden_state
+
+
+def label_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    temperature: float,
+    transform: dict[str, float],
+    entropy_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden).
+
+    The matrix products are in the head's dtype, or in autocast's where it is on; all else is in float32 (float64 for
+    float64 weights). The weight's gradient has its ``grad_dtype`` where it has one (see `optim.accumulate_in_float32`).
+
+    Raises:
+        RuntimeError: at a second derivative, which isn't implemented.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with torch.autocast(device, enabled=False):
+        head = _Head(temperature, dtype=dtype, **transform)
+        return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What happens to the logits after the matrix product: capped(scale * logits) / temperature."""
+
+    temperature: float
+    scale: float
+    softcap: float  # 0: none
+    dtype: torch.dtype  # of the matrix products
+
+    @property
+    def exact(self) -> torch.dtype:
+        """Of everything else."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """One tile (rows, columns), before the cap and the temperature; a tensor of its own, for in-place work."""
+        tile = torch.nn.functional.linear(hidden, weight, bias).to(self.exact)
+        return tile if self.scale == 1.0 else tile.mul_(self.scale)
+
+    def cap_(self, tile: torch.Tensor) -> torch.Tensor:
+        """tanh(tile / softcap), in place; the slope of the cap is 1 minus its square."""
+        return tile.div_(self.softcap).tanh_()
+
+    def finish_(self, tile: torch.Tensor) -> torch.Tensor:
+        """From what `cap_` (or, without a cap, `logits`) left to the logits that are sampled from, in place."""
+        factor = (self.softcap or 1.0) / self.temperature
+        return tile if factor == 1.0 else tile.mul_(factor)
+
+
+def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
+    """Rows and columns of the logits that exist at once."""
+    rows = max(1, min(labels, TILE_ROWS))
+    return rows, max(1, min(vocabulary, TILE_ELEMENTS.get(device.type, 2**24) // rows))
+
+
+def _parts(total: int, size: int) -> Iterator[slice]:
+    """0 ... total in slices; one empty slice for nothing."""
+    return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
+
+
+class _LabelLogprobs(torch.autograd.Function):
+    """log softmax(logits)[label] and the entropy, from hidden states and head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        head: _Head,
+        entropy_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = hidden.to(head.dtype)
+        rows, columns = tile_shape(len(labels), len(weight), hidden.device)
+        label_logit, moment, total = states.new_zeros((3, len(labels)), dtype=head.exact).unbind()
+        # Not -inf: the first difference to a real maximum has to be finite.
+        maximum = torch.full_like(total, torch.finfo(head.exact).min / 2)
+        for vocabulary in _parts(len(weight), columns):
+            part, part_bias = _cast(weight, bias, vocabulary, head.dtype)
+            for row in _parts(len(labels), rows):
+                tile = head.logits(states[row], part, part_bias)
+                tile = head.finish_(head.cap_(tile) if head.softcap else tile)
+                index, inside = _place(labels[row], vocabulary)
+                label_logit[row] += tile.gather(1, index).squeeze(1).where(inside, 0.0)
+                # Running sums of e^(x - max) and of e^(x - max) (x - max), moved whenever the maximum rises.
+                largest = torch.maximum(maximum[row], tile.amax(dim=1))
+                fall = maximum[row] - largest
+                decay = fall.exp()
+                moment[row] = decay * (moment[row] + fall * total[row])
+                total[row] *= decay
+                maximum[row] = largest
+                tile.sub_(largest[:, None])
+                power = tile.exp()
+                total[row] += power.sum(dim=1)
+                moment[row] += torch.linalg.vecdot(power, tile)
+        normaliser = maximum + total.log()
+        ctx.head = head
+        entropy = total.log() - moment / total  # H = log Z - E[x], both less the maximum
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_gradient else None)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return label_logit - normaliser, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """d logprob / d logit = onehot - p and d H / d logit = -p (log p + H), through the temperature, the cap and
+        the scale, tile by tile."""
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
+        head: _Head = ctx.head
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        states = hidden.to(head.dtype)
+        rows, columns = tile_shape(len(labels), len(weight), hidden.device)
+        d_hidden = torch.zeros_like(hidden, dtype=head.exact) if needs_hidden else None
+        d_weight = torch.empty_like(weight, dtype=_gradient_dtype(weight)) if needs_weight else None
+        d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for vocabulary in _parts(len(weight), columns):
+                part, part_bias = _cast(weight, bias, vocabulary, head.dtype)
+                # Sums over rows are finished before the next columns: no second gradient of the head's size.
+                of_weight, of_bias = _Sum(head.exact), _Sum(head.exact)
+                for row in _parts(len(labels), rows):
+                    tile = _tile_gradient(
+                        head,
+                        states[row],
+                        part,
+                        part_bias,
+                        _place(labels[row], vocabulary),
+                        normaliser[row],
+                        gradient[row],
+                        None if entropy is None else (of_entropy[row], entropy[row]),
+                    )
+                    if d_bias is not None:
+                        of_bias.add(tile.sum(dim=0))
+                    tile = tile.to(head.dtype)
+                    if d_hidden is not None:
+                        d_hidden[row] += tile @ part
+                    if d_weight is not None:
+                        of_weight.add(tile.t() @ states[row])
+                if d_weight is not None:
+                    d_weight[vocabulary] = of_weight.value
+                if d_bias is not None:
+                    d_bias[vocabulary] = of_bias.value
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
+
+
+def _tile_gradient(
+    head: _Head,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    place: tuple[torch.Tensor, torch.Tensor],
+    normaliser: torch.Tensor,
+    gradient: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """A tile's logits again, turned into the gradient of the head's product, with the chain after it.
+
+    Args:
+        gradient: (n,) of the log-probabilities.
+        entropy: the (n,) gradient of the entropies and their values; None: they are constants.
+    """
+    chain = head.scale / head.temperature
+    gradient = gradient * chain
+    tile, capped = head.logits(hidden, weight, bias), None
+    if head.softcap:
+        capped = head.cap_(tile)
+        tile = tile.clone()
+    head.finish_(tile).sub_(normaliser[:, None])
+    if entropy is None:
+        tile.exp_().mul_(-gradient[:, None])
+    else:  # -p (gradient + of_entropy (log p + H))
+        of_entropy, value = entropy[0] * chain, entropy[1]
+        power = tile.exp()
+        tile.mul_(-of_entropy[:, None]).sub_((gradient + of_entropy * value)[:, None]).mul_(power)
+        del power
+    index, inside = place
+    tile.scatter_add_(1, index, gradient.where(inside, 0.0)[:, None])
+    if capped is not None:
+        tile.addcmul_(tile, capped.square_(), value=-1.0)
+    return tile
+
+
+class _Sum:
+    """A sum of tensors that takes no memory of its own where there is one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.value: torch.Tensor | None = None
+        self._dtype = dtype
+
+    def add(self, term: torch.Tensor) -> None:
+        if self.value is None:
+            self.value = term
+        else:
+            self.value = self.value.to(self._dtype).add_(term)
+
+
+def _place(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each label: its column in the tile (n, 1), and whether it lies there (n,); else the column is any."""
+    inside = (labels >= vocabulary.start) & (labels < vocabulary.stop)
+    return (labels - vocabulary.start).where(inside, 0)[:, None], inside
+
+
+def _cast(
+    weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: slice, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight[vocabulary].to(dtype), None if bias is None else bias[vocabulary].to(dtype)
+
+
+def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What the gradient accumulates in. (Asking a tensor that isn't a leaf is an error in torch.)"""
+    own = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
+    return own or parameter.dtype
+
+
+def _logit_transform(model: Any) -> dict[str, float]:
+    """What some architectures do to logits after the head: Gemma's soft cap; Granite's, Cohere's, Falcon-H1's scale."""
+    config = model.config.get_text_config()
+    scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= float(getattr(config, name, None) or 1.0)
+    return {"scale": scale, "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0)}

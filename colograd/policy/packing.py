@@ -1,0 +1,205 @@
+"""Groups -> micro-batches under a token budget. The only place where labels are shifted against their predictors.
+
+A group is packed as [prompt][completion 1] ... [completion G]: the prompt goes through the model once, and each
+completion sees the prompt and itself. A row holds as many groups as the budget allows; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..batch import FinishReason, MicroBatch, Rollout, ScoredGroup, SegmentLayout
+from ..parallel.ranks import gather, together
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRules:
+    """How a run's groups become micro-batches."""
+
+    max_tokens: int  # the budget of a micro-batch
+    mask_truncated: bool
+    skip_without_signal: bool  # groups that would get no gradient aren't packed
+    share_prompts: bool  # one prompt per group in a row; False: rows that are padded later, see `padded`
+    balance_ranks: bool  # move groups between ranks of unequal cost, see `balance`
+    equal_counts: bool  # ranks must step together: the same number of micro-batches on each
+    pair_cost: float  # of one query-key pair, in tokens, see `balance.pair_cost`
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some completions of one group with their prompt: what is packed as a unit."""
+
+    rollouts: tuple[Rollout, ...]
+    advantages: tuple[torch.Tensor, ...]  # per rollout: () or [C]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rollouts[0].prompt_ids) + sum(len(r.completion_ids) for r in self.rollouts)
+
+
+def has_signal(group: ScoredGroup) -> bool:
+    """Whether any completion of the group would get a gradient."""
+    return bool((group.advantages != 0).any())
+
+
+def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
+    """[C] bool: the tokens of a completion that count in the loss."""
+    if mask_truncated and rollout.finish_reason is FinishReason.LENGTH:
+        return torch.zeros_like(rollout.sampled)
+    return rollout.sampled
+
+
+def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[MicroBatch, ...]:
+    """One step's micro-batches on this rank. A collective; with ``equal_counts`` short ranks add dummies."""
+    with together("packing"):
+        rows = pack(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+    if rules.equal_counts:
+        rows += (dummy(rules.device),) * (max(gather(len(rows))) - len(rows))
+    return rows
+
+
+def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> MicroBatch:
+    """A row of token 0 that goes through forward and backward with loss 0, and gives every parameter that the model
+    uses a gradient of zeros. No token is in the loss, so it counts in no metric.
+
+    Args:
+        groups: tokens of each prompt and of its completions.
+    """
+    nothing = torch.zeros(())
+    parts = []
+    for prompt, completions in groups:
+        rollouts = tuple(
+            Rollout((0,) * prompt, (0,) * n, torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
+            for n in completions
+        )
+        parts.append(Part(rollouts, (nothing,) * len(rollouts)))
+    return _micro_batch(parts, False, device)
+
+
+def sequences(row: MicroBatch) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], slice]]:
+    """The completions of a row, as ((prompt ids, completion ids), where they lie in the [N] tensors)."""
+    segments = row.input_ids[0].split(row.layout.lengths)
+    ids = [tuple(segment.tolist()) for segment in segments]
+    found, at = [], 0
+    for index, seen in enumerate(row.layout.sees):
+        if seen:
+            found.append(((ids[seen[0]], ids[index]), slice(at, at + len(ids[index]))))
+            at += len(ids[index])
+    return found
+
+
+def pack(
+    groups: Sequence[ScoredGroup],
+    budget: int,
+    mask_truncated: bool,
+    device: torch.device,
+    share_prompts: bool = True,
+) -> tuple[MicroBatch, ...]:
+    """Pack groups into micro-batches of at most ``budget`` tokens.
+
+    First-fit decreasing. A group over the budget is split by completions, its prompt repeated once per part; a single
+    sequence over the budget gets a micro-batch of its own. Without ``share_prompts`` each completion has its own
+    prompt, and the budget counts the tokens of rows padded to the longest, as `padded` runs them.
+    """
+    if not share_prompts:
+        return tuple(_micro_batch(row, mask_truncated, device) for row in _padded_rows(groups, budget))
+    parts = sorted((part for group in groups for part in _parts(group, budget)), key=lambda p: -p.num_tokens)
+    rows: list[list[Part]] = []
+    room: list[int] = []
+    for part in parts:
+        for index, free in enumerate(room):
+            if part.num_tokens <= free:
+                rows[index].append(part)
+                room[index] -= part.num_tokens
+                break
+        else:
+            rows.append([part])
+            room.append(budget - part.num_tokens)
+    return tuple(_micro_batch(row, mask_truncated, device) for row in rows)
+
+
+def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Part]]:
+    """Sequences of similar length together: as many as the budget has room for at the length of the longest."""
+    parts = [
+        Part((rollout,), (advantage,))
+        for group in groups
+        for rollout, advantage in zip(group.group.rollouts, _advantages(group), strict=True)
+    ]
+    rows: list[list[Part]] = []
+    for part in sorted(parts, key=lambda p: -p.num_tokens):
+        if rows and (len(rows[-1]) + 1) * rows[-1][0].num_tokens <= budget:
+            rows[-1].append(part)
+        else:
+            rows.append([part])
+    return rows
+
+
+def _advantages(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
+    """[G] of each completion's advantage: () or, one per token, [C]."""
+    rollouts = group.group.rollouts
+    if group.advantages.shape == (len(rollouts),):
+        return tuple(group.advantages)
+    return group.advantages.split([len(r.completion_ids) for r in rollouts])
+
+
+def _parts(group: ScoredGroup, budget: int) -> list[Part]:
+    """A group as one part, or as several where it is over the budget, or where environments begin differently."""
+    rollouts, advantages = group.group.rollouts, _advantages(group)
+    parts: list[Part] = []
+    start, tokens = 0, len(rollouts[0].prompt_ids)
+    for index, rollout in enumerate(rollouts):
+        over = tokens + len(rollout.completion_ids) > budget
+        if index > start and (over or rollout.prompt_ids != rollouts[start].prompt_ids):
+            parts.append(Part(rollouts[start:index], advantages[start:index]))
+            start, tokens = index, len(rollout.prompt_ids)
+        tokens += len(rollout.completion_ids)
+    return [*parts, Part(rollouts[start:], advantages[start:])]
+
+
+def _micro_batch(row: Sequence[Part], mask_truncated: bool, device: torch.device) -> MicroBatch:
+    """One packed row. Token t of a completion is predicted at its predecessor: the prompt's last token, or token "
+    "t-1."""
+    ids: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    lengths: list[int] = []
+    sees: list[tuple[int, ...]] = []
+    predictors: list[torch.Tensor] = []
+    rollouts: list[Rollout] = []
+    at = 0
+    for part in row:
+        prompt = part.rollouts[0].prompt_ids
+        prompt_segment, prompt_end = len(lengths), at + len(prompt) - 1
+        ids.append(torch.tensor(prompt))
+        positions.append(torch.arange(len(prompt)))
+        lengths.append(len(prompt))
+        sees.append(())
+        at += len(prompt)
+        for rollout in part.rollouts:
+            length = len(rollout.completion_ids)
+            ids.append(torch.tensor(rollout.completion_ids))
+            positions.append(torch.arange(len(prompt), len(prompt) + length))
+            lengths.append(length)
+            sees.append((prompt_segment,))
+            predictors.append(torch.cat([torch.tensor([prompt_end]), torch.arange(at, at + length - 1)]))
+            rollouts.append(rollout)
+            at += length
+    advantages = [a.expand(len(r.completion_ids)) for p in row for a, r in zip(p.advantages, p.rollouts, strict=True)]
+    sequence = [torch.full((len(r.completion_ids),), index) for index, r in enumerate(rollouts)]
+    return MicroBatch(
+        input_ids=torch.cat(ids)[None].to(device),
+        position_ids=torch.cat(positions)[None].to(device),
+        layout=SegmentLayout(tuple(lengths), tuple(sees)),
+        predictors=torch.cat(predictors).to(device),
+        labels=torch.cat([torch.tensor(r.completion_ids) for r in rollouts]).to(device),
+        loss_mask=torch.cat([loss_tokens(r, mask_truncated) for r in rollouts]).float().to(device),
+        sequence=torch.cat(sequence).to(device),
+        sampler_logprobs=torch.cat([r.sampler_logprobs for r in rollouts]).to(device),
+        advantages=torch.cat(advantages).float().to(device),
+        old_logprobs=None,
+        ref_logprobs=None,
+        num_sequences=len(rollouts),
+    )

@@ -1,0 +1,68 @@
+"""A packed row through a model that can't run it: one padded row per sequence, its hidden states put back in place.
+
+For architectures whose tokens mix by other ways than transformers' attention interface (state-space layers,
+convolutions, custom code). Padding stands to the right, where a causal model doesn't look, so it is exact; a prompt
+goes through once per completion.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from ..batch import MicroBatch, SegmentLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The sequences of a packed row, one per segment that no other one sees, padded to the right.
+
+    Example: the prompt p p p with completions a a and b b b b (see `SegmentLayout`):
+
+        tokens = 0 1 2 3 4 0 0    lengths = 5    places = 0 1 2 3 4 10 11 12 13
+                 0 1 2 5 6 7 8              7
+    """
+
+    tokens: torch.Tensor  # (B, L) int64: where in the packed row each token lies; 0 for padding
+    lengths: torch.Tensor  # (B,) int64
+    places: torch.Tensor  # (T,) int64: where each token of the packed row lies first in the flattened (B * L)
+
+
+def rows_of(layout: SegmentLayout) -> Rows:
+    """How a layout's sequences lie in padded rows."""
+    starts = layout.starts
+    ends = set(range(len(layout.lengths))) - {s for seen in layout.sees for s in seen}
+    chains = [(*layout.sees[end], end) for end in sorted(ends)]
+    rows = [torch.cat([torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in chain]) for chain in chains]
+    tokens = pad_sequence(rows, batch_first=True)
+    places = torch.full((layout.num_tokens,), -1)
+    for index, (chain, row) in enumerate(zip(chains, rows, strict=True)):
+        for at, segment in enumerate(chain):
+            assert layout.sees[segment] == chain[:at], f"segment {segment} sees another past in {chain}"
+        new = places[row] < 0
+        places[row[new]] = index * tokens.shape[1] + torch.arange(len(row))[new]
+    return Rows(tokens, torch.tensor([len(row) for row in rows]), places)
+
+
+def hidden_states(decoder: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+    """The decoder's last hidden states, computed on padded rows, in the packed row's order: (1, T, hidden).
+
+    A prompt's states are those of its first completion's row: the others' are the same function of the weights.
+    """
+    rows, device = rows_of(micro_batch.layout), micro_batch.input_ids.device
+    tokens = rows.tokens.to(device)
+    mask = (torch.arange(tokens.shape[1]) < rows.lengths[:, None]).to(device)
+    inputs: dict[str, Any] = {
+        "input_ids": micro_batch.input_ids[0][tokens] * mask,  # padding is token 0, seen by nobody
+        "attention_mask": mask.long(),
+        "position_ids": torch.arange(tokens.shape[1], device=device).expand_as(tokens),
+        "use_cache": False,
+        "return_dict": True,
+    }
+    accepted = inspect.signature(decoder.forward).parameters
+    hidden = decoder(**{name: value for name, value in inputs.items() if name in accepted}).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, rows.places.to(device))[None]

@@ -1,0 +1,253 @@
+"""The reference policy of the KL term: where it lives, how it follows. None of it exists where `beta` is 0.
+
+    the policy is trained whole         a frozen copy of it, made when it is in its place and before it is trained
+    a new adapter on a model            the model with the adapter disabled: nothing is kept
+    an adapter that came with the       its initial values, put in the place of the trained ones while the reference
+    model (or trains biases of it)      is asked
+
+Its log-probabilities come from the same packed rows, temperature and kernels as the policy's, so that the divergence of
+the first step is exactly 0. They are computed once, when a round has been sampled, and go with the micro-batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+
+from ..batch import MicroBatch, StepBatch
+from ..config import GRPOConfig
+from .loading import Policy
+from .logprobs import policy_logprobs
+from .lora import base_name
+
+FILE = "reference.safetensors"  # in a checkpoint, where the reference follows the policy
+
+
+class Reference(Protocol):
+    """What the policy is held to."""
+
+    def present(self) -> Any:
+        """A context whose value is a model in evaluation mode with the reference's weights, on the policy's device."""
+
+    def describe(self) -> str: ...
+
+    def save(self, checkpoint: str | Path) -> None: ...
+
+    def load(self, checkpoint: str | Path) -> None: ...
+
+
+@torch.no_grad()
+def fill(reference: Reference, rows: Sequence[MicroBatch], temperature: float) -> tuple[MicroBatch, ...]:
+    """The rows with ``ref_logprobs``."""
+    if not rows:
+        return ()
+    with reference.present() as model:
+        return tuple(dataclasses.replace(row, ref_logprobs=policy_logprobs(model, row, temperature)[0]) for row in rows)
+
+
+def with_ref_logprobs(reference: Reference, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
+    """The steps of a round with the reference's log-probabilities, from one visit to it."""
+    rows = iter(fill(reference, [row for step in steps for row in step.micro_batches], temperature))
+    return [dataclasses.replace(step, micro_batches=tuple(next(rows) for _ in step.micro_batches)) for step in steps]
+
+
+# -- the kinds
+
+
+class FrozenCopy:
+    """A second model: the policy's weights as they are now, in memory of its own. Ranks hold equal ones.
+
+    Made after the policy has found its place, which may be the engine's memory: the copy is shared with nobody.
+
+    Args:
+        model: the policy's.
+        offload: keep the weights in host memory, pinned where there is a GPU, but while they are asked.
+        follows: it will be mixed with the policy, so that a checkpoint has to hold it.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool, follows: str = "") -> None:
+        self.device, self.offload, self.follows = device, offload, follows
+        self.model = _frozen_copy(model, torch.device("cpu") if offload else device, pin=device.type == "cuda")
+        self._changes = bool(follows)
+
+    def describe(self) -> str:
+        nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        place = "in host memory between uses" if self.offload else "beside it"
+        return (
+            f"reference: a frozen copy of the policy {place} ({nbytes / 2**20:,.0f} MiB)"
+            f"{f', {self.follows}' if self.follows else ''}"
+        )
+
+    @contextmanager
+    def present(self) -> Iterator[torch.nn.Module]:
+        """The model on the policy's device; offloaded weights have a second place there meanwhile."""
+        at_home = [(parameter, parameter.data) for parameter in self.model.parameters()] if self.offload else []
+        try:
+            for parameter, home in at_home:
+                parameter.data = torch.empty_like(home, device=self.device).copy_(home, non_blocking=True)
+            yield self.model  # what is computed with them waits for the copies: it is on the same stream
+        finally:
+            for parameter, home in at_home:
+                parameter.data = home
+
+    @torch.no_grad()
+    def mix(self, policy: torch.nn.Module, alpha: float) -> None:
+        """reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656, eq. 5)."""
+        for own, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+            own.copy_(torch.lerp(own.to(theirs.device), theirs.detach(), alpha))
+
+    def save(self, checkpoint: str | Path) -> None:
+        """Write the weights into a checkpoint, if they may differ from what the next start finds."""
+        if self._changes:
+            weights = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
+            save_file(weights, str(Path(checkpoint) / FILE))
+
+    @torch.no_grad()
+    def load(self, checkpoint: str | Path) -> None:
+        """Take the weights of a checkpoint; one without them leaves the reference as it is."""
+        path = Path(checkpoint) / FILE
+        if not path.is_file():
+            return
+        self._changes = True
+        with safe_open(path, framework="pt", device="cpu") as weights:
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights.get_tensor(name))
+
+
+class _OfAdapter:
+    """Both kinds that borrow the policy's model: nothing to save, as the next start finds the same again."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[Any]:
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.train(training)
+
+    def save(self, checkpoint: str | Path) -> None:
+        """Nothing."""
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Nothing."""
+
+
+class WithoutAdapter(_OfAdapter):
+    """The model below a new adapter (a PeftModel's)."""
+
+    def describe(self) -> str:
+        return "reference: the policy with its adapter disabled, no second model"
+
+    @contextmanager
+    def present(self) -> Iterator[Any]:
+        with self._evaluating() as model, model.disable_adapter():
+            yield model
+
+
+class InitialAdapter(_OfAdapter):
+    """A PeftModel as it was given: copies of all that is trained, put in place while the reference is asked."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.initial = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+
+    def describe(self) -> str:
+        nbytes = sum(values.nbytes for _, values in self.initial)
+        return f"reference: the policy with its adapter's initial values, {nbytes / 2**20:,.1f} MiB of copies"
+
+    @contextmanager
+    def present(self) -> Iterator[Any]:
+        trained = [(parameter, parameter.data) for parameter, _ in self.initial]
+        try:
+            for parameter, values in self.initial:
+                parameter.data = values
+            with self._evaluating() as model:
+                yield model
+        finally:
+            for parameter, values in trained:
+                parameter.data = values  # the same memory as before: pointers to it stay right
+
+
+def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> torch.nn.Module:
+    """The model once more, with parameters of its own on ``device`` and buffers where they are; nothing is trained.
+
+    No tensor exists twice on the way: `deepcopy` finds each one's copy made.
+    """
+    made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    for parameter in model.parameters():
+        place = torch.empty_like(parameter, device=device, pin_memory=pin and device.type == "cpu")
+        made[id(parameter)] = torch.nn.Parameter(place.copy_(parameter.detach()), requires_grad=False)
+    return copy.deepcopy(model, made).eval()
+
+
+# -- picked at start
+
+
+def check_reference(config: GRPOConfig, policy: Policy) -> None:
+    """Check what can be said once the policy is known.
+
+    Raises:
+        ValueError: the reference is to follow, and there is no second model that could.
+    """
+    if config.sync_ref_model and policy.adapter is not None:
+        raise ValueError(
+            "sync_ref_model is true, but the policy trains an adapter, whose reference is the model below it: there is "
+            "no second model to mix. Set sync_ref_model: false, or train the whole model."
+        )
+
+
+def _keeps_no_copy(policy: Policy) -> bool:
+    """Whether disabling the adapter gives the reference: it is new, and nothing below it is trained."""
+    trained = (name for name, parameter in policy.model.named_parameters() if parameter.requires_grad)
+    return policy.new_adapter and all(base_name(name) is None for name in trained)
+
+
+def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
+    """What the reference will hold on the policy's device, for the plan of that memory. Offloaded weights take the
+    place of gradients, which don't exist when they are there."""
+    parameters = [*policy.model.parameters()]
+    if config.beta == 0:
+        return 0
+    if policy.adapter is None:
+        return 0 if offloads(config) else sum(parameter.nbytes for parameter in parameters)
+    return 0 if _keeps_no_copy(policy) else sum(p.nbytes for p in parameters if p.requires_grad)
+
+
+def offloads(config: GRPOConfig) -> bool:
+    """Whether a second model waits in host memory. On a CPU it would be there twice."""
+    return config.offload_reference and not config.on_cpu
+
+
+def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdapter | InitialAdapter | None:
+    """The reference of a policy that hasn't been trained yet and is in its place; None where `beta` is 0."""
+    if config.beta == 0:
+        return None
+    if policy.adapter is not None:
+        return WithoutAdapter(policy.model) if _keeps_no_copy(policy) else InitialAdapter(policy.model)
+    alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
+    follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
+    return FrozenCopy(policy.model, config.device, offloads(config), follows)
+
+
+class FollowPolicy(TrainerCallback):
+    """Mixes the reference with the policy every so many steps. Each rank does, with the same numbers."""
+
+    def __init__(self, reference: FrozenCopy, policy: torch.nn.Module) -> None:
+        self.reference, self.policy = reference, policy
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self.reference.mix(self.policy, args.ref_model_mixup_alpha)

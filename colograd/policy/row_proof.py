@@ -1,0 +1,174 @@
+"""Which rows a model can take, packed or padded: proved on a handful of tokens, not assumed.
+
+An architecture may mix tokens past the attention interface (state-space layers, convolutions), drop what the interface
+was told (windows, biases), or do something to its logits that `logprobs` doesn't know. All of it shows where
+log-probabilities from our rows are compared with the model's own logits of each sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
+from . import attention
+from .logprobs import policy_logprobs
+from .lora import unwrap
+from .packing import pack, sequences
+
+PACKABLE = {"full_attention", "sliding_attention"}
+# Mean difference of log-probabilities in nats: far above rounding, far below another context's probabilities.
+TOLERANCE = {torch.float32: 1e-3}
+TOLERANCE_16_BIT = 0.1
+
+
+def choose_rows(model: Any) -> str:
+    """Set the model's attention for packed rows if it computes them rightly, and to its own for padded rows if not.
+
+    Returns:
+        Why rows are padded; empty if they are packed.
+
+    Raises:
+        ValueError: not even padded rows give the model's own probabilities.
+    """
+    was_training = model.training
+    try:
+        return _choose_rows(unwrap(model.eval()))
+    finally:
+        model.train(was_training)
+
+
+def _choose_rows(model: Any) -> str:
+    own = _own_attention(model)
+    model.set_attn_implementation(own)
+    expected = _own_logprobs(model)
+    why = _obstacle(model)
+    if not why:
+        model.set_attn_implementation(attention.NAME)
+        why = _packed_fault(model, expected)
+        if not why:
+            return ""
+        model.set_attn_implementation(own)
+    try:
+        error = _difference(model, expected, share_prompts=False)
+        fault = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits" * bool(error)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
+        fault = str(refusal).splitlines()[0]
+    if fault:
+        raise ValueError(
+            f"{type(model).__name__} can't be trained ({fault}): choose another architecture, such as Llama, Qwen, "
+            "Gemma or SmolLM."
+        )
+    return why
+
+
+def _obstacle(model: Any) -> str:
+    """What a look at the architecture says against packed rows."""
+    config = model.config.get_text_config()
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} doesn't use transformers' attention interface"
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if other := sorted(set(kinds) - PACKABLE):
+        return f"{type(model).__name__} has layers of type {', '.join(other)}"
+    return ""
+
+
+def _packed_fault(model: Any, expected: torch.Tensor) -> str:
+    """What a run says against them."""
+    name = type(model).__name__
+    try:
+        with attention.watch_windows() as windows:
+            error = _difference(model, expected, share_prompts=True)
+    except (TypeError, ValueError, RuntimeError) as refusal:
+        return f"{name}: {str(refusal).splitlines()[0]}"
+    if error:
+        return f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own"
+    if lost := windows.asked - windows.applied:
+        return f"{name} doesn't tell its attention of the window of {lost.pop()} tokens"
+    return ""
+
+
+def _own_attention(model: Any) -> str:
+    """The attention implementation for rows of one sequence each."""
+    config, current = model.config.get_text_config(), model.config._attn_implementation
+    if getattr(config, "attn_logit_softcapping", None):
+        return "eager"  # transformers' `sdpa` leaves the soft cap out
+    if current not in (None, attention.NAME):
+        return str(current)
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
+def _samples(model: Any) -> list[ScoredGroup]:
+    """Two groups of two completions, of some tokens that any vocabulary has."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    groups: list[ScoredGroup] = []
+    token = 11
+    for prompt, *completions in ((5, 4, 3), (3, 2, 5)):
+        sequences = []
+        for length in (prompt, *completions):
+            sequences.append(tuple((token + 37 * t) % vocabulary for t in range(length)))
+            token += 101
+        rollouts = tuple(
+            Rollout(sequences[0], ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
+            for ids in sequences[1:]
+        )
+        groups.append(ScoredGroup(Group({}, rollouts, len(groups)), torch.zeros(2, 1), torch.ones(2)))
+    return groups
+
+
+@torch.no_grad()
+def _own_logprobs(model: Any) -> torch.Tensor:
+    """(N,) by the model's own logits, one sequence at a time, nothing packed or padded."""
+    rollouts = [rollout for group in _samples(model) for rollout in group.group.rollouts]
+    return torch.cat([_own_of(model, rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts])
+
+
+def _own_of(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+    """Of one completion, [C]."""
+    ids = torch.tensor([prompt + completion], device=model.device)
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+
+@torch.no_grad()
+def differences(model: Any, rows: Sequence[MicroBatch], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far the trainer's log-probabilities of ``rows`` are from the sampler's, and from the model's own.
+
+    The own ones are computed one sequence at a time with the attention that the model came with.
+
+    Returns:
+        Two (N,) float32 of absolute differences in nats: to the sampler's, to the model's own.
+    """
+    was_training, chosen = model.training, model.config._attn_implementation
+    to_sampler, to_own = [], []
+    try:
+        model.eval()
+        trained = [policy_logprobs(model, row, temperature)[0] for row in rows]
+        model.set_attn_implementation(_own_attention(model))
+        for row, found in zip(rows, trained, strict=True):
+            own = [_own_of(model, *key, temperature) for key, _ in sequences(row)]
+            to_own.append(found - torch.cat(own))
+            to_sampler.append(found - row.sampler_logprobs)
+    finally:
+        model.set_attn_implementation(chosen)
+        model.train(was_training)
+    return torch.cat(to_sampler).abs(), torch.cat(to_own).abs()
+
+
+@torch.no_grad()
+def _difference(model: Any, expected: torch.Tensor, share_prompts: bool) -> float:
+    """Mean absolute difference from ``expected`` in nats; 0 where it is within tolerance."""
+    rows = pack(_samples(model), 1000, False, model.device, share_prompts=share_prompts)
+    found = _in_order(rows, [policy_logprobs(model, row, 1.0)[0] for row in rows], _samples(model))
+    error = float((found - expected).abs().mean())
+    return 0.0 if error <= TOLERANCE.get(model.dtype, TOLERANCE_16_BIT) else error
+
+
+def _in_order(rows: Sequence[MicroBatch], found: Sequence[torch.Tensor], groups: Sequence[ScoredGroup]) -> torch.Tensor:
+    """Log-probabilities in the order of the groups' completions, whose tokens tell them apart."""
+    by_completion: dict[tuple[int, ...], torch.Tensor] = {}
+    for row, values in zip(rows, found, strict=True):
+        by_completion |= {completion: values[place] for (_, completion), place in sequences(row)}
+    return torch.cat([by_completion[r.completion_ids] for group in groups for r in group.group.rollouts])

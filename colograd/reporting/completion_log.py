@@ -1,0 +1,219 @@
+"""The completions log: one parquet file per optimizer step and per evaluation, and tables for trackers.
+
+Files are named as TRL names them (``completions/completions_00001.parquet``; those of an evaluation ``eval_00001``) and
+have its columns, those that reward functions log with ``log_extra`` among them, and more: where a prompt stands in the
+stream, token counts, and how each completion ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import TrainerState
+
+from ..batch import Group, ScoredGroup
+from ..config import GRPOConfig
+from ..parallel.ranks import gather
+from .completion_table import CompletionRow, chosen, completion_rows, extra_names, print_table
+
+FOLDER = "completions"
+FIXED = (
+    "step", "position", "prompt", "completion", "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
+)  # fmt: skip
+UPLOAD_MINUTES = 2  # as TRL
+NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
+EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
+
+
+class CompletionLog:
+    """Writes what ``log_completions`` asks for."""
+
+    def __init__(self, config: GRPOConfig, reward_names: Sequence[str]) -> None:
+        self.config, self.names = config, list(reward_names)
+        self._uploads: Any = None
+        if config.log_completions_hub_repo is not None and config.process_index == 0:
+            self._uploads = _uploads(Path(str(config.output_dir)) / FOLDER, config)
+
+    def add(
+        self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
+    ) -> None:
+        """Log the completions of a round, of all ranks: a collective.
+
+        Args:
+            steps: this rank's groups of each of the round's optimizer steps.
+            decode: a group's texts.
+            state: as it is before the round.
+        """
+        config = self.config
+        every = config.log_completions_steps or max(int(state.logging_steps), 1)
+        for step, groups in enumerate(steps, start=state.global_step + 1):
+            rows = _of_all_ranks(groups, decode, step)
+            if config.process_index != 0:
+                continue
+            write_log(str(config.output_dir), rows, self.names, step)
+            if (step - 1) % every == 0:
+                self._show(rows, f"Step {step}", "completions")
+
+    def add_evaluation(
+        self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], state: TrainerState, name: str
+    ) -> None:
+        """Log the completions of an evaluation, which have no advantages: a collective.
+
+        Args:
+            groups: this rank's.
+            decode: a group's texts.
+            state: whose step it is done after.
+            name: its metrics' prefix, and the file's.
+        """
+        step = state.global_step
+        rows = [dataclasses.replace(row, advantage=math.nan) for row in _of_all_ranks(groups, decode, step)]
+        if self.config.process_index == 0 and rows:
+            write_log(str(self.config.output_dir), rows, self.names, step, re.sub(r"[^\w.-]", "_", name))
+            self._show(rows, f"Step {step}, {name}", f"{name}_completions")
+
+    def _show(self, rows: Sequence[CompletionRow], title: str, key: str) -> None:
+        """The table, printed and sent to the trackers."""
+        config = self.config
+        sent = chosen(rows, None, config.log_unique_prompts)
+        send_to_trackers(list(config.report_to or ()), sent, self.names, key)
+        print_table(rows, self.names, title, config.num_completions_to_print, config.log_unique_prompts)
+
+    def close(self) -> None:
+        """Wait until what is to go to the Hub is there."""
+        if self._uploads is not None:
+            self._uploads.trigger().result()
+            self._uploads.stop()
+
+
+def _of_all_ranks(
+    groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
+) -> list[CompletionRow]:
+    parts = gather(completion_rows(groups, [decode(group.group) for group in groups], step))
+    return sorted((row for part in parts for row in part), key=lambda row: row.position)
+
+
+def _uploads(folder: Path, config: GRPOConfig) -> Any:
+    """Begin to send a folder's complete files to ``log_completions_hub_repo``, every two minutes, from a thread."""
+    from huggingface_hub import CommitScheduler
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return CommitScheduler(
+        repo_id=str(config.log_completions_hub_repo),
+        repo_type="dataset",
+        folder_path=folder,
+        every=UPLOAD_MINUTES,
+        private=config.hub_private_repo,
+        token=config.hub_token,
+        allow_patterns=["*.parquet"],
+    )
+
+
+def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[str, list[Any]]:
+    """Rows as columns; a reward function's column has its name, and so has one that was logged."""
+    found = {name: [getattr(row, name) for row in rows] for name in FIXED}
+    for index, name in enumerate(column_names(reward_names)):
+        found[name] = [row.rewards[index] for row in rows]
+    extra = extra_names(rows)
+    for name, column in zip(extra, extra_columns(extra, reward_names), strict=True):
+        found[column] = _storable([row.extra.get(name) for row in rows])
+    return found
+
+
+def column_names(reward_names: Sequence[str]) -> list[str]:
+    """The rewards' columns: their names, unless a fixed column has it."""
+    return [f"rewards/{name}" if name in FIXED else name for name in reward_names]
+
+
+def extra_columns(extra: Sequence[str], reward_names: Sequence[str]) -> list[str]:
+    """The columns of what was logged: their names, unless another column has it."""
+    taken = {*FIXED, *column_names(reward_names)}
+    return [f"extra/{name}" if name in taken else name for name in extra]
+
+
+def _storable(values: list[Any]) -> list[Any]:
+    """The values, or their texts where parquet has no type for them all."""
+    try:
+        pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
+        return [None if value is None else str(value) for value in values]
+    return values
+
+
+def write_log(
+    run_dir: str | Path,
+    rows: Sequence[CompletionRow],
+    reward_names: Sequence[str],
+    step: int,
+    kind: str = "completions",
+) -> Path:
+    """Write a step's completions, or those of an evaluation after it; a file is complete or not there.
+
+    Prompts that parquet has no type for (messages of different shapes) are written as JSON.
+    """
+    data = columns(rows, reward_names)
+    try:
+        table = pa.table(data)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        table = pa.table(data | {"prompt": [json.dumps(prompt) for prompt in data["prompt"]]})
+    named = {NAMES_KEY: list(reward_names), EXTRA_KEY: extra_names(rows)}
+    table = table.replace_schema_metadata({key: json.dumps(names).encode() for key, names in named.items()})
+    folder = Path(run_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}_{step:05d}.parquet"
+    aside = path.with_suffix(".partial")
+    pq.write_table(table, aside)
+    os.replace(aside, path)
+    return path
+
+
+def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
+    """The rows of a file, and the names of their rewards."""
+    table = pq.read_table(path)
+    names = json.loads((table.schema.metadata or {}).get(NAMES_KEY, b"[]"))
+    data = table.to_pydict()
+    rewards = [data[name] for name in column_names(names)]
+    extra = json.loads((table.schema.metadata or {}).get(EXTRA_KEY, b"[]"))
+    logged = {name: data[column] for name, column in zip(extra, extra_columns(extra, names), strict=True)}
+    return [
+        CompletionRow(
+            **{name: data[name][i] for name in FIXED},
+            rewards=tuple(float("nan") if column[i] is None else column[i] for column in rewards),
+            extra={name: column[i] for name, column in logged.items()},
+        )
+        for i in range(table.num_rows)
+    ], names
+
+
+def logged_steps(run_dir: Path) -> dict[int, Path]:
+    """The steps whose completions a run has logged, in order."""
+    found = {}
+    for path in (run_dir / FOLDER).glob("completions_*.parquet"):
+        number = path.stem.removeprefix("completions_")
+        if number.isdigit():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def send_to_trackers(
+    report_to: Sequence[str], rows: Sequence[CompletionRow], reward_names: Sequence[str], key: str = "completions"
+) -> None:
+    """Log a table with wandb and trackio, where the run reports to them."""
+    import pandas as pd
+
+    frame = None
+    for name in ("wandb", "trackio"):
+        tracker = sys.modules.get(name)  # transformers' callback has imported and started it
+        if name not in report_to or tracker is None or (name == "wandb" and tracker.run is None):
+            continue
+        frame = pd.DataFrame(columns(rows, reward_names)) if frame is None else frame
+        tracker.log({key: tracker.Table(dataframe=frame)})

@@ -1,0 +1,184 @@
+"""Completions as rows, and the table that shows them."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..batch import ScoredGroup
+
+DEFAULT_WIDTH = 120  # characters
+TEXT_LINES = 6  # lines a cell of text is meant to have
+EXTRA_CHARACTERS = 60  # of a logged value
+# What a model writes is shown, never obeyed: control characters (but newline and tab) would steer the terminal.
+_CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRow:
+    """One completion, as it is logged."""
+
+    step: int  # the optimizer step that trains on it, from 1
+    position: int  # the prompt's place in the stream of prompts: one per group
+    prompt: Any  # text, or messages
+    completion: str
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+    rewards: tuple[float, ...]  # [R], NaN where a function abstained
+    advantage: float  # the mean over its tokens where there is one per token
+    extra: dict[str, Any] = field(default_factory=dict)  # what reward functions logged of it, by column
+
+
+def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]], step: int) -> list[CompletionRow]:
+    """The rows of a step's groups; ``texts[g][i]`` is the decoded completion i of group g."""
+    rows = []
+    for scored, of_group in zip(groups, texts, strict=True):
+        group = scored.group
+        for i, (rollout, text) in enumerate(zip(group.rollouts, of_group, strict=True)):
+            rows.append(
+                CompletionRow(
+                    step=step,
+                    position=group.position,
+                    prompt=group.example.get("prompt", ""),
+                    completion=text,
+                    prompt_tokens=len(rollout.prompt_ids),
+                    completion_tokens=len(rollout.completion_ids),
+                    finish_reason=rollout.finish_reason.value,
+                    rewards=tuple(scored.rewards[i].tolist()),
+                    advantage=_advantage(scored, i),
+                    extra={name: values[i] for name, values in scored.logged.columns.items()},
+                )
+            )
+    return rows
+
+
+def completions_table(
+    rows: Sequence[CompletionRow],
+    reward_names: Sequence[str],
+    title: str,
+    limit: int | None,
+    unique_prompts: bool,
+    width: int | None = None,
+) -> Table:
+    """A table of completions with their rewards and advantages.
+
+    Args:
+        rows: the step's completions, group by group.
+        reward_names: [R], in the order of ``CompletionRow.rewards``.
+        title: whose completions they are.
+        limit: rows at most, one of each group before the second of any; None is all.
+        unique_prompts: show one completion per group only.
+        width: characters; None is 120. Long texts are shortened in the middle to fit.
+    """
+    width = width or DEFAULT_WIDTH
+    extra = extra_names(rows)
+    # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.
+    room = max(width - 40 - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
+    prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
+    table = Table(title=title, width=width, show_lines=True)
+    table.add_column("Prompt", ratio=1, overflow="fold")
+    table.add_column("Completion", ratio=2, overflow="fold")
+    for name in [*reward_names, *extra]:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for name in ("Advantage", "Tokens", "End"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in chosen(rows, limit, unique_prompts):
+        table.add_row(
+            Text(_shorten(_prompt_text(row.prompt), prompt_limit)),
+            Text(_shorten(row.completion, completion_limit)),
+            *(_number(value) for value in row.rewards),
+            *(_extra(row.extra.get(name)) for name in extra),
+            _number(row.advantage),
+            str(row.completion_tokens),
+            row.finish_reason,
+        )
+    return table
+
+
+def print_table(
+    rows: Sequence[CompletionRow],
+    reward_names: Sequence[str],
+    title: str,
+    limit: int | None,
+    unique_prompts: bool,
+    width: int | None = None,
+) -> None:
+    """Write `completions_table` to standard output, as wide as the terminal (120 characters in a log file)."""
+    terminal = sys.stdout.isatty()
+    if width is None:
+        width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns if terminal else DEFAULT_WIDTH
+    table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, force_terminal=terminal).print(table)
+    # A log that can't encode a character must not end the run.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(buffer.getvalue().encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def chosen(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
+    """The rows to show, by group; those chosen first are the first of each group."""
+    turns: dict[int, int] = {}  # completions of each group so far
+    by_turn = []
+    for index, row in enumerate(rows):
+        turn = turns[row.position] = turns.get(row.position, -1) + 1
+        if not (unique_prompts and turn):
+            by_turn.append((turn, index))
+    return [rows[index] for index in sorted(index for _, index in sorted(by_turn)[:limit])]
+
+
+def _prompt_text(prompt: Any) -> str:
+    """The prompt's text; of a conversation the last user message (or the last one, where no user speaks)."""
+    if not isinstance(prompt, list):
+        return str(prompt)
+    if not prompt:
+        return ""
+    messages = [message for message in prompt if message.get("role") == "user"] or prompt
+    content = messages[-1].get("content")
+    return "" if content is None else str(content)
+
+
+def _shorten(text: str, limit: int) -> str:
+    """At most ``limit`` characters (at least 3): start, ellipsis, end."""
+    text = text.translate(_CONTROLS)
+    if len(text) <= limit:
+        return text
+    head = limit * 2 // 3
+    return f"{text[:head]} … {text[len(text) - max(limit - head - 3, 0) :]}"
+
+
+def _advantage(scored: ScoredGroup, index: int) -> float:
+    """The completion's advantage; the mean over its tokens where there is one per token."""
+    lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
+    if len(scored.advantages) == len(lengths):
+        return float(scored.advantages[index])
+    return float(torch.split(scored.advantages, lengths)[index].mean())
+
+
+def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
+    """The columns that reward functions logged for any of the rows."""
+    return list(dict.fromkeys(name for row in rows for name in row.extra))
+
+
+def _extra(value: Any) -> Text:
+    """A logged value as a cell: a number as rewards are shown, else its text."""
+    if value is None:
+        return Text("–")
+    if isinstance(value, float):
+        return Text(_number(value))
+    return Text(_shorten(str(value), EXTRA_CHARACTERS))
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"

@@ -1,0 +1,98 @@
+"""Groups that a function of the user's writes: TRL's ``rollout_func``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..batch import FinishReason, Group, Prompt, Rollout
+from ..engine.sampling import Sampling
+from ..engine.vllm_engine import Engine
+from ..rewards.calling import RESERVED
+
+SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
+NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+class CustomRollouts:
+    """Calls a function in place of the engine, which it may use: ``trainer.engine.generate`` and its neighbours.
+
+    Args:
+        function: ``f(prompts, trainer) -> dict``, or its import path. ``prompts`` has each prompt as often as it needs
+            completions, one after the other. The answer holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of
+            the sampled tokens, in nats), one list per completion; optionally ``env_mask`` (1: the model wrote the
+            token, 0: the environment did). Whatever else it holds goes to the reward functions: of a sequence one value
+            per completion, anything else as it is to all.
+    """
+
+    def __init__(self, engine: Engine, function: Callable[..., dict[str, Any]], trainer: Any) -> None:
+        self.engine, self.function, self.trainer = engine, function, trainer
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        """As `Engine.generate`, but for the seed, which is the function's affair.
+
+        Raises:
+            ValueError: the answer lacks something, or isn't as long as it must be.
+        """
+        self.engine.require(version)
+        if not prompts:  # a rank may have none in an evaluation
+            return
+        asked = [copy.deepcopy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
+        answer = self.function(asked, self.trainer)
+        rollouts = self._rollouts(answer, len(asked), version)
+        for index, prompt in enumerate(prompts):
+            of_group = tuple(rollouts[index * sampling.n : (index + 1) * sampling.n])
+            yield Group(prompt.example, of_group, prompt.position)
+
+    def _rollouts(self, answer: dict[str, Any], size: int, version: int) -> list[Rollout]:
+        if not isinstance(answer, dict) or any(answer.get(name) is None for name in NEEDED):
+            held = ", ".join(answer) if isinstance(answer, dict) else repr(answer)
+            raise ValueError(f"rollout_func returned {held}, but must return a dict with {', '.join(NEEDED)}.")
+        answer = {name: values for name, values in answer.items() if values is not None}
+        if reserved := {*answer} & {*RESERVED, "environments"} - {*NEEDED}:
+            raise ValueError(
+                f"rollout_func returned {', '.join(sorted(reserved))}, which reward functions get from the trainer: "
+                "rename it."
+            )
+        for name, values in answer.items():
+            if name not in (*NEEDED, "env_mask") and not isinstance(values, SEQUENCES):
+                answer[name] = [values] * size
+            elif not hasattr(values, "__len__") or len(values) != size:
+                raise ValueError(
+                    f"rollout_func returned {getattr(values, '__len__', lambda: 'a single')()} {name} for {size} "
+                    "prompts (each is given once per completion): return one for each, in their order."
+                )
+        further = [name for name in answer if name not in (*NEEDED, "env_mask")]
+        masks = answer.get("env_mask") or [[1] * len(ids) for ids in answer["completion_ids"]]
+        tokenizer = self.trainer.processing_class
+        generation = self.trainer.model.generation_config
+        also = getattr(generation, "eos_token_id", None)
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *(also if isinstance(also, list) else [also])}
+        found = []
+        for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
+            if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):
+                raise ValueError(
+                    f"rollout_func, completion {index}: {len(ids)} completion_ids, {len(logprobs)} logprobs and a mask "
+                    f"of {len(masks[index])}: give as many of each, and at least one."
+                )
+            first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
+            flat = [math.nan if value is None else float(value) for value in first]
+            found.append(
+                Rollout(
+                    prompt_ids=tuple(int(token) for token in prompt),
+                    completion_ids=tuple(int(token) for token in ids),
+                    sampler_logprobs=torch.tensor(flat, dtype=torch.float32),
+                    sampled=torch.tensor([bool(value) for value in masks[index]]),
+                    finish_reason=FinishReason.STOP if int(ids[-1]) in ends else FinishReason.LENGTH,
+                    policy_version=version,
+                    columns={name: answer[name][index] for name in further},
+                )
+            )
+        return found

@@ -1,0 +1,199 @@
+"""A chat template's way with tools: which calls a turn makes, and the tokens that tell the model a tool's answer. And a
+turn as the tokenizer's own parser reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from ..batch import Group
+
+# How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+ASKED = {"role": "user", "content": "asked"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolFormat:
+    """How a tokenizer's chat template writes tool calls and answers.
+
+    Calls are read by the tokenizer's own ``parse_response`` where it has a ``response_template`` or
+    ``response_schema``, else as JSON between ``<tool_call>`` and ``</tool_call>``.
+
+    Args:
+        tokenizer: with a chat template.
+        template_kwargs: further arguments of the template.
+
+    Raises:
+        ValueError: the template can't show a tool's answer, or nothing is known that reads its calls.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
+        self._tokenizer, self._kwargs = tokenizer, template_kwargs
+        self._parses = has_parser(tokenizer)
+        template = getattr(tokenizer, "chat_template", None)
+        if not template:
+            raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
+        call = _message("", [ToolCall("the_name", {"the_argument": "the value"})])
+        answer = {"role": "tool", "name": "the_name", "content": "the answer"}
+        try:
+            shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            shown = f"({type(error).__name__}: {error})"
+        for part in ("the_name", "the_argument", "the value", "the answer"):
+            if part not in shown:
+                raise ValueError(
+                    f"the chat template of {tokenizer.name_or_path} doesn't write tools' calls and answers ({part!r} "
+                    f"of a conversation with both is missing in {shown[-200:]!r}): set chat_template_path to one that "
+                    "does, such as recipes/chat_templates/smollm2_tools.jinja."
+                )
+        if not self._parses and not CALL.search(shown):
+            raise ValueError(
+                f"nothing is known that reads tool calls as {tokenizer.name_or_path} writes them: set the tokenizer's "
+                "response_template (see response parsing in transformers' documentation)."
+            )
+        self.answer_ids([answer])
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """The token that ends a turn."""
+        end: int | None = self._tokenizer.eos_token_id
+        return end
+
+    def read(
+        self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
+    ) -> tuple[dict[str, Any], list[ToolCall]]:
+        """What a turn says, as a message, and its calls. Malformed calls are text."""
+        message = parsed(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
+        if message is None:
+            text = self._text(ids)
+            calls = [] if self._parses else _calls(text)
+            return _message(text if not calls else text[: text.index("<tool_call>")].strip(), calls), calls
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            calls.append(ToolCall(function["name"], function.get("arguments") or {}))
+        return {**message, **_message(message.get("content") or "", calls)}, calls
+
+    def answer_ids(
+        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, *, ended: bool = True
+    ) -> tuple[int, ...]:
+        """The tokens from the end of a turn to the start of the next, with tools' answers between them.
+
+        They are appended to what was sampled: nothing that the model wrote is tokenised again.
+
+        Args:
+            messages: the tools' answers, in the order of the calls.
+            own: the row's further arguments of the template.
+            ended: whether the turn's last token is the template's end of a turn; else it is put first here.
+        """
+        call = _message("", [ToolCall(messages[0]["name"], {})])
+        given = {name: value for name, value in (own or {}).items() if value is not None}
+        before = self._encode([ASKED, call], **given)
+        whole = self._encode([ASKED, call, *messages], **given, add_generation_prompt=True)
+        end = self._tokenizer.eos_token_id
+        if end in before:
+            # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
+            # once something follows them; and what follows the end (a newline, mostly) wasn't sampled.
+            places = [place for place, token in enumerate(whole) if token == end]
+            start = places[before.count(end) - 1] + ended
+        elif whole[: len(before)] == before:
+            start = len(before)
+        else:
+            raise ValueError(
+                f"the chat template of {self._tokenizer.name_or_path} neither ends turns with {end!r}, the end token, "
+                "nor leaves earlier turns as they are when a tool's answer follows: set chat_template_path."
+            )
+        return whole[start:]
+
+    def _encode(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> tuple[int, ...]:
+        ids = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=False, **{**self._kwargs, **kwargs}
+        )
+        return tuple(ids)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        end = self._tokenizer.eos_token
+        return (text.removesuffix(end) if end else text).strip()
+
+
+def has_parser(tokenizer: Any) -> bool:
+    """Whether the tokenizer says how its model's turns are read (response parsing in transformers)."""
+    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+
+
+def parsed(
+    tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
+) -> dict[str, Any] | None:
+    """A turn as the tokenizer's own parser reads it; None where it can't, or finds a call without a name."""
+    kwargs: dict[str, Any] = {}
+    if getattr(tokenizer, "response_template", None) is not None:
+        kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
+    try:
+        message = tokenizer.parse_response(list(ids), **kwargs)
+    except Exception:  # whatever a parser makes of a malformed call
+        return None
+    if not isinstance(message, dict):
+        return None
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments") or {}, dict):
+            return None
+    if isinstance(message.get("content"), str) and tokenizer.eos_token:
+        message["content"] = message["content"].removesuffix(tokenizer.eos_token)
+    return message
+
+
+def with_messages(group: Group, tokenizer: Any) -> Group:
+    """The group with its completions as messages, where the tokenizer has a parser for them: reward functions then get
+    what it finds (thoughts apart from the answer, say), as in TRL. Conversations have theirs already."""
+    if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
+        return group
+    rollouts = []
+    for rollout in group.rollouts:
+        message = None if rollout.messages else parsed(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
+        if message is not None:
+            message = {"role": "assistant", **message, "content": message.get("content") or ""}
+            rollout = dataclasses.replace(rollout, messages=(message,))
+        rollouts.append(rollout)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def _calls(text: str) -> list[ToolCall]:
+    """The calls in a text; none where any of them isn't one."""
+    calls = []
+    for match in CALL.finditer(text):
+        try:
+            call = json.loads(match[1])
+        except ValueError:
+            return []
+        arguments = call.get("arguments") or {} if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            return []
+        calls.append(ToolCall(call["name"], arguments))
+    return calls
+
+
+def _message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An assistant's message, as chat templates take it."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+        ]
+    return message

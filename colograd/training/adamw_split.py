@@ -1,0 +1,336 @@
+"""AdamW for bfloat16 parameters with an exact float32 master, and the float32 gradients it wants.
+
+A bfloat16 weight keeps 8 bits of precision: with RL's learning rates (1e-6) nearly every update would round to nothing.
+The master is therefore kept as *bfloat16 parameter + 16-bit remainder*, which together are the float32 value bit for
+bit: two extra bytes instead of four. (The idea is that of "parameter remainders" in TransformerEngine's FusedAdam.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.adamw import adamw
+from torch.utils._triton import has_triton
+
+from ..config import GRPOConfig
+from .adamw_fused import Kernel, make_kernel, step_constants
+
+# Elements of the float32 masters that exist at one time. On a CPU a piece and torch's temporaries stay in the cache
+# (whole tensors of SmolLM2-135M took 2.5 times as long); a GPU wants few, large kernels.
+CPU_PIECE = 2**18
+GPU_PIECE = 2**24
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 -> (bfloat16 rounded to nearest, ties away from zero; int16 remainder). Exact: see `join_master`.
+
+    Ties go away from zero and not to even, because then the remainder always fits 16 bits.
+    """
+    bits = master.contiguous().view(torch.int32)
+    high = (bits + 0x8000).bitwise_right_shift_(16)
+    parameter = high.to(torch.int16).view(torch.bfloat16)
+    remainder = torch.sub(bits, high.bitwise_left_shift_(16)).to(torch.int16)
+    return parameter, remainder
+
+
+def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The float32 master of a bfloat16 parameter and its int16 remainder, as a new tensor."""
+    bits = parameter.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(remainder).view(torch.float32)
+
+
+class _Piece(NamedTuple):
+    """A parameter and what belongs to it, or the same slice of each."""
+
+    parameter: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    remainder: torch.Tensor | None  # None for a float32 parameter
+    step: torch.Tensor  # of the whole parameter
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self[:5] if tensor is not None]
+
+    def is_flat(self) -> bool:
+        """Whether 1-D views of all tensors name the same elements in the same order."""
+        return all(tensor.is_contiguous() for tensor in self.tensors())
+
+    def cut(self, size: int) -> Iterator[_Piece]:
+        """Slices of at most ``size`` elements as 1-D views; itself where the layout has no such views."""
+        if not self.is_flat():
+            yield self
+            return
+        for parts in zip(*(tensor.view(-1).split(size) for tensor in self.tensors()), strict=True):
+            parameter, grad, exp_avg, exp_avg_sq, *remainder = parts
+            yield _Piece(parameter, grad, exp_avg, exp_avg_sq, remainder[0] if remainder else None, self.step)
+
+
+class AdamWSplit(torch.optim.Optimizer):
+    """AdamW (decoupled decay, arXiv 1711.05101) on a split float32 master.
+
+    Each step is torch's own AdamW on the joined master, piece by piece (`CPU_PIECE`, `GPU_PIECE`), so at no moment is
+    there a float32 copy of the whole model; on a GPU the pieces of a bucket go through torch's multi-tensor kernels.
+    Compiled, it is one pass over each tensor, equal but for rounding. Parameters are written in place, so they may be
+    views of larger tensors. State per parameter: int16 remainder, two float32 moments (10 bytes besides the parameter),
+    and a step count per tensor. Float32 parameters in the same model are updated by plain AdamW. Gradients are float32
+    or bfloat16.
+
+    Args:
+        params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps, weight_decay likewise.
+        compiled: one fused pass (see `colograd.fused`). None: on a GPU with Triton; a CPU may have no compiler, and
+            there the uncompiled step is the reference. Where compiling fails, a line is logged and the steps are
+            torch's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        compiled: bool | None = None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.compiled = compiled
+        self._kernels: dict[torch.device, Kernel | None] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
+            for device, members in itertools.groupby(parameters, key=lambda parameter: parameter.device):
+                self._update(list(members), device, group)
+        return loss
+
+    def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
+        kernel = self._kernel(device)
+        plain: list[_Piece] = []
+        constants: dict[int, torch.Tensor] = {}
+        for parameter in parameters:
+            state = self._state(parameter)
+            exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
+            remainder, step = state.get("remainder"), state["step"]
+            whole = _Piece(parameter.detach(), parameter.grad, exp_avg, exp_avg_sq, remainder, step)
+            # A single element would be compiled for that size alone.
+            if kernel is None or remainder is None or parameter.numel() < 2 or not whole.is_flat():
+                plain.append(whole)
+                continue
+            step += 1
+            count = int(step)
+            if count not in constants:
+                constants[count] = step_constants(count, **_settings(group), device=device)
+            kernel(whole.parameter, whole.grad, exp_avg, exp_avg_sq, remainder, constants[count])
+        for bucket in _buckets(plain, GPU_PIECE if device.type == "cuda" else CPU_PIECE):
+            _torch_step(bucket, group, foreach=device.type == "cuda")
+        for whole in plain:
+            whole.step.add_(1)
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        if parameter.dtype == torch.bfloat16 and "remainder" not in state:
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
+
+    def _kernel(self, device: torch.device) -> Kernel | None:
+        """The compiled pass for a device; None: torch's steps are taken there."""
+        if device not in self._kernels:
+            wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
+            self._kernels[device] = make_kernel(device) if wanted else None
+        return self._kernels[device]
+
+    def master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The float32 value of a parameter, as a new tensor of its shape."""
+        if parameter.dtype != torch.bfloat16:
+            return parameter.detach().clone()
+        remainder = self.state.get(parameter, {}).get("remainder")
+        return parameter.detach().float() if remainder is None else join_master(parameter.detach(), remainder)
+
+    @torch.no_grad()
+    def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
+        """Make ``master`` (float32, the parameter's shape) a bfloat16 parameter's value; the moments stay."""
+        high, remainder = split_master(master.to(parameter.device))
+        parameter.copy_(high)
+        self._state(parameter)["remainder"].copy_(remainder)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Like torch's, but moments stay float32 and remainders int16 (torch casts them to the parameter's dtype).
+
+        Takes the state of torch's AdamW too: what this class doesn't have (amsgrad, fused, ...) is left out.
+
+        Raises:
+            ValueError: the state of another kind of optimizer.
+        """
+        known = {*self.param_groups[0], "initial_lr"}
+        groups = [{k: v for k, v in group.items() if k in known} for group in state_dict["param_groups"]]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [index for group in groups for index in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            if saved := state_dict["state"].get(index):
+                self._load(parameter, saved)
+
+    def _load(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
+        if missing := {"step", *MOMENTS} - saved.keys():
+            raise ValueError(
+                f"The saved optimizer state has {', '.join(saved)}, but adamw_split needs {', '.join(sorted(missing))} "
+                "too: resume with the optim that the checkpoint was written with."
+            )
+        state = self.state[parameter]
+        state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu")
+        for name in MOMENTS:
+            state[name] = saved[name].to(parameter.device, torch.float32)
+        if "remainder" in saved:
+            state["remainder"] = saved["remainder"].to(parameter.device, torch.int16)
+        self._state(parameter)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in SETTINGS}
+
+
+def _buckets(wholes: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
+    """The pieces in buckets of at most ``size`` elements (one that can't be cut: in a bucket of its own)."""
+    bucket: list[_Piece] = []
+    filled = 0
+    for piece in itertools.chain.from_iterable(whole.cut(size) for whole in wholes):
+        if bucket and filled + piece.parameter.numel() > size:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(piece)
+        filled += piece.parameter.numel()
+    if bucket:
+        yield bucket
+
+
+def _torch_step(bucket: Sequence[_Piece], group: dict[str, Any], foreach: bool) -> None:
+    """torch's AdamW on the bucket's masters. The step counts are left as they are: a tensor's pieces share one."""
+    masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
+    adamw(
+        masters,
+        [piece.grad.float() for piece in bucket],
+        [piece.exp_avg for piece in bucket],
+        [piece.exp_avg_sq for piece in bucket],
+        [],
+        [piece.step.clone() for piece in bucket],
+        foreach=foreach,
+        fused=False,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for piece, master in zip(bucket, masters, strict=True):
+        if piece.remainder is not None:
+            high, remainder = split_master(master)
+            piece.parameter.copy_(high)
+            piece.remainder.copy_(remainder)
+
+
+# -- between checkpoints of float32 and of split training
+
+
+def adopt_masters(
+    optimizer: AdamWSplit,
+    named: Iterable[tuple[str, torch.Tensor]],
+    masters: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Give the optimizer's bfloat16 parameters the exact values of a float32 model.
+
+    Call it after model and state are loaded: the model then holds these values rounded, with ties to even.
+
+    Args:
+        named: the model's parameters by name, all names of a shared one included.
+        masters: name and float32 tensor, one at a time. Names that the model hasn't are passed over.
+    """
+    ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    wanted = {name: p for name, p in named if id(p) in ours and p.dtype == torch.bfloat16}
+    for name, master in masters:
+        if name in wanted:
+            optimizer.set_master(wanted[name], master)
+
+
+@torch.no_grad()
+def join_remainders(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer go on without remainders after it loaded the state of `AdamWSplit`.
+
+    Float32 parameters (which hold the saved bfloat16 values) become the exact masters; the state loses ``remainder``,
+    and the groups get back the settings that AdamWSplit's groups don't have (``fused``, ``foreach``, ...).
+    """
+    if isinstance(optimizer, AdamWSplit):
+        foreign = [p for p in optimizer.state if p.dtype != torch.bfloat16]
+    else:
+        foreign = list(optimizer.state)
+    found = [p for p in foreign if "remainder" in optimizer.state[p]]
+    for parameter in found:
+        remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast it to float32, which is exact
+        if parameter.dtype == torch.float32:
+            parameter.copy_(join_master(parameter.bfloat16(), remainder.to(torch.int16)))
+    if not found or isinstance(optimizer, AdamWSplit):
+        return
+    for group in optimizer.param_groups:
+        group.update({k: v for k, v in optimizer.defaults.items() if k not in SETTINGS})
+        if group.get("fused") or group.get("capturable"):
+            for parameter in set(group["params"]).intersection(found):
+                optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
+
+
+# -- for the trainer
+
+
+def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Let gradients of bfloat16 parameters accumulate in float32.
+
+    Returns:
+        False where this torch can't (before 2.10): gradients then accumulate in the parameters' dtype.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            if not hasattr(parameter, "grad_dtype"):
+                return False
+            parameter.grad_dtype = torch.float32
+    return True
+
+
+def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
+    """AdamWSplit where it is asked for; None: transformers makes the optimizer that ``optim`` names.
+
+    Raises:
+        ValueError: ``optim_args`` that adamw_split doesn't have.
+    """
+    if args.optim != "adamw_split":
+        return None
+    return AdamWSplit, {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "compiled": _compiled_from(args.optim_args),
+    }
+
+
+def _compiled_from(optim_args: str | None) -> bool | None:
+    """``compiled=true`` or ``compiled=false``; None where nothing is said."""
+    text = (optim_args or "").replace(" ", "").lower()
+    if text in ("", "compiled=true", "compiled=false"):
+        return text == "compiled=true" if text else None
+    raise ValueError(
+        f"optim_args is {optim_args!r}, but adamw_split takes `compiled=true` or `compiled=false` only: remove the "
+        "rest (learning rate, betas, epsilon and decay are keys of their own)."
+    )

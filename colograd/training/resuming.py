@@ -1,0 +1,143 @@
+"""`transformers.Trainer` with checkpoints that are whole or not there, exact resuming, and a clean end on SIGTERM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from ..data import PromptStream
+from ..parallel.ranks import gather, together
+from ..reporting.console import Console
+from . import checkpoints
+from .adamw_split import AdamWSplit, adopt_masters, join_remainders
+
+
+class ResumableTrainer(Trainer):
+    """What of a trainer concerns stopping and going on. A subclass says when a checkpoint could be resumed from."""
+
+    console: Console
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stop_signal = checkpoints.StopSignal()
+        self._save_is_due = False
+        self.add_callback(_StopAndSave(self))
+
+    def at_boundary(self) -> bool:
+        """Whether a checkpoint written now could be resumed from."""
+        return True
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends.
+
+        A run that had reached its last step is loaded and not trained further.
+        """
+        with together("the search for a checkpoint"):
+            found = checkpoints.find_resume(resume_from_checkpoint, str(self.args.output_dir))
+            if self.args.should_save:
+                checkpoints.sweep(self.args.output_dir)
+        found = gather(found)[0]  # a shared file system may show ranks different folders
+        self._save_is_due = False
+        if found is not None and (finished := self._finished(found)) is not None:
+            return finished
+        self._expect_prompts(found)
+        self.stop_signal.install()
+        try:
+            return super().train(found, *args, **kwargs)
+        finally:
+            self.stop_signal.remove()
+
+    def _expect_prompts(self, checkpoint: str | None) -> None:
+        """Have a streamed dataset check that it is read again as before the checkpoint."""
+        prompts: Any = self.train_dataset
+        if not isinstance(prompts, PromptStream):
+            return
+        skipped = checkpoint is not None and not self.args.ignore_data_skip
+        with together("the checkpoint's prompts"):
+            prompts.expect(checkpoints.read_prompts(str(checkpoint)) if skipped else {})
+
+    def _finished(self, checkpoint: str) -> TrainOutput | None:
+        """Load a checkpoint at which nothing is left to do (transformers would take a step more), with its optimizer,
+        so that it can be saved again or gone on from; None if there is something to do."""
+        state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+        if state.global_step < max_steps:
+            return None
+        self._load_from_checkpoint(checkpoint)
+        self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self.optimizer: Any = self.accelerator.prepare(self.optimizer)
+        self._load_optimizer_and_scheduler(checkpoint)
+        self._load_rng_state(checkpoint)
+        self.state = state
+        self.console.say(f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train")
+        return TrainOutput(state.global_step, 0.0, {})
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As in transformers; and a float32 checkpoint goes on with split masters, bit for bit, and the reverse."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
+        join_remainders(optimizer)
+        if isinstance(optimizer, AdamWSplit):
+            named = self.model.named_parameters(remove_duplicate=False)
+            adopt_masters(optimizer, named, checkpoints.float32_weights(checkpoint))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """transformers' checkpoint, written aside and renamed when every rank is done."""
+        if not self.at_boundary():
+            self._save_is_due = True
+            return
+        run_dir, state = Path(self.args.output_dir), self.state
+        aside, name = checkpoints.aside_folder(run_dir), f"checkpoint-{state.global_step}"
+        push, self.args.push_to_hub = self.args.push_to_hub, False  # only of what is complete
+        # transformers would look for the best checkpoint beside this one, and wait for all ranks in between.
+        best, state.best_global_step = state.best_global_step, None
+        self._get_output_dir = lambda trial=None: str(aside)
+        try:
+            with together("saving"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            del self._get_output_dir
+            self.args.push_to_hub, state.best_global_step = push, best
+        if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
+            state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+        with together("saving"):
+            if self.args.should_save:
+                state.save_to_json(str(aside / name / "trainer_state.json"))
+                if isinstance(self.train_dataset, PromptStream):
+                    checkpoints.write_prompts(aside / name, self.train_dataset.state)
+                checkpoints.commit(aside / name, run_dir / name)
+                aside.rmdir()
+                checkpoints.rotate(run_dir, self.args.save_total_limit, state.best_model_checkpoint)
+        if push:
+            self._push_from_checkpoint(str(run_dir / name))
+
+
+class _StopAndSave(TrainerCallback):
+    """Puts saves off to the next boundary, and turns SIGTERM on any rank into a save and a stop on all."""
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        stop = any(gather(trainer.stop_signal.received))
+        due = trainer._save_is_due or control.should_save or stop
+        control.should_save = due and trainer.at_boundary()
+        trainer._save_is_due = due and not control.should_save
+        if stop and control.should_save:
+            trainer.console.say(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer._save_is_due:  # a callback ended the run: the rest of the round never came
+            self.trainer.console.say(
+                f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round, where none "
+                "can be resumed from: save_model() saves its weights."
+            )

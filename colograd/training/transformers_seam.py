@@ -1,0 +1,155 @@
+"""`ResumableTrainer` for a model that sees packed rows: what transformers asks on the way, answered for them.
+
+The gradient's norm with a last look before the weights change, autocast, the logs, what is saved, and the model card.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from ..config import GRPOConfig
+from ..engine.queue_order import LengthHistory
+from ..parallel.ranks import rank
+from ..policy.loading import Policy
+from ..reporting.console import Console, Timekeeper
+from ..reporting.metrics import PhaseTimes
+from ..reporting.model_card import SETTINGS, RunFacts, write_card
+from ..rewards import RewardFunction
+from ..weights import state_dict_on_host
+from .resuming import ResumableTrainer
+
+
+class PackedTrainer(ResumableTrainer):
+    """What `transformers.Trainer` would do as for padded batches, done as packed ones need it."""
+
+    policy: Policy
+    rewards: list[RewardFunction]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model_accepts_loss_kwargs = True  # the step's denominator is applied in it, not by transformers
+        # Ranks hold full copies whose gradients are summed once per step (see ranks.py): no DDP around the model.
+        self.accelerator.prepare_model = lambda model, **kwargs: model
+        self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
+        self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
+        self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
+        self.lengths = LengthHistory()
+        self._logs: list[dict[str, float]] = []  # one entry per step since the last log
+        self._step_started = 0.0
+        for shown in (ProgressCallback, PrinterCallback):
+            self.remove_callback(shown)
+        self.add_callback(self.console)
+        self.add_callback(Timekeeper(self.times, self._finish_step))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """And this rank's history of lengths, which says what the engine's batches will be."""
+        super()._save_rng_state(output_dir)
+        self.lengths.save(output_dir, rank())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # here and not with the random state, which comes after the first generation
+            self.lengths.load(checkpoint, rank())
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Not before the engine is built: the policy then moves into its memory (see `weights.plan`)."""
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        with self.times.phase("optimizer"):
+            return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:
+        """As in transformers, and the last look before the weights change."""
+        with self.times.phase("optimizer"):
+            norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
+                "weights are touched. Lower learning_rate, or train with dtype: float32."
+            )
+        return norm
+
+    def compute_loss_context_manager(self) -> Any:
+        """bfloat16 autocast where it is asked for. (accelerate would put it into the model, which stays unwrapped.)"""
+        return self.accelerator.autocast()
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not estimated: transformers' formula assumes padded batches."""
+        return 0
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counted in `_collect`, as prompts and completions of all ranks."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the means of the steps since the last log; at the end of training, of those that were never logged."""
+        if self._logs and ("loss" in logs or "train_loss" in logs):
+            names = dict.fromkeys(name for entry in self._logs for name in entry)
+            for name in names:
+                values = [entry[name] for entry in self._logs if name in entry]
+                logs[name] = sum(values) / len(values)
+            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+            self._logs = []
+        super().log(logs, start_time)
+
+    # -- saving
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
+        if state_dict is None and self.policy.adapter is None:
+            state_dict = state_dict_on_host(self.model)
+        super()._save(output_dir, state_dict)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | Sequence[str] | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """README.md with the recipe, the command, the dataset, the reward curve and the versions.
+
+        `push_to_hub` takes the same arguments.
+
+        Args:
+            model_name: default: the output directory's name.
+            dataset_name: default: the recipe's.
+            tags: for the Hub, beside the card's own.
+        """
+        if not self.is_world_process_zero():
+            return
+        args: GRPOConfig = self.args
+        folder = Path(args.output_dir)
+        facts = RunFacts(
+            model_name=model_name or folder.name,
+            base_model=self.policy.path,
+            datasets=_listed(dataset_name or self.facts.get("dataset")),
+            tags=_listed(tags),
+            reward_names=[reward.name for reward in self.rewards],
+            reward_weights=[reward.weight for reward in self.rewards],
+            recipe=self.facts.get("recipe"),
+            command=self.facts.get("command", ""),
+            settings={name: getattr(args, name) for name in SETTINGS},
+            history=self.state.log_history,
+            hub_model_id=args.hub_model_id,
+            adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
+        )
+        write_card(folder, run=facts)
+
+    def _finish_step(self) -> None:
+        """After the optimizer: the step's times, its line, and whether SIGTERM asks for the end."""
+        entry = self._logs[-1]
+        entry |= self.times.take()
+        entry["step_time"] = time.perf_counter() - self._step_started
+        explained = sum(value for name, value in entry.items() if name.startswith("time/"))
+        entry["time/other"] = entry["step_time"] - explained
+        self.console.step(self.state.global_step, self.state.max_steps, entry)
+
+
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())

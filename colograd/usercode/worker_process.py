@@ -1,0 +1,138 @@
+"""The process of a reward worker: runs user code on its main thread, so that signals, and time-outs made of them, work.
+
+    python worker_process.py FD
+
+Started as a file of its own and not by importing the user's script, which often has no ``__main__`` guard. Imports
+nothing of Colograd. Messages on the socket FD are pickles:
+
+    from the parent   (sys.path, functions), then (index, state or None, keywords, is a reward) per call; state: a
+                      pickle to keep, given to reward functions only
+    to the parent     None or what went wrong while loading, then (kind, value, seconds, logged) per call
+
+``kind`` is ``value`` (what the function returned) or ``raised`` (type and text of the exception, its traceback).
+``logged`` is what the function gave to ``log_extra`` and ``log_metric``; nothing of a call that raised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class CallLog:
+    """What a function logs during one call: `extra` and `metric` are its ``log_extra`` and ``log_metric``."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {}  # values of each column of the completions table
+        self.metrics: dict[str, list[float]] = {}  # values of each metric
+
+    def extra(self, column: str, values: Any) -> None:
+        """Add values to a column: over all of a call, one per completion."""
+        _check_name("log_extra", "column", column)
+        values = _plain(values)
+        if not isinstance(values, (list, tuple)):
+            raise TypeError(
+                f"log_extra({column!r}, ...) got {values!r:.60} ({type(values).__name__}), but takes a list with one "
+                "value per completion."
+            )
+        self.columns.setdefault(column, []).extend(map(_plain, values))
+
+    def metric(self, name: str, value: Any) -> None:
+        """Add a number to a metric: its mean is reported."""
+        _check_name("log_metric", "metric", name)
+        value = _plain(value)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise TypeError(
+                f"log_metric({name!r}, ...) got {value!r:.60} ({type(value).__name__}), but takes a finite number: "
+                "leave the call out where there is none."
+            )
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def content(self) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
+        return self.columns, self.metrics
+
+
+def _check_name(function: str, kind: str, name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{function}({name!r:.60}, ...): the {kind}'s name must be a text that isn't empty.")
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as lists or numbers: they travel without what they are made by."""
+    if hasattr(value, "detach"):
+        value = value.detach()
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def main(descriptor: int) -> None:
+    """Serve calls until the parent closes the socket."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
+    connection = Connection(descriptor)
+    try:
+        path, functions = pickle.loads(connection.recv_bytes())
+        sys.path[:] = path
+        called = [pickle.loads(function) for function in functions]
+        connection.send_bytes(pickle.dumps(None))
+    except BaseException as error:
+        connection.send_bytes(pickle.dumps(_text(error)))
+        return
+    state: Any = None
+    while True:
+        try:
+            index, new_state, keywords, is_reward = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if new_state is not None:
+            state = pickle.loads(new_state)
+        connection.send_bytes(_call(called[index], keywords, state, is_reward))
+
+
+def _call(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool) -> bytes:
+    log = CallLog()
+    given_here = {"trainer_state": state, "log_extra": log.extra, "log_metric": log.metric} if is_reward else {}
+    keywords |= {name: value for name, value in given_here.items() if name in keywords}
+    started = time.perf_counter()
+    try:
+        value = function(**keywords)
+        value = _plain(value) if is_reward else value
+    except (Exception, SystemExit) as error:
+        return pickle.dumps(("raised", _text(error), time.perf_counter() - started, ({}, {})))
+    seconds = time.perf_counter() - started
+    try:
+        return pickle.dumps(("value", value, seconds, log.content()))
+    except Exception as error:  # its objects may raise anything
+        line = f"{type(error).__name__}: {error} (in what it returned or logged)"
+        return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
+
+
+def _text(error: BaseException) -> tuple[str, str]:
+    """The exception in a line, and its traceback from the user's own frames on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this process when the trainer dies, even in the middle of a user's endless loop."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
+    try:
+        ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # threads that user code left behind don't keep it

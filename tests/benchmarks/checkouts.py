@@ -1,0 +1,157 @@
+"""Same seeds, same numbers: two checkouts of the repository train alike, and how many processor seconds each takes.
+
+    python tests/benchmarks/checkouts.py BEFORE AFTER [--repeats 2] [--steps 3] [--only PART] [--out F.json]
+
+Each run is a process of its own with PYTHONPATH set to the checkout, in turns (before, after, before ...):
+
+- `recorded`: a tiny random model is trained in float32 on made-up rollouts, with several settings of the loss;
+- `quickstart`: the first steps of the quickstart's recipe through the real engine, in float32.
+
+Prints Markdown tables. Exit status 1 if a loss (bit for bit), a sampled completion or a trained weight differs between
+the checkouts, or between repeats of one. Seconds are of the quickstart and fail nothing: the start-up lasts from the
+process's start until the trainer is built; a step lasts from the end of the one before. The first step warms up and is
+apart. Medians; where caches are cold (compiled bytecode), the first process pays for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from figures import machine, table, write
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = ROOT / "tests" / "scripts" / "checkout_run.py"
+RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
+MODEL = Path("models") / "SmolLM2-135M-Instruct"
+PARTS = ("recorded", "quickstart")
+# Not `colograd.process`'s: nothing of the package is imported here, so that its state can't decide who is compared.
+INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+Answer = dict[str, Any]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="checkouts.py", description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path, metavar="BEFORE", help="folder of a checkout")
+    parser.add_argument("after", type=Path, metavar="AFTER", help="folder of another; or of the same")
+    parser.add_argument("--repeats", type=int, default=2, help="processes of each part and checkout (2)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of the quickstart with the warm-up (3)")
+    parser.add_argument("--model", type=Path, help=f"the quickstart's folder; default: this checkout's {MODEL}")
+    parser.add_argument("--only", choices=PARTS, help="one of the two parts; default: both")
+    parser.add_argument("--out", type=Path, metavar="F.json", help="write all answers as JSON")
+    options = parser.parse_args(argv)
+    options.model = (options.model or ROOT / MODEL).resolve()
+    options.before, options.after = options.before.resolve(), options.after.resolve()
+    for checkout in (options.before, options.after):
+        if not (checkout / "colograd" / "__init__.py").is_file():
+            parser.error(f"{checkout} has no colograd/__init__.py: give the root of a checkout")
+    if options.repeats < 1:
+        parser.error(f"--repeats is {options.repeats}, but must be at least 1")
+    if options.steps < 2:
+        parser.error(f"--steps is {options.steps}, but the first only warms up: at least 2")
+    if options.only != "recorded" and not options.model.is_dir():
+        parser.error(f"there is no model folder {options.model}: make model")
+    return options
+
+
+def run(part: str, checkout: Path, options: argparse.Namespace) -> Answer:
+    """One part with one checkout, in a process of its own."""
+    kept = {name: value for name, value in os.environ.items() if name not in (*INHERITED, "COLOGRAD_SINGLE_PROCESS")}
+    job = {"part": part, "checkout": checkout, "recipe": RECIPE, "model": options.model, "steps": options.steps}
+    with tempfile.TemporaryDirectory(prefix="colograd-checkouts-") as folder:
+        given, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
+        given.write_text(json.dumps(job | {"started": time.time()}, default=str))
+        command = [sys.executable, CHILD, given, answer]
+        environment = kept | {"PYTHONPATH": str(checkout)}
+        done = subprocess.run(
+            command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{part} with {checkout} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+        return json.loads(answer.read_text())  # type: ignore[no-any-return]
+
+
+def differences(answers: Mapping[str, Sequence[Answer]]) -> Iterator[tuple[str, str, str]]:
+    """What isn't as in the first process of the first side: the run, the kind of number, and the two in words."""
+    first = next(iter(answers.values()))[0]["runs"]
+    for side, repeats in answers.items():
+        for number, answer in enumerate(repeats, start=1):
+            for name, run in answer["runs"].items():
+                for kind, expected in first[name].items():
+                    if run[kind] != expected:
+                        yield name, kind, f"{name}, {side} {number}: {_first_difference(kind, run[kind], expected)}"
+
+
+def _first_difference(kind: str, found: Any, expected: Any) -> str:
+    if isinstance(found, str):
+        return f"{kind} {found[:12]}, expected {expected[:12]}"
+    if len(found) != len(expected):
+        return f"{len(found)} {kind}, expected {len(expected)}"
+    index = next(i for i, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
+    numbers = (float.fromhex(x[index]) if kind == "losses" else x[index][:12] for x in (found, expected))
+    return f"{kind} from number {index + 1} on: {', expected '.join(f'{x}' for x in numbers)}"
+
+
+def numbers_table(answers: Mapping[str, Sequence[Answer]], differing: set[tuple[str, str]]) -> str:
+    """A row per run: what is the same in all processes."""
+    rows = []
+    for name, run in next(iter(answers.values()))[0]["runs"].items():
+        same = ["**differ**" if (name, kind) in differing else "same" for kind in ("losses", "completions", "weights")]
+        last = float.fromhex(run["losses"][-1])
+        rows.append([name, str(len(run["losses"])), *same, f"{last:.9g}", f"`{run['weights'][:12]}`"])
+    return table(["Run", "Steps", "Losses", "Completions", "Weights", "Last loss", "SHA-256 of the weights"], rows)
+
+
+def medians(answers: Sequence[Answer]) -> dict[str, float]:
+    """Seconds of one side's quickstart, by what they are of."""
+    found = {}
+    for clock in ("processor", "wall"):
+        spans = {
+            "start-up": [answer["start"][clock] for answer in answers],
+            "first step": [answer["steps"][0][clock] for answer in answers],
+            "step": [step[clock] for answer in answers for step in answer["steps"][1:]],
+        }
+        found |= {f"{span}, {clock} s": statistics.median(values) for span, values in spans.items()}
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print; the exit status."""
+    options = parse(argv)
+    sides = {"before": options.before, "after": options.after}
+    print(f"{options.repeats} process(es) of each checkout and part, on {machine()}")
+    everything: dict[str, Any] = {}
+    failures: list[str] = []
+    for part in [options.only] if options.only else PARTS:
+        answers: dict[str, list[Answer]] = {side: [] for side in sides}
+        for _ in range(options.repeats):
+            for side, checkout in sides.items():
+                answers[side].append(run(part, checkout, options))
+        found = list(differences(answers))
+        failures += [text for *_, text in found]
+        everything[part] = {"answers": answers}
+        print("", f"{part}:", "", numbers_table(answers, {(name, kind) for name, kind, _ in found}), sep="\n")
+        if part == "quickstart":
+            before, after = (medians(answers[side]) for side in sides)
+            ratio = {name: after[name] / before[name] for name in before}
+            rows = [[name, f"{before[name]:.2f}", f"{after[name]:.2f}", f"{ratio[name]:.3f}"] for name in before]
+            print("", table(["Median", "before", "after", "after / before"], rows), sep="\n")
+            everything[part] |= {"before": before, "after": after, "ratio": ratio}
+    print("", *(f"- {failure}" for failure in failures), sep="\n")
+    print(f"checkouts: {'not the same: ' + str(len(failures)) + ' differences' if failures else 'the same numbers'}")
+    given = {"repeats": options.repeats, "steps": options.steps, "model": options.model.name, "machine": machine()}
+    write(options.out, {"settings": given, "differences": failures, **everything})
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Train with the package on PYTHONPATH and write down what came out. Started by tests/benchmarks/checkouts.py.
+
+    python checkout_run.py JOB.json ANSWER.json
+
+It must run with any version of the package, so it takes nothing but `GRPOTrainer` and `GRPOConfig` from it, nor
+anything from tests/tiny.py, which follows the package: the tiny model and its task are made here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import colograd  # before torch, which reads the number of threads that it sets
+
+JOB = json.loads(Path(sys.argv[1]).read_text())
+if not Path(colograd.__file__).is_relative_to(JOB["checkout"]):
+    sys.exit(f"colograd was imported from {colograd.__file__}, but must come from {JOB['checkout']}.")
+
+import peft  # noqa: E402
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+
+from colograd import GRPOConfig, GRPOTrainer  # noqa: E402
+
+LONGEST = 12  # tokens of a recorded completion
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TINY: dict[str, Any] = {
+    "model_init_kwargs": {"dtype": "float32"},
+    "bf16": False,
+    "num_generations": 4,
+    "prompts_per_step": 4,
+    "max_completion_length": LONGEST,
+    "vllm_max_model_length": 64,
+    "learning_rate": 1e-3,
+    "max_steps": 4,
+    "gradient_checkpointing": False,
+    "seed": 7,
+}
+SEVERAL = {"max_tokens_per_microbatch": 64}  # so that a step has several micro-batches
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "iterations": {"num_iterations": 2},
+    "reference": {"beta": 0.04, "loss_type": "grpo", "scale_rewards": "batch"},
+    "sequences": {
+        "importance_sampling_level": "sequence",
+        "num_iterations": 2,
+        "loss_type": "grpo",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "entropy": {"steps_per_generation": 2, "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+    "entropy, micro-batches": {"steps_per_generation": 2, "top_entropy_quantile": 0.5, "entropy_coef": 0.01, **SEVERAL},
+    "micro-batches": SEVERAL,
+    "LoRA": {"peft_config": {"r": 4, "target_modules": "all-linear"}},
+}
+
+
+class Recording(GRPOTrainer):
+    """Keeps each step's loss and each round's completions."""
+
+    def __init__(self, **given: Any) -> None:
+        self.losses: list[str] = []
+        self.completions: list[dict[int, list[list[int]]]] = []  # of each round, by the position of the prompt
+        super().__init__(**given)
+
+    def generate(self, prompts: Any) -> Iterator[Any]:
+        round_: dict[int, list[list[int]]] = {}
+        self.completions.append(round_)
+        for group in super().generate(prompts):
+            round_[group.position] = [[int(token) for token in rollout.completion_ids] for rollout in group.rollouts]
+            yield group
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss.double().item().hex())
+        return loss
+
+    def numbers(self) -> dict[str, Any]:
+        """What the same seeds must give again: losses, SHA-256 of each round's completions and of the weights."""
+        weights = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            if parameter.requires_grad:
+                weights.update(name.encode())
+                weights.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        rounds = [json.dumps(sorted(round_.items())).encode() for round_ in self.completions]
+        return {
+            "losses": self.losses,
+            "completions": [hashlib.sha256(round_).hexdigest() for round_ in rounds],
+            "weights": weights.hexdigest(),
+        }
+
+
+class Clock(TrainerCallback):
+    """Seconds of each step, from the end of the one before: transformers samples before it calls on_step_begin."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[float, float]] = []  # processor and wall-clock seconds
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.readings = [(time.process_time(), time.perf_counter())]
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.readings.append((time.process_time(), time.perf_counter()))
+
+    def steps(self) -> list[dict[str, float]]:
+        pairs = zip(self.readings, self.readings[1:], strict=False)
+        return [{"processor": end[0] - start[0], "wall": end[1] - start[1]} for start, end in pairs]
+
+
+def trained(trainer: Recording) -> dict[str, Any]:
+    """The numbers of a whole run."""
+    trainer.train()
+    found = trainer.numbers()
+    trainer.close()
+    return found
+
+
+def settings(folder: str, **changes: Any) -> GRPOConfig:
+    """Of a run that writes nothing but into ``folder``, if there."""
+    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    return GRPOConfig(**({"output_dir": folder, "log_completions": False} | changes | quiet))
+
+
+def make_model(folder: Path) -> str:
+    """Save a random Llama of two layers with a tokenizer of bytes; as tests/tiny.py does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>", "<pad>"]
+    plain = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", pad_token="<pad>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends, max_position_embeddings=256))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.dim() == 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """A rollout_func whose answer depends on the prompt, its occurrence and the step alone."""
+    step, tokenizer = trainer.state.global_step, trainer.processing_class
+    answer: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    seen: dict[str, int] = {}
+    for prompt in prompts:
+        text = prompt[0]["content"]
+        seen[text] = seen.get(text, 0) + 1
+        draw = random.Random(f"{text} {seen[text]} {step}")
+        ids = [draw.randrange(256) for _ in range(draw.randint(1, LONGEST))]
+        if len(ids) < LONGEST:
+            ids[-1] = tokenizer.eos_token_id
+        rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        answer["prompt_ids"].append(tokenizer(rendered)["input_ids"])
+        answer["completion_ids"].append(ids)
+        answer["logprobs"].append([-5.5 + 0.2 * draw.random() for _ in ids])
+    return answer
+
+
+def bytes_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that differs between random completions."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(ord(char) % 7 for char in text) / (6 * max(len(text), 1)) for text in texts]
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """Every case on made-up rollouts."""
+    model = make_model(folder / "tiny")
+    asked = [[{"role": "user", "content": f"{'count ' * (i % 3)}{i}"}] for i in range(16)]
+    found = {}
+    for name, changes in CASES.items():
+        adapter = changes.get("peft_config")
+        given = TINY | {key: value for key, value in changes.items() if key != "peft_config"}
+        found[name] = trained(
+            Recording(
+                model=model,
+                reward_funcs=[bytes_reward],
+                args=settings(str(folder / "run"), **given),
+                train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in asked]),
+                peft_config=peft.LoraConfig(**adapter) if adapter else None,
+                rollout_func=rollouts,
+            )
+        )
+    return {"runs": found}
+
+
+def quickstart(folder: Path) -> dict[str, Any]:
+    """The recipe's first steps through the engine, and their seconds."""
+    recipe = yaml.safe_load(Path(JOB["recipe"]).read_text())
+    # The task is code of the package, and the package's own recipe knows where in it.
+    own = yaml.safe_load((Path(JOB["checkout"]) / "recipes" / Path(JOB["recipe"]).name).read_text())
+    module, _, function = own["dataset_name"].partition(":")
+    elsewhere = ("model_name_or_path", "dataset_name", "reward_funcs", "output_dir", "resume_from_checkpoint")
+    given = {name: value for name, value in recipe.items() if name not in elsewhere}
+    given |= {"max_steps": JOB["steps"], "log_completions": False, "model_init_kwargs": {"dtype": "float32"}}
+    trainer = Recording(
+        model=JOB["model"],
+        reward_funcs=own["reward_funcs"],
+        args=settings(str(folder / "run"), **(given | {"bf16": False})),
+        train_dataset=getattr(importlib.import_module(module), function)(),
+    )
+    start = {"processor": time.process_time(), "wall": time.time() - JOB["started"]}
+    clock = Clock()
+    trainer.add_callback(clock)
+    return {"runs": {"quickstart": trained(trainer)}, "start": start, "steps": clock.steps()}
+
+
+if __name__ == "__main__":
+    part = {"recorded": recorded, "quickstart": quickstart}[JOB["part"]]
+    Path(sys.argv[2]).write_text(json.dumps(part(Path(sys.argv[1]).parent)))

@@ -1,0 +1,26 @@
+"""The layout of ranks: the example of its docstring, and that groups divide the world."""
+
+from __future__ import annotations
+
+import pytest
+
+from colograd.parallel.layout import RankLayout
+
+
+def test_the_example_of_the_docstring() -> None:
+    ranks = [RankLayout(rank, 8, ranks_per_engine=2, ranks_per_node=4) for rank in range(8)]
+    assert [layout.data_rank for layout in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {layout.data_size for layout in ranks} == {4}
+    assert [layout.engine_place for layout in ranks] == [0, 1] * 4
+    assert [layout.engine_group for layout in ranks][2:4] == [(2, 3), (2, 3)]
+    assert {layout.shard_group for layout in ranks} == {(0, 2, 4, 6), (1, 3, 5, 7)}
+    assert [layout.node for layout in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.is_main for layout in ranks] == [True] + [False] * 7
+
+
+@pytest.mark.parametrize(("world", "engine"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_engines_and_shards_divide_the_ranks(world: int, engine: int) -> None:
+    ranks = [RankLayout(rank, world, ranks_per_engine=engine) for rank in range(world)]
+    for groups in ({layout.engine_group for layout in ranks}, {layout.shard_group for layout in ranks}):
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+    assert all(layout.rank in layout.engine_group and layout.rank in layout.shard_group for layout in ranks)
