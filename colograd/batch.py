@@ -1,15 +1,21 @@
 """The types that data has on its way from a prompt to an optimizer step. Imports torch only.
 
-    prompts -> Rollout -> Group -> ScoredGroup -> StepBatch[MicroBatch ...] -> LossOutput
+    Prompt -> Rollout -> Group -> ScoredGroup -> StepBatch[MicroBatch ...] -> LossOutput
 
-One type per stage; a field is there from the start or belongs to a later type. Shape letters: P prompt tokens, C
+One frozen type per stage; a field is there from the start or belongs to a later type. Shape letters: P prompt tokens, C
 completion tokens, G completions of a group, R reward functions, T tokens of a packed row, N predicted completion tokens
 of a micro-batch, S segments of a packed row, M micro-batches of a step.
+
+Each type shows the same group: the prompt "2 + 2 =" is the tokens 11 12 13, and its two completions are "4" (21, then
+the end token 2) and "I say 5" (22 23 24 2). The only reward function gives them 1 and 0.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import hashlib
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,23 +35,75 @@ class FinishReason(str, enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt in the queue: the dataset's row, its tokens, and its place in the stream of prompts.
+class ModelInput:
+    """All that the model reads before it writes. Tokens now; images will be a further field.
+
+    Completions share a prompt in a packed row exactly where their inputs are equal.
+
+        ModelInput(ids=(11, 12, 13))
+    """
+
+    ids: tuple[int, ...]  # [P]
+
+    def __len__(self) -> int:
+        """P: the tokens."""
+        return len(self.ids)
+
+    @property
+    def key(self) -> str:
+        """A digest of all that is read: the same in every process, and in each epoch of a run."""
+        return hashlib.blake2b(array("q", self.ids).tobytes(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutId:
+    """Which completion of the run it is. Two completions of equal tokens have two identities."""
+
+    position: int  # of its prompt in the stream of prompts
+    index: int  # in its group
+
+
+class _Asked:
+    """A prompt, or what answers one: it has an ``input``."""
+
+    __slots__ = ()
+    input: ModelInput
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.input, ModelInput):  # plain ids, as users write them
+            object.__setattr__(self, "input", ModelInput(tuple(self.input)))
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """[P]"""
+        return self.input.ids
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt(_Asked):
+    """A prompt in the queue: the dataset's row, what the model reads of it, and its place in the stream of prompts.
 
     ``position`` counts prompts over the whole run and all ranks, so a request's seed depends on neither the number of
     ranks nor the batch it falls into.
+
+        Prompt({"prompt": "2 + 2 =", "answer": "4"}, ModelInput((11, 12, 13)), position=0)
     """
 
     example: dict[str, Any]
-    prompt_ids: tuple[int, ...]  # [P]
+    input: ModelInput  # or [P] ids, which become one
     position: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One completion, with what the sampler knew of it."""
+class Rollout(_Asked):
+    """One completion, with what the sampler knew of it.
 
-    prompt_ids: tuple[int, ...]  # [P]
+    input.ids         11 12 13
+    completion_ids              22   23   24    2
+    sampler_logprobs          -1.2 -0.3 -0.9 -0.1    log-probability of each token given all before it
+    """
+
+    input: ModelInput  # or [P] ids, which become one
     completion_ids: tuple[int, ...]  # [C] as sampled, never re-tokenised
     sampler_logprobs: torch.Tensor  # [C] float32, nats, of the sampled token at the sampling temperature
     sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
@@ -57,16 +115,25 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G completions of one prompt. All are sampled and scored on one rank; another may train them."""
+    """The G completions of one prompt. All are sampled and scored on one rank; another may train them.
+
+    rollouts       21 2 | 22 23 24 2
+    rollout_ids    (0, 0), (0, 1)      the first prompt's two completions
+    """
 
     example: dict[str, Any]
     rollouts: tuple[Rollout, ...]  # [G]
     position: int  # of the prompt in the stream
 
+    @property
+    def rollout_ids(self) -> tuple[RolloutId, ...]:
+        """[G]"""
+        return tuple(RolloutId(self.position, index) for index in range(len(self.rollouts)))
+
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What reward functions said of a group beside its rewards."""
+    """What reward functions logged of a group beside its rewards."""
 
     columns: dict[str, tuple[Any, ...]]  # [G] values of each further column of the completions table
     metrics: dict[str, tuple[float, int]]  # sum and number of the values of each
@@ -74,23 +141,30 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group with its rewards and advantages."""
+    """A group with its rewards and advantages.
+
+    rewards       [[1.0], [0.0]]
+    advantages    [0.71, -0.71]     or one per token: 2 + 4 of them
+    """
 
     group: Group
     rewards: torch.Tensor  # [G, R] float32; NaN: that function abstained
     advantages: torch.Tensor  # [G] float32, one per completion, or [sum C] one per completion token
     logged: Logged = field(default_factory=lambda: Logged({}, {}))
 
+    def for_training(self) -> ScoredGroup:
+        """The group without what only rewards and logs read: what another rank needs to train it."""
+        rollouts = tuple(dataclasses.replace(rollout, messages=(), columns={}) for rollout in self.group.rollouts)
+        group = dataclasses.replace(self.group, example={}, rollouts=rollouts)
+        return dataclasses.replace(self, group=group, logged=Logged({}, {}))
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
     """Which tokens of a packed row see which: each segment sees itself (causally) and the earlier segments it names.
 
-    Example: one prompt of 3 tokens with two completions of 2 and 4 tokens that share it:
-
-        lengths = (3, 2, 4)    sees = ((), (0,), (0,))
-        row:      p p p | a a | b b b b
-        position: 0 1 2   3 4   3 4 5 6
+    row      11 12 13 | 21  2 | 22 23 24  2
+    lengths = (3, 2, 4)    sees = ((), (0,), (0,)): both completions see the prompt
     """
 
     lengths: tuple[int, ...]  # [S] tokens, in the order of the row
@@ -117,10 +191,26 @@ class SegmentLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class StepEntropy:
+    """What the entropy's terms must know of the whole step (see `losses.entropy`)."""
+
+    coefficient: float = 0.0  # of the bonus, in this step
+    denominator: float = 1.0  # the step's, by which the trainer will divide the sum
+    threshold: float | None = None  # of the top-entropy quantile, nats; None: the micro-batch is the whole step
+    tokens: float | None = None  # that the bonus is a mean over; None: likewise
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """What one forward and backward sees: one packed row without padding.
 
     The [N] tensors are aligned with each other: one entry per completion token that the row predicts.
+
+        input_ids       11 12 13 | 21  2 | 22 23 24  2
+        position_ids     0  1  2 |  3  4 |  3  4  5  6
+        predictors       2  3 |  2  5  6  7                the places whose hidden states predict ...
+        labels          21  2 | 22 23 24  2                ... these tokens
+        sequence         0  0 |  1  1  1  1                of the completions rollouts = (0, 0), (0, 1)
     """
 
     input_ids: torch.Tensor  # (1, T) int64
@@ -134,19 +224,35 @@ class MicroBatch:
     advantages: torch.Tensor  # (N,) float32
     old_logprobs: torch.Tensor | None  # (N,) float32; None exactly when the rollouts are on-policy
     ref_logprobs: torch.Tensor | None  # (N,) float32; None exactly when beta == 0
-    num_sequences: int  # completions in this row
+    rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
+    step_entropy: StepEntropy = StepEntropy()
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions in this row."""
+        return len(self.rollouts)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One optimizer step's work on this rank, with the step's global denominators."""
+    """One optimizer step's work on this rank, with the step's global denominators.
+
+    With the example's group alone, on one rank: num_loss_tokens = 6, num_sequences = 2.
+    """
 
     micro_batches: tuple[MicroBatch, ...]  # [M], M equal on all ranks where these must step together
     num_loss_tokens: int  # tokens in the loss, over all ranks and groups, packed or not
     num_sequences: int  # completions, likewise
     metrics: dict[str, float]  # reduced over ranks: what was known before training
-    first_of_round: bool  # whether its rollouts were sampled by the weights it trains
     groups: tuple[ScoredGroup, ...]  # what the micro-batches hold: they can be packed again under another budget
+    version: int = 0  # the optimizer step whose weights it trains
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the weights that it trains sampled all of its rollouts."""
+        return all(
+            rollout.policy_version == self.version for scored in self.groups for rollout in scored.group.rollouts
+        )
 
 
 @dataclass(frozen=True, slots=True)

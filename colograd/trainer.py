@@ -1,8 +1,13 @@
-"""`GRPOTrainer`: the conductor. Where every token goes, in the order of a run:
+"""`GRPOTrainer`: the conductor. One round, and each optimizer step of it:
+
+    prompts --> publish --> generate --> score --> compute_advantages --> scale --> balance --> pack
+                   ^        the engine   rewards   of each group          (over the step)         |
+                   |                                                                              v
+                   +---- optimizer <-- clip <-- sum_gradients <-- backward <-- compute_loss <-- row by row
 
     get_train_dataloader   prompts, one item per optimizer step
-    get_batch_samples      publish the weights, then collect: generate -> score -> advantages -> pack
-    training_step          forward and backward of each micro-batch, one exchange of gradients
+    get_batch_samples      at a round's start: collect it, the upper row; then hand out its steps one by one
+    training_step          the lower row, up to the summed gradient
     (transformers.Trainer) clip, optimizer, scheduler, log, evaluate, save
 
 To change one stage, override `generate`, `score`, `compute_advantages` or `compute_loss`.
@@ -11,7 +16,6 @@ To change one stage, override `generate`, `score`, `compute_advantages` or `comp
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -20,34 +24,38 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from .batch import Group, Logged, LossOutput, MicroBatch, Prompt, StepBatch
+from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
-from .config.check import check_trainer
+from .config.check import advice, check_trainer
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.sampling import Sampling, check_sampling
 from .engine.vllm_engine import check_vllm
 from .losses.advantages import Estimator
-from .losses.entropy import EntropyController, of_step
+from .losses.entropy import EntropyController, with_step_entropy
 from .losses.objective import Objective
-from .memory import token_budget as budget
-from .parallel.gradients import set_zero_gradient, sum_gradients
-from .parallel.ranks import together, world_size
+from .memory import token_budget
+from .parallel.gradients import sum_gradients, zero_gradients
+from .parallel.ranks import together
 from .policy.loading import load_policy
 from .policy.logprobs import policy_logprobs, with_old_logprobs
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
-from .rollout.rounds import collect, unjudged
-from .rollout.stage_checks import checked_loss, checked_rewards
+from .rollout.rounds import DrawnStep, draw, roll_out, scale, unjudged
+from .rollout.stage_checks import checked_advantages, checked_rewards
+from .rollout.stages import Stages
+from .rollout.statistics import RolloutStatistics, share_counts
 from .rollout.tool_format import with_messages
-from .training import evaluation
 from .training.adamw_split import accumulate_in_float32, optimizer_class
-from .training.assembly import build_sampler
+from .training.assembly import assemble, dropped_prompts, rollout_source
+from .training.evaluation import evaluation_metrics
+from .training.loss_pass import loss_pass
+from .training.step_batches import packing_rules, schedule, step_batch
 from .training.task import (
-    begin,
     eval_prompts_of,
     loader_of,
+    prepared_config,
     rewards_of,
     rollout_func_of,
     tool_format_of,
@@ -57,6 +65,8 @@ from .training.task import (
 from .training.transformers_seam import PackedTrainer
 from .training.trl_names import TRLNames
 from .weights import check_choice
+
+EVALUATION_TOKENS = 4096  # of a micro-batch in an evaluation's forward where a GPU's room hasn't been measured yet
 
 
 class GRPOTrainer(TRLNames, PackedTrainer):
@@ -101,7 +111,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        args = begin(args, model)
+        args = prepared_config(args, model)
         with together("the start"):
             check_trainer(args, quantization_config=quantization_config)
             check_vllm()
@@ -132,18 +142,26 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         )
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
+        self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = CompletionLog(args, [r.name for r in self.rewards]) if args.log_completions else None
+        self.completion_log = CompletionLog(args, self._reward_names) if args.log_completions else None
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
-        self.rules = budget.rules_for(args, self.policy, self.loss)  # the token budget in it may change
-        sampler = build_sampler(self, self.scorer.notes, form, rollout_func)
-        self.engine, self.weights, self.writer = sampler.engine, sampler.weights, sampler.writer
-        self.residency, self.memory = sampler.residency, sampler.memory
-        self.reference = sampler.reference  # of the KL term; None where beta is 0
+        self.rules = packing_rules(args, self.policy, self.loss)  # the token budget in it may change
+        started = time.perf_counter()
+        evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
+        prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
+        built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
+        self.engine, self.weights, self.residency = built.engine, built.weights, built.residency
+        self.memory, self.reference = built.memory, built.reference
+        self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
+        lines = [*args.notes, *advice(args), *built.describe(), *self.scorer.notes]
+        lines += [*(self.tools.notes if self.tools else []), *self.policy.describe(args, self.rules.max_tokens)]
+        for line in (*lines, *dropped_prompts(prompts), f"ready in {time.perf_counter() - started:.0f} s"):
+            self.console.say(line)
 
     # -- stages: a subclass replaces any of these
 
@@ -159,7 +177,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if len(prompts) * sampling.n > self.engine.max_sequences:
             prompts = self.lengths.longest_first(prompts)
         asked = {prompt.position: prompt for prompt in prompts}
-        for group in self.writer.generate(prompts, sampling, version=version, seed=seed, purpose=purpose):
+        for group in self.source.generate(prompts, sampling, version=version, seed=seed, purpose=purpose):
             self.lengths.add(asked[group.position], group)
             bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
             yield group
@@ -168,34 +186,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def score(self, group: Group) -> torch.Tensor:
         """Rewards [G, R] float32 of one group, NaN where a function abstains. Override for rewards of your own."""
         return self._submit([group]).result()
-
-    def begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
-        """Begin to score groups while the engine goes on decoding; the result is [completions, R]."""
-        if type(self).score is not GRPOTrainer.score:
-            functions = len(self.rewards)
-            return Ready(torch.cat([checked_rewards(self.score(group), group, functions) for group in groups]))
-        return self._submit(groups)
-
-    def _submit(self, groups: Sequence[Group]) -> Scoring:
-        read = [with_messages(group, self.processing_class) for group in groups]
-        return self.scorer.submit(read, [self.decode(group) for group in groups], self.state)
-
-    def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
-        """Further prompts for the present round, after ``drawn`` others (dynamic sampling)."""
-        assert isinstance(self.train_prompts, PromptDataset), "a streamed dataset was refused with dynamic_sampling"
-        return extra_prompts(self.train_prompts, self.args, self.state.global_step, drawn, count)
-
-    def take_counts(self) -> dict[str, float]:
-        """Sums for the metrics of the rollouts since the last call."""
-        return self.scorer.take_counts() | (self.tools.take_counts() if self.tools else {})
-
-    def take_logged(self, group: Group) -> Logged:
-        """What the reward functions logged of a group, besides its rewards."""
-        return self.scorer.take_logged(group.position)
-
-    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        """[G, R] rewards -> [G] weighted sums."""
-        return weighted_sum(rewards, self.estimator.weights)
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others.
@@ -206,15 +196,48 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
-        logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, self.loss.entropy_gradient)
+        entropy_gradient = self.loss.needs_entropy_gradient(micro_batch)
+        logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, entropy_gradient)
         return self.loss(logprobs, entropy, micro_batch)
+
+    # -- what stages are made of
+
+    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
+        """[G, R] rewards -> [G] weighted sums."""
+        return weighted_sum(rewards, self.estimator.weights)
 
     def decode(self, group: Group) -> list[str]:
         """The completions' texts, for rewards and logs."""
         ids = [list(rollout.completion_ids) for rollout in group.rollouts]
         return self.processing_class.batch_decode(ids, skip_special_tokens=True)
 
-    # -- the seam to transformers.Trainer
+    def _stages(self) -> Stages:
+        """The stages from prompts to scored groups, as training and `evaluate` take them."""
+        return Stages(self.generate, self._begin_score, self._judge)
+
+    def _begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
+        """Begin to score groups while the engine goes on decoding; the result is [completions, R]."""
+        if type(self).score is not GRPOTrainer.score:
+            functions = len(self.rewards)
+            return Ready(torch.cat([checked_rewards(self.score(group), group, functions) for group in groups]))
+        return self._submit(groups)
+
+    def _submit(self, groups: Sequence[Group]) -> Scoring:
+        read = [with_messages(group, self.processing_class) for group in groups]
+        return self.scorer.submit(read, [self.decode(group) for group in groups], self.state)
+
+    def _judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
+        """The group with its rewards, its advantages, and what the reward functions logged of it."""
+        advantages = torch.zeros(len(group.rollouts))
+        if not self.evaluating or self.args.loss_eval:
+            advantages = checked_advantages(self.compute_advantages(group, rewards), group)
+        return ScoredGroup(group, rewards, advantages, self.scorer.take_logged(group.position))
+
+    def _take_counts(self) -> dict[str, float]:
+        """Sums of rewards and tools since the last call."""
+        return self.scorer.take_counts() | (self.tools.take_counts() if self.tools else {})
+
+    # -- a round: prompts -> optimizer steps
 
     def get_train_dataloader(self) -> PromptLoader | StreamLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
@@ -234,74 +257,72 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self._round = self._collect(items[: self.args.steps_per_generation])
         return [self._round.pop(0)], None
 
-    def _collect(self, steps: list[list[Prompt]]) -> list[StepBatch]:
-        args: GRPOConfig = self.args
+    def _collect(self, prompts: list[list[Prompt]]) -> list[StepBatch]:
+        """The prompts of a round's steps -> the steps, in the order in which they are trained."""
         self.publish()
         if not self.rules.max_tokens:
             self._measure_budget()
-        names = [reward.name for reward in self.rewards]
-        with self.residency.sampling(self.optimizer):
-            rounds = args.dynamic_sampling_max_rounds * args.dynamic_sampling
-            one_call, scores = args.reward_call == "all", self.estimator.step_scores
-            batches, groups = collect(self, steps, self.rules, names, self.times, one_call, rounds, scores)
-        if not self._told_unjudged and (line := unjudged(groups)):
+        drawn = scale(self._draw(prompts), self.estimator)
+        self._log_completions(drawn)
+        with together("the statistics"):
+            statistics = [self._statistics(step.sampled) for step in drawn]
+            share_counts(self._take_counts(), statistics)
+            if self.args.dynamic_sampling:
+                statistics[0].counts["dynamic_sampling/prompts"] += sum(len(step.sampled) for step in drawn)
+                statistics[0].counts["dynamic_sampling/groups"] += sum(len(step.kept) for step in drawn)
+        steps = [self._pack(step, found) for step, found in zip(drawn, statistics, strict=True)]
+        self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
+        return self._schedule(steps)
+
+    def _draw(self, prompts: list[list[Prompt]]) -> list[DrawnStep]:
+        """Generate, score, compute advantages."""
+        args: GRPOConfig = self.args
+
+        def more_prompts(drawn: int, count: int) -> list[Prompt]:
+            assert isinstance(self.train_prompts, PromptDataset), "a streamed one was refused with dynamic_sampling"
+            return extra_prompts(self.train_prompts, args, self.state.global_step, drawn, count)
+
+        rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
+        with self.residency.sampling(self.optimizer), together("the rollout"):
+            return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
+
+    def _statistics(self, groups: Sequence[ScoredGroup]) -> RolloutStatistics:
+        return RolloutStatistics.of(groups, self.combine, self.rules.mask_truncated)
+
+    def _pack(self, step: DrawnStep, statistics: RolloutStatistics) -> StepBatch:
+        """Balance and pack."""
+        return step_batch(step, statistics, self.rules, self._reward_names, self.times)
+
+    def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
+        if not self._told_unjudged and (line := unjudged(drawn)):
             self._told_unjudged = True  # of rank 0's, which has a console; the metric counts all
             self.console.say(line)
-        self.state.num_input_tokens_seen += int(sum(batch.metrics["train/rollout_tokens"] for batch in batches))
         if self.completion_log is not None:
             with self.times.phase("log"):
-                self.completion_log.add(groups, self.decode, self.state)
-        return self._with_logprobs(batches)
+                self.completion_log.add([step.sampled for step in drawn], self.decode, self.state)
 
-    def _with_logprobs(self, batches: list[StepBatch]) -> list[StepBatch]:
-        """A round's optimizer steps, with what other weights than the trained ones say of their tokens."""
+    def _schedule(self, steps: list[StepBatch]) -> list[StepBatch]:
+        """The steps as often as they are trained, with what other weights than those say of their tokens."""
         while True:
             try:
-                return self._ask_others(batches)
+                return self._ask_others(steps)
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            batches = self._back_off(batches, reason, among=len(batches))
+            steps = self._back_off(steps, reason, among=len(steps))
 
-    def _ask_others(self, batches: list[StepBatch]) -> list[StepBatch]:
+    def _ask_others(self, steps: list[StepBatch]) -> list[StepBatch]:
         """The reference, and for the later steps of a round the weights that sampled it."""
-        args: GRPOConfig = self.args
+        temperature, autocast = self.args.temperature, self.compute_loss_context_manager
         if self.reference is not None:
-            with (
-                together("the reference's log-probabilities"),
-                self.times.phase("ref_logprobs"),
-                self.compute_loss_context_manager(),
-            ):
-                batches = with_ref_logprobs(self.reference, batches, args.temperature)
-        if args.round_length == 1:
-            return batches
-        with (
-            together("the old log-probabilities"),
-            self.times.phase("old_logprobs"),
-            self.compute_loss_context_manager(),
-        ):
-            # The first step trains on what its own weights sampled; for the later ones the policy has moved on.
-            behind = [with_old_logprobs(self.model, batch, args.temperature) for batch in batches]
-        return [batches[0], *behind[1:], *behind * (args.num_iterations - 1)]
+            with together("the reference's log-probabilities"), self.times.phase("ref_logprobs"), autocast():
+                steps = with_ref_logprobs(self.reference, steps, temperature)
 
-    def _measure_budget(self) -> None:
-        """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
-        args: GRPOConfig = self.args
+        def ask_old(step: StepBatch) -> StepBatch:
+            with self.times.phase("old_logprobs"), autocast():
+                return with_old_logprobs(self.model, step, temperature)
 
-        def loss(micro_batch: MicroBatch) -> torch.Tensor:
-            with self.compute_loss_context_manager():
-                if self.reference is not None:
-                    (micro_batch,) = fill(self.reference, [micro_batch], args.temperature)
-                return self.compute_loss(self.model, micro_batch).loss
-
-        shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
-        with self.times.phase("measure"):
-            pending = budget.optimizer_bytes(self.model, self.optimizer, args.optim)
-            tokens, size = budget.measure(self.model.train(), loss, shape, self.rules, pending)
-        self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
-        self.memory = self.memory.with_measured(tokens, size)
-        self.console.say(
-            f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
-        )
+        with together("the old log-probabilities"):
+            return schedule(steps, self.state.global_step, self.args.num_iterations, ask_old)
 
     def publish(self) -> None:
         """Give the engine the policy's present weights, unless it has them."""
@@ -309,79 +330,90 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             if self.engine.version != self.state.global_step:
                 self.weights.publish(self.state.global_step)
 
+    # -- an optimizer step: forward, backward, gradients
+
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one optimizer step; leaves the summed, normalised gradient in ``.grad``."""
         model.train()
         while True:
             try:
-                self.loss = self.loss_of(inputs)
+                step = self._with_entropy(inputs)
                 with together("training"), self.times.phase("train"):
-                    metrics = self._forward_backward(model, inputs)
+                    metrics = self._loss_pass(model, step)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
             # The exception, whose traceback holds activations, is gone.
             inputs, *self._round = self._back_off([inputs, *self._round], reason)
         with self.times.phase("sync"):
+            if not step.micro_batches:
+                zero_gradients(self.model.parameters())
             sum_gradients(list(self.model.parameters()))
             reduced = metrics.reduce()
-        loss = reduced.pop("loss_sum")
+        loss = reduced.pop("loss")
         self.entropy.finish(reduced, loss)
-        self._logs.append({**inputs.metrics, **reduced})
+        self._logs.append({**step.metrics, **reduced})
         return torch.tensor(loss, device=self.args.device)
 
-    def loss_of(self, step: StepBatch) -> Objective:
-        """The objective with what it must know of the whole step. A collective."""
+    def _with_entropy(self, step: StepBatch) -> StepBatch:
+        """The step with what the objective's entropy terms must know of all of it. A collective."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.times.phase("entropies"), self.compute_loss_context_manager():
                 return policy_logprobs(self.model, row, self.args.temperature)[1]
 
-        return of_step(self.loss, step, self.entropy.applied, entropies)
+        return with_step_entropy(step, self.loss, self.entropy.applied, entropies)
 
-    def _forward_backward(self, model: torch.nn.Module, step: StepBatch) -> Metrics:
-        """Add up the gradient of this rank's micro-batches."""
-        metrics, denominator = Metrics(), self.loss.denominator(step)
-        total = torch.zeros((), device=self.args.device)
-        for index, micro_batch in enumerate(step.micro_batches):
+    def _loss_pass(self, model: torch.nn.Module, step: StepBatch, backward: bool = True) -> Metrics:
+        """This rank's micro-batches through `compute_loss`."""
+        denominator, autocast = self.loss.denominator(step), self.compute_loss_context_manager
+        return loss_pass(step, lambda row: self.compute_loss(model, row), denominator, autocast, backward)
+
+    # -- the token budget of a micro-batch
+
+    def _measure_budget(self) -> None:
+        """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
+        args: GRPOConfig = self.args
+
+        def loss(row: MicroBatch) -> torch.Tensor:
             with self.compute_loss_context_manager():
-                output = checked_loss(self.compute_loss(model, micro_batch))
-            if not math.isfinite(loss := output.loss.item()):
-                raise FloatingPointError(
-                    f"The loss of step {self.state.global_step + 1}, micro-batch {index} is {loss}: training "
-                    "stops before the weights are touched. Lower learning_rate or max_grad_norm, and look at "
-                    "the step's completions."
-                )
-            (output.loss / denominator).backward()
-            total += output.loss.detach() / denominator
-            metrics.update(output.sums, output.minima, output.maxima)
-        if not step.micro_batches:
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    set_zero_gradient(parameter)
-        metrics.add("loss_sum", total, 1.0 / world_size())
-        return metrics
+                row = dataclasses.replace(row, step_entropy=StepEntropy(coefficient=args.entropy_coef))
+                if self.reference is not None:
+                    (row,) = fill(self.reference, [row], args.temperature)
+                return self.compute_loss(self.model, row).loss
+
+        shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
+        with self.times.phase("measure"):
+            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim)
+            tokens, size = token_budget.measure(self.model.train(), loss, shape, self.rules, pending)
+        self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
+        self.memory = self.memory.with_measured(tokens, size)
+        self.console.say(
+            f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
+        )
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
-        budget.free_memory(self.model)
-        self.rules, steps = budget.back_off(self.rules, steps, reason, among)
+        token_budget.free_memory(self.model)
+        self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.console.say(
             f"memory: step {self.state.global_step + 1} ran out of it and is repeated; micro-batches have at most "
             f"{self.rules.max_tokens:,} tokens from here on"
         )
         return steps
 
-    def at_boundary(self) -> bool:
-        """Rollouts of a round aren't saved: a checkpoint in its middle couldn't go on."""
-        return not self._round
+    # -- the run: train, save, evaluate, close
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
         self._round, self._logs = [], []
-        self.take_counts()  # of a step that failed
-        self.engine.version = None  # steps are counted anew, or weights loaded: what the engine holds is of no step
+        self._take_counts()  # of a step that failed
+        self.engine.invalidate()  # steps are counted anew, or weights loaded: what the engine holds is of no step
         return super().train(*args, **kwargs)
+
+    def at_boundary(self) -> bool:
+        """Rollouts of a round aren't saved: a checkpoint in its middle couldn't go on."""
+        return not self._round
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """And, as they are needed to go on, a reference that has moved."""
@@ -420,7 +452,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
     def _evaluated(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
-        """The metrics of an evaluation."""
+        """The metrics of an evaluation of one dataset, or of several by name."""
         given = self.eval_prompts
         if isinstance(eval_dataset, str) and isinstance(given, dict):
             given = given[eval_dataset]
@@ -429,18 +461,58 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if given is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
         if not self.is_in_train:
-            self.engine.version = None  # anything may have changed the weights since the last step
+            self.engine.invalidate()  # anything may have changed the weights since the last step
         parts = given if isinstance(given, dict) else {"": given}
         metrics: dict[str, float] = {}
         self.evaluating = True
         try:
             for name, prompts in parts.items():
                 prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-                found = evaluation.evaluate(self, prompts, prefix)
+                found = self._evaluate_prompts(prompts, prefix)
                 metrics |= {f"{prefix}_{key}": value for key, value in found.items()}
         finally:
             self.evaluating = False
         return metrics
+
+    def _evaluate_prompts(self, prompts: PromptDataset, name: str) -> dict[str, float]:
+        """Every prompt once, over all ranks, by the same way as a round's. ``name`` is the completions log's."""
+        args: GRPOConfig = self.args
+        started = time.perf_counter()
+        mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
+        with self.residency.sampling(self.optimizer), together("the evaluation"):
+            self.publish()
+            groups = roll_out(mine, self._stages(), self.times, args.reward_call == "all")
+            counts = self._take_counts()
+        if self.completion_log is not None:
+            self.completion_log.add_evaluation(groups, self.decode, self.state, name)
+        metrics = evaluation_metrics(groups, counts, self._reward_names, self.combine, args)
+        if args.loss_eval:
+            metrics |= self._evaluate_loss(groups)
+        seconds = time.perf_counter() - started
+        metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
+        return metrics | {"num_tokens": float(self.state.num_input_tokens_seen)}
+
+    def _evaluate_loss(self, groups: list[ScoredGroup]) -> dict[str, float]:
+        """The loss of what was sampled, as if it were a step's, and the loss's metrics. A collective; no gradients."""
+        tokens = self.rules.max_tokens or EVALUATION_TOKENS
+        everything = {"skip_without_signal": False, "balance_ranks": False}
+        rules = dataclasses.replace(self.rules, max_tokens=tokens, **everything)
+        (drawn,) = scale([DrawnStep(tuple(groups), ())], self.estimator)
+        step = step_batch(drawn, RolloutStatistics(), rules, self._reward_names, self.times)
+        if self.reference is not None:
+            with together("the reference's log-probabilities"), self.compute_loss_context_manager():
+                (step,) = with_ref_logprobs(self.reference, [step], self.args.temperature)
+        training = self.model.training
+        self.model.eval()
+        try:
+            step = self._with_entropy(step)
+            with together("the evaluation's forward"), torch.no_grad():
+                metrics = self._loss_pass(self.model, step, backward=False)
+        finally:
+            self.model.train(training)
+        reduced = metrics.reduce()
+        self.entropy.show(reduced, reduced["loss"])
+        return reduced
 
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""

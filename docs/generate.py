@@ -107,6 +107,8 @@ GROUPS = (
     ),
 )
 
+INHERITED = "Defaults that differ from TrainingArguments (as in TRL, except `optim`)"  # GRPOConfig's own section
+
 MOVING = f"""# Coming from TRL
 
 ```python
@@ -185,7 +187,7 @@ def configuration() -> str:
         parts += [f"## {title}", note]
         for section, names in sections(group).items():
             if section:
-                parts.append(f"### {section[0].upper()}{section[1:]}")
+                parts.append(f"### {section}")
             rows = [
                 (f"`{name}`", code(annotation(group, name)), code(default(group, name)), help_of(group, name))
                 for name in names
@@ -301,15 +303,35 @@ def constant(node: ast.AST) -> str | None:
     return None
 
 
+def declaring(group: type) -> list[type]:
+    """The classes of the package that declare the group's fields: itself, and the mixins that it consists of."""
+    ours = [cls for cls in group.__mro__ if cls.__module__.split(".")[0] == "colograd"]
+    return [group, *(cls for cls in reversed(ours) if cls is not group)]
+
+
+def declared(cls: type) -> list[str]:
+    """Fields that the class itself declares, in order. `dataclasses.fields` has the inherited ones too."""
+    fields = {field.name for field in dataclasses.fields(cls) if field.init}
+    return [name for name in inspect.get_annotations(cls) if name in fields]
+
+
 def own_names(group: type) -> list[str]:
-    """Fields declared by the class itself, in order. Not `dataclasses.fields`: that has the inherited ones too."""
-    fields = {field.name for field in dataclasses.fields(group) if field.init}
-    return [name for name in inspect.get_annotations(group) if name in fields]
+    """The group's fields but for those of transformers whose defaults it leaves alone."""
+    return [name for cls in declaring(group) for name in declared(cls)]
+
+
+def sections(group: type) -> dict[str, list[str]]:
+    """Names by title: a mixin is a section, and its docstring the title. One section without a title where there is no
+    mixin."""
+    first, *mixins = declaring(group)
+    titles = {cls: (cls.__doc__ or "").splitlines()[0].rstrip(".") for cls in mixins}
+    titles[first] = INHERITED if mixins else ""
+    return {titles[cls]: declared(cls) for cls in (first, *mixins)}
 
 
 def annotation(group: type, name: str) -> str:
     """The type as it is written (transformers' argument parser replaces `Field.type`)."""
-    return str(inspect.get_annotations(group)[name])
+    return next(str(inspect.get_annotations(cls)[name]) for cls in declaring(group) if name in declared(cls))
 
 
 def field_of(group: type, name: str) -> dataclasses.Field:
@@ -322,24 +344,9 @@ def default(group: type, name: str) -> str:
 
 
 def help_of(group: type, name: str) -> str:
-    return (
-        str(field_of(group, name).metadata["help"])
-        .replace("%%", "%")
-        .replace("see docs/losses.md", "see [losses](losses.md)")
-        .replace("See docs/reference.md", "See [reference](reference.md)")
-    )
-
-
-def sections(group: type) -> dict[str, list[str]]:
-    """Names under the comments ``# -- section`` of the class; one section without a title where there are none."""
-    names, found, title = set(own_names(group)), {}, ""
-    for line in inspect.getsource(group).splitlines():
-        if match := re.match(r"    # -- (.+)", line):
-            title = match.group(1)
-        elif (match := re.match(r"    (\w+): ", line)) and match.group(1) in names:
-            found.setdefault(title, []).append(match.group(1))
-    assert sum(map(len, found.values())) == len(names), "a field was missed"
-    return found
+    """The field's help, for a page of docs/."""
+    text = str(field_of(group, name).metadata["help"]).replace("%%", "%")
+    return re.sub(r"([Ss]ee) docs/(\w+)\.md", r"\1 [\2](\2.md)", text)
 
 
 def trl_fields() -> dict[str, str | None]:

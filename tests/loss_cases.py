@@ -62,7 +62,7 @@ class Step:
         ]
 
     def batch(self, rows: Sequence[MicroBatch]) -> StepBatch:
-        return StepBatch(tuple(rows), self.num_loss_tokens, len(self.rollouts), {}, True, ())
+        return StepBatch(tuple(rows), self.num_loss_tokens, len(self.rollouts), {}, ())
 
 
 def make_step(
@@ -117,8 +117,8 @@ def our_loss(
 ) -> tuple[torch.Tensor, list[LossOutput]]:
     """What the trainer does: the sum over micro-batches, by the step's denominator."""
     batch = step.batch(rows)
-    objective = entropy.of_step(objective, batch, coefficient, lambda row: step.entropies[row.labels].detach())
-    outputs = [objective(step.logprobs[row.labels], step.entropies[row.labels], row) for row in rows]
+    batch = entropy.with_step_entropy(batch, objective, coefficient, lambda row: step.entropies[row.labels].detach())
+    outputs = [objective(step.logprobs[row.labels], step.entropies[row.labels], row) for row in batch.micro_batches]
     return torch.stack([output.loss for output in outputs]).sum() / objective.denominator(batch), outputs
 
 

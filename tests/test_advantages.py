@@ -13,10 +13,12 @@ import torch
 
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout, ScoredGroup
 from colograd.losses.advantages import Estimator, divided, group_advantages, group_std, step_std
-from colograd.policy.packing import PackingRules, has_signal
+from colograd.policy.packing import PackingRules, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
-from colograd.rewards import Ready, weighted_sum
-from colograd.rollout.rounds import collect
+from colograd.rewards import Ready
+from colograd.rollout.rounds import DrawnStep, draw, scale
+from colograd.rollout.stages import Stages
+from colograd.training.step_batches import trainable
 
 NAN = math.nan
 GROUP = 6  # completions
@@ -222,7 +224,7 @@ def test_scaling_keeps_the_kind_of_advantages_and_which_groups_have_a_signal(per
         assert has_signal(found) == has_signal(group) and found.rewards is rewards
 
 
-class Stages:
+class Made:
     """Two groups a step, whose rewards are given by their position."""
 
     REWARDS = {0: [1.0, 3.0], 1: [2.0, 2.0], 2: [5.0, NAN], 3: [0.0, 8.0], 4: [1.0, 1.5], 5: [4.0, 0.0]}
@@ -240,18 +242,14 @@ class Stages:
     def more_prompts(self, drawn: int, count: int) -> list[Prompt]:
         return [Prompt({}, (1,), 4 + drawn + index) for index in range(min(count, 2 - drawn))]
 
-    def take_counts(self) -> dict[str, float]:
-        return {}
-
-    def take_logged(self, group: Group) -> Logged:
-        return Logged({}, {})
-
-    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        return weighted_sum(rewards, self.estimator.weights)
-
-    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
+    def judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         advantages = self.estimator.of_group(rewards)
-        return advantages.repeat_interleave(2) if self.per_token else advantages
+        return ScoredGroup(group, rewards, advantages.repeat_interleave(2) if self.per_token else advantages)
+
+    def draw(self, max_rounds: int = 0) -> list[DrawnStep]:
+        stages = Stages(self.generate, self.begin_score, self.judge)
+        drawn = draw(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
+        return scale(drawn, self.estimator)
 
 
 RULES = PackingRules(
@@ -270,26 +268,25 @@ STEPS = [[Prompt({}, (1,), 0), Prompt({}, (1,), 1)], [Prompt({}, (1,), 2), Promp
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("max_rounds", [0, 3])
 def test_a_batch_is_the_step_and_with_dynamic_sampling_what_it_trains(max_rounds: int, per_token: bool) -> None:
-    stages = Stages(Estimator("batch", "sum_then_normalize", "mean", (1.0,)), per_token)
-    scores = stages.estimator.step_scores
-    batches, logged = collect(stages, STEPS, RULES, ["r"], PhaseTimes(), max_rounds=max_rounds, step_scores=scores)
+    stages = Made(Estimator("batch", "sum_then_normalize", "mean", (1.0,)), per_token)
+    drawn = stages.draw(max_rounds)
     # Groups 1 and 2 have no difference: they count in the step's deviation unless they are replaced.
     of_steps = [(0, 3), (4, 5)] if max_rounds else [(0, 1), (2, 3)]
-    for batch, positions in zip(batches, of_steps, strict=True):
+    for step, positions in zip(drawn, of_steps, strict=True):
         rewards = [torch.tensor(stages.REWARDS[position]) for position in positions]
         std = float(torch.cat(rewards)[~torch.cat(rewards).isnan()].std()) + 1e-4
         differing = [r - r.mean() for r in rewards if not r.isnan().any() and r[0] != r[1]]
         expected = torch.cat(differing).repeat_interleave(2) / std
-        (row,) = batch.micro_batches
+        (row,) = pack_step(trainable(step.kept, RULES), RULES)
         torch.testing.assert_close(row.advantages.sort().values, expected.sort().values)
-        for group in (g for part in logged for g in part if g.group.position in positions and has_signal(g)):
+        for group in (g for part in drawn for g in part.sampled if g.group.position in positions and has_signal(g)):
             repeats = 1 if per_token else 2
             assert group.advantages.repeat_interleave(repeats).abs().max() in row.advantages.abs()
 
 
 def test_without_scaling_over_the_step_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    for scale in ("group", "none"):
-        estimator = Estimator(scale, "sum_then_normalize", "mean", (1.0,))
+    for scaling in ("group", "none"):
+        estimator = Estimator(scaling, "sum_then_normalize", "mean", (1.0,))
         assert estimator.step_scores is None
         monkeypatch.setattr("colograd.rollout.rounds.step_std", None)
-        collect(Stages(estimator, False), STEPS, RULES, ["r"], PhaseTimes(), step_scores=estimator.step_scores)
+        Made(estimator, False).draw()

@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from colograd.batch import FinishReason, Group, Rollout
-from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
+from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
 from colograd.config.check import check_trainer
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
 from colograd.engine.arguments import engine_kwargs
@@ -29,7 +29,7 @@ from colograd.policy.loading import check_tokenizer, load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.rollout.toolbox import Toolbox
 from colograd.runtime import process
-from colograd.training.task import begin, train_prompts_of
+from colograd.training.task import prepared_config, train_prompts_of
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
 
@@ -42,7 +42,7 @@ def on_ranks(ranks: int, **changes: Any) -> Callable[[pytest.MonkeyPatch], objec
     """A configuration where a launcher has started ``ranks`` ranks that have found each other."""
 
     def make(monkeypatch: pytest.MonkeyPatch) -> object:
-        monkeypatch.setattr(check, "os", SimpleNamespace(environ={"WORLD_SIZE": str(ranks)}))
+        monkeypatch.setattr("colograd.config.engine.os", SimpleNamespace(environ={"WORLD_SIZE": str(ranks)}))
         monkeypatch.setattr(GRPOConfig, "world_size", ranks)
         return config(**changes)
 
@@ -53,7 +53,8 @@ def launched_with(**variables: str) -> Callable[[pytest.MonkeyPatch], object]:
     """A configuration of one rank where a launcher has set ``variables``."""
 
     def make(monkeypatch: pytest.MonkeyPatch) -> object:
-        monkeypatch.setattr(check, "os", SimpleNamespace(environ=variables))
+        for module in ("engine", "policy"):
+            monkeypatch.setattr(f"colograd.config.{module}.os", SimpleNamespace(environ=variables))
         return config()
 
     return make
@@ -222,7 +223,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "set max_steps",
     ),
     "another trainer's configuration": (
-        lambda _: begin(TrainingArguments(output_dir="unused", report_to="none"), "m"),  # type: ignore[arg-type]
+        lambda _: prepared_config(TrainingArguments(output_dir="unused", report_to="none"), "m"),  # type: ignore[arg-type]
         "args is a transformers.TrainingArguments",
         "must be Colograd's own",
         "from colograd import GRPOConfig",
@@ -501,7 +502,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
     monkeypatch.setattr(process, "prepare_ranks", lambda: None)
     monkeypatch.setattr(trainer, "check_vllm", lambda: None)
-    monkeypatch.setattr(trainer, "build_sampler", build)
+    monkeypatch.setattr(trainer, "assemble", build)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "2 + 2 =", "answer": "4"}\n')

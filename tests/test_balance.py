@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.config import GRPOConfig
 from colograd.losses.objective import Objective
-from colograd.parallel.balance import MIN_GAIN, _from_arrays, _to_arrays, balance, cost, pair_cost, plan
+from colograd.parallel.balance import MIN_GAIN, balance, cost, pair_cost, plan
 from colograd.policy import attention, packing
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules, dummy, pack, pack_step
@@ -97,13 +99,16 @@ def test_a_pair_costs_what_the_model_says() -> None:
 # -- Moving
 
 
-def test_a_group_arrives_as_it_left() -> None:
+def test_a_group_travels_whole_but_for_what_only_rewards_and_logs_read() -> None:
     group = make_group(3, 5, 4, 1, 7)
-    there = _from_arrays(_to_arrays(group))
-    assert there.group.position == 3 and there.group.example == {}
+    unpicklable = {"environments": lambda: 0}
+    rollouts = tuple(dataclasses.replace(rollout, columns=unpicklable) for rollout in group.group.rollouts)
+    told = dataclasses.replace(group, group=dataclasses.replace(group.group, example=unpicklable, rollouts=rollouts))
+    there = pickle.loads(pickle.dumps(told.for_training()))
+    assert there.group.rollout_ids == group.group.rollout_ids and there.group.example == {}
     assert torch.equal(there.advantages, group.advantages)
     for ours, theirs in zip(group.group.rollouts, there.group.rollouts, strict=True):
-        assert (ours.prompt_ids, ours.completion_ids) == (theirs.prompt_ids, theirs.completion_ids)
+        assert (ours.input, ours.completion_ids) == (theirs.input, theirs.completion_ids)
         assert (ours.finish_reason, ours.policy_version) == (theirs.finish_reason, theirs.policy_version)
         assert torch.equal(ours.sampler_logprobs, theirs.sampler_logprobs) and torch.equal(ours.sampled, theirs.sampled)
 

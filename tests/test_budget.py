@@ -22,6 +22,7 @@ from colograd.parallel import ranks
 from colograd.policy import attention
 from colograd.policy.logprobs import with_old_logprobs
 from colograd.policy.packing import PackingRules, pack_step, sequences
+from colograd.training.step_batches import packing_rules
 
 CPU = torch.device("cpu")
 RULES = PackingRules(1000, False, True, True, False, False, 0.0, CPU)
@@ -44,7 +45,7 @@ def make_step(*lengths: tuple[int, ...], rules: PackingRules = RULES) -> StepBat
         groups.append(
             ScoredGroup(Group({}, rollouts, position), torch.zeros(len(rollouts), 1), torch.ones(len(rollouts)))
         )
-    return StepBatch(pack_step(groups, rules), 10, 3, {}, True, tuple(groups))  # fmt: skip
+    return StepBatch(pack_step(groups, rules), 10, 3, {}, tuple(groups))  # fmt: skip
 
 
 # -- Measuring
@@ -143,7 +144,7 @@ def test_auto_is_a_number_on_a_cpu_and_measured_on_a_gpu(given: Any, monkeypatch
     monkeypatch.setattr(GRPOConfig, "on_cpu", False)
     config = made()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
-    rules = budget.rules_for(config, SimpleNamespace(model=model, why_padded=""), Objective.from_config(config))  # type: ignore[arg-type]
+    rules = packing_rules(config, SimpleNamespace(model=model, why_padded=""), Objective.from_config(config))  # type: ignore[arg-type]
     assert config.max_tokens_per_microbatch == "auto" and rules.max_tokens == 0
 
 
@@ -185,14 +186,14 @@ def test_old_log_probabilities_go_with_their_completions() -> None:
         num_key_value_heads=1, attn_implementation=attention.NAME,
     )  # fmt: skip
     step = with_old_logprobs(LlamaForCausalLM(config), make_step((10, 20, 30), (5, 4, 4, 1)), 1.0)
-    assert not step.first_of_round
-    known = {key: row.old_logprobs[place] for row in step.micro_batches for key, place in sequences(row)}
+    known = {part.rollout: row.old_logprobs[part.place] for row in step.micro_batches for part in sequences(row)}
     again = budget.repack(step, dataclasses.replace(RULES, max_tokens=40))
     assert len(again.micro_batches) > len(step.micro_batches)
     for row in again.micro_batches:
         assert row.ref_logprobs is None and row.old_logprobs.shape == row.labels.shape
-        for key, place in sequences(row):
-            assert torch.equal(row.old_logprobs[place], known[key]) and tuple(row.labels[place].tolist()) == key[1]
+        for part in sequences(row):
+            assert torch.equal(row.old_logprobs[part.place], known[part.rollout])
+            assert torch.equal(row.labels[part.place], part.completion_ids)
 
 
 def test_on_policy_rows_stay_on_policy() -> None:

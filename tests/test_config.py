@@ -14,7 +14,9 @@ import torch
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
 from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
+from colograd.parallel.layout import RankLayout
 
 
 def config(**changes: Any) -> GRPOConfig:
@@ -23,7 +25,7 @@ def config(**changes: Any) -> GRPOConfig:
 
 def on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """As if a launcher had started ``ranks`` ranks and they had found each other."""
-    monkeypatch.setattr(check, "os", SimpleNamespace(environ={"WORLD_SIZE": str(ranks)}))
+    monkeypatch.setattr("colograd.config.engine.os", SimpleNamespace(environ={"WORLD_SIZE": str(ranks)}))
     monkeypatch.setattr(GRPOConfig, "world_size", ranks)
 
 
@@ -79,6 +81,19 @@ def test_generation_batch_size_is_the_same_in_completions(monkeypatch: pytest.Mo
     assert config(gradient_accumulation_steps=2, generation_batch_size=16).steps_per_generation == 1
     with pytest.raises(ValueError, match="generation_batch_size is 0"):
         config(generation_batch_size=0)
+
+
+def test_the_output_folder_is_the_first_argument() -> None:
+    assert GRPOConfig("runs/x", report_to="none").output_dir == "runs/x"
+
+
+def test_ranks_of_one_engine_take_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What divides a step is the number of engines, which the layout tells."""
+    monkeypatch.setattr(GRPOConfig, "layout", RankLayout(3, 4, ranks_per_engine=2))
+    made = config(prompts_per_step=6, num_generations=4)
+    assert (made.groups_per_rank, made.prompts_per_step) == (3, 6)
+    order = StepOrder.of(made, 12)
+    assert (order.data_rank, order.data_size) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +283,14 @@ def test_a_recipe_that_says_nothing_clear_is_refused(tmp_path: Path, text: str, 
         parse_arguments(["--config", write(tmp_path, text)])
 
 
+def test_lists_are_given_as_several_words(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "main_thread_tools: [alarm, Browser]\nreward_weights: [1, 0.5]\n")
+    _, made, _, _ = parse_arguments(["--config", recipe, "--reward_weights", "2", "3"])
+    assert (made.main_thread_tools, made.reward_weights) == (["alarm", "Browser"], [2.0, 3.0])
+    _, made, _, _ = parse_arguments(["--main_thread_tools", "alarm"])
+    assert made.main_thread_tools == ["alarm"] and config().main_thread_tools is None
+
+
 def test_an_empty_recipe_leaves_every_default(tmp_path: Path) -> None:
     assert parse_arguments(["--config", write(tmp_path, "# nothing\n")])[1] == GRPOConfig()
 
@@ -302,6 +325,7 @@ NEW = {
     "reward_timeout",
     "reward_on_error",
     "reward_call",
+    "main_thread_tools",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",
     "advantage_baseline",
@@ -414,6 +438,12 @@ def test_the_parts_of_a_mixture_have_trl_s_keys() -> None:
 def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         GRPOConfig(output_dir=str(tmp_path), **{name: value})
+
+
+def test_a_class_of_the_user_s_own_publishes_weights() -> None:
+    assert config(weights="my.module:Publisher").weights == "my.module:Publisher"
+    with pytest.raises(ValueError, match="weights 'moved' isn't supported in this version: choose one of auto, shared"):
+        config(weights="moved")
 
 
 def test_normalising_each_reward_has_no_other_baseline() -> None:

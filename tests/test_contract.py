@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, LossOutput, Prompt, Rollout
-from colograd.rollout.stage_checks import checked_advantages, checked_groups, checked_loss, checked_rewards
+from colograd.rollout.stage_checks import checked_advantages, checked_groups, checked_rewards
 from colograd.training.evaluation import count_passes, pass_at
+from colograd.training.loss_pass import checked_loss
 
 PROMPTS = [Prompt({"prompt": "a"}, (1, 2), position) for position in (3, 4)]
 
 
 def rollout(length: int, **changes: Any) -> Rollout:
     given: dict[str, Any] = {
-        "prompt_ids": (1, 2),
+        "input": (1, 2),
         "completion_ids": (5,) * length,
         "sampler_logprobs": torch.zeros(length),
         "sampled": torch.ones(length, dtype=torch.bool),
@@ -51,7 +52,7 @@ def test_whole_groups_go_through_in_the_order_in_which_they_come() -> None:
         ([group(completion_ids=())], "rollout 1 has no tokens"),
         ([group(sampler_logprobs=torch.zeros(2))], r"sampler_logprobs of rollout 1 is a tensor of shape \[2\]"),
         ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but must be a tensor with one entry"),
-        ([group(prompt_ids=())], "rollout 1 has no tokens"),
+        ([group(input=())], "rollout 1 has no tokens"),
     ],
 )
 def test_what_generate_must_not_yield_is_named(yielded: list[Any], message: str) -> None:

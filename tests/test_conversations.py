@@ -17,7 +17,7 @@ from datasets import Dataset
 from tool_cases import Counter
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.policy.logprobs import policy_logprobs
@@ -114,7 +114,7 @@ def trained(talker: Path, template: str, tmp_path_factory: pytest.TempPathFactor
 
 def test_masks_and_tokens_are_the_turns_and_the_answers_token_by_token(trained: Any) -> None:
     trainer, groups, _ = trained
-    tokenizer, form = trainer.processing_class, trainer.writer.form
+    tokenizer, form = trainer.processing_class, trainer.source.form
     end, answered = tokenizer.eos_token_id, 0
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         cut = pieces(rollout)
@@ -169,8 +169,8 @@ def test_answers_are_no_part_of_the_loss(trained: Any) -> None:
 
 def asked(trainer: Any, size: int) -> tuple[PromptRules, list[Prompt]]:
     rules = PromptRules(trainer.processing_class, 900, "drop", {}, "rows")
-    ids = rules.encode({"prompt": [row["prompt"] for row in rows(size)]}, 0)
-    return rules, [Prompt(row, tokens, i) for i, (row, tokens) in enumerate(zip(rows(size), ids, strict=True))]
+    inputs = map(ModelInput, rules.encode({"prompt": [row["prompt"] for row in rows(size)]}, 0))
+    return rules, [Prompt(row, read, i) for i, (row, read) in enumerate(zip(rows(size), inputs, strict=True))]
 
 
 def written(trainer: Any, box: Toolbox, name: str = "add", iterations: int = 2, tokens: int = 60) -> list[Group]:
@@ -191,9 +191,10 @@ def ids_of(groups: list[Group]) -> list[Any]:
 def test_what_is_sampled_does_not_depend_on_the_tools_timing(trained: Any) -> None:
     trainer, _, _ = trained
     quick, slow = Toolbox([tool_cases.add]), Toolbox([tool_cases.slow_add])
+    waited_for = Toolbox([tool_cases.add], main_thread=["add"])
     first, second = written(trainer, quick), written(trainer, slow, "slow_add")
     # The name is in neither template nor answer, so that the tokens are comparable.
-    assert ids_of(first) == ids_of(second)
+    assert ids_of(first) == ids_of(second) == ids_of(written(trainer, waited_for))
     assert any(not sampled for _, mask in ids_of(first) for sampled in mask)
 
 
@@ -240,7 +241,9 @@ def test_a_conversation_without_room_for_an_answer_is_truncated(trained: Any) ->
 
 def test_an_environment_begins_the_prompt_and_its_rollouts_have_their_own(trained: Any) -> None:
     trainer, _, _ = trained
-    groups = written(trainer, Toolbox([tool_cases.add], Counter))
+    in_thread, in_main = (Toolbox([tool_cases.add], Counter, main_thread=names) for names in ([], ["Counter"]))
+    groups = written(trainer, in_thread)
+    assert ids_of(groups) == ids_of(written(trainer, in_main))
     for group in groups:
         texts = [trainer.processing_class.decode(rollout.prompt_ids) for rollout in group.rollouts]
         assert all(text.endswith(f" from {group.example['start']}<end><assistant>") for text in texts)
@@ -268,10 +271,11 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
     trainer, _, _ = trained
     asked: list[Any] = []
 
-    def rollout(prompts: list[Any], given: Any) -> dict[str, Any]:
-        assert given is trainer
+    end = trainer.processing_class.eos_token_id
+
+    def rollout(prompts: list[Any]) -> dict[str, Any]:
         asked.append(prompts)
-        size, end = len(prompts), trainer.processing_class.eos_token_id
+        size = len(prompts)
         return {
             "prompt_ids": [[1, 2]] * size,
             "completion_ids": [[5, 6, end if index % 2 else 7] for index in range(size)],
@@ -281,9 +285,9 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
             "place": "here",
         }
 
-    prompts = [Prompt(rows()[i], (1, 2), i) for i in range(2)]
+    prompts = [Prompt(rows()[i], ModelInput((1, 2)), i) for i in range(2)]
     trainer.engine.stamp(79)
-    writer = CustomRollouts(trainer.engine, rollout, trainer)
+    writer = CustomRollouts(trainer.engine, rollout, {end})
     groups = list(writer.generate(prompts, Sampling(2, 10, 1.0, {}), version=79, seed=0))
     assert [p[0]["content"] for p in asked[0]] == ["0", "0", "so 1", "so 1"]
     assert [r.columns["luck"] for g in groups for r in g.rollouts] == [0, 1, 2, 3]
@@ -298,7 +302,7 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
         ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]], "completions": ["a"]}, "rename it"),
         ({"prompt_ids": 3, "completion_ids": [[1]], "logprobs": [[0.0]]}, "a single prompt_ids for 4 prompts"),
     ):
-        writer = CustomRollouts(trainer.engine, lambda *a, broken=broken: broken, trainer)
+        writer = CustomRollouts(trainer.engine, lambda prompts, broken=broken: broken, {end})
         with pytest.raises(ValueError, match=said):
             list(writer.generate(prompts, Sampling(2, 10, 1.0, {}), version=79, seed=0))
     trainer.engine.version = None

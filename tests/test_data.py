@@ -273,9 +273,9 @@ def test_a_template_is_needed_for_conversations_and_may_refuse(tokenizer: Any) -
 # -- Order
 
 
-def steps(epoch: int = 0, rank: int = 0, world_size: int = 1, **kwargs: Any) -> list[list[tuple[int, int]]]:
+def steps(epoch: int = 0, data_rank: int = 0, data_size: int = 1, **kwargs: Any) -> list[list[tuple[int, int]]]:
     given = {"num_rows": 23, "prompts_per_step": 4, "steps_per_generation": 2, "num_iterations": 1, "seed": 1, **kwargs}
-    order = StepOrder(rank=rank, world_size=world_size, **given)
+    order = StepOrder(data_rank=data_rank, data_size=data_size, **given)
     order.set_epoch(epoch)
     items = list(order)
     assert len(items) == len(order)
@@ -289,7 +289,7 @@ def test_an_epoch_is_whole_rounds_and_takes_no_row_twice() -> None:
 
 
 def test_two_ranks_take_together_what_one_takes() -> None:
-    halves = zip(steps(rank=0, world_size=2), steps(rank=1, world_size=2), strict=True)
+    halves = zip(steps(data_rank=0, data_size=2), steps(data_rank=1, data_size=2), strict=True)
     assert [first + second for first, second in halves] == steps()
 
 

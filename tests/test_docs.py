@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from transformers import TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,6 +57,16 @@ def test_a_metric_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, mo
     monkeypatch.setitem(generate.OTHER_METRICS, "reward", "no reason")
     with pytest.raises(SystemExit, match="TRL's metric reward is logged here: remove it from"):
         generate.moving()
+
+
+def test_every_knob_stands_in_one_section(generate: ModuleType) -> None:
+    sections = generate.sections(generate.GRPOConfig)
+    names = [name for section in sections.values() for name in section]
+    fields = {field.name for field in dataclasses.fields(generate.GRPOConfig) if field.init}
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert len(names) == len(set(names)) and fields - inherited <= set(names) <= fields
+    assert set(names) & inherited == set(sections[generate.INHERITED]), "a group takes no field of transformers"
+    assert "" not in sections and set(generate.sections(generate.ModelConfig)) == {""}
 
 
 def test_fields_called_limited_are_fields_of_ours_and_theirs(generate: ModuleType) -> None:

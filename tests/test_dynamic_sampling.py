@@ -12,16 +12,17 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
+from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
 from colograd.data import PromptRules, extra_prompts, tokenize_prompts
 from colograd.policy.packing import has_signal
 from colograd.reporting.completion_log import logged_steps, read_log
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import draw
+from colograd.rollout.rounds import DrawnStep, draw
+from colograd.rollout.stages import Stages
 
 
-class Stages:
+class Made:
     """Groups of two that finish in a random order; those at ``flat`` positions have equal rewards.
 
     Rewards of every third group are known only when they are waited for, if some are ``slow``.
@@ -51,31 +52,29 @@ class Stages:
         self.asked.append((drawn, count))
         return [Prompt({}, (1,), 100 + drawn + i) for i in range(count)]
 
-    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        return rewards[:, 0] - rewards[:, 0].mean()
+    def judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
+        return ScoredGroup(group, rewards, rewards[:, 0] - rewards[:, 0].mean())
 
-    def take_logged(self, group: Group) -> Logged:
-        return Logged({}, {})
-
-    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        return rewards.sum(1)
+    def draw(self, max_rounds: int = 10) -> list[DrawnStep]:
+        stages = Stages(self.generate, self.begin_score, self.judge)
+        return draw(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
 
 
 STEPS = [[Prompt({}, (1,), p) for p in (0, 1, 2, 3)], [Prompt({}, (1,), p) for p in (4, 5, 6, 7)]]
 
 
-def positions(pairs: Any) -> list[int]:
-    return [scored.group.position for scored, _ in pairs]
+def positions(groups: Any) -> list[int]:
+    return [scored.group.position for scored in groups]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_a_step_trains_depends_on_the_order_of_drawing_and_not_of_finishing(seed: int) -> None:
     flat = {1, 2, 5, 6, 101, 104, 106}
-    stages = Stages(flat, seed)
-    kept, sampled = draw(stages, STEPS, PhaseTimes(), one_call=False, max_rounds=10)
-    assert [positions(step) for step in kept] == [[0, 3, 4, 7], [100, 102, 103, 105]]
-    assert all(has_signal(scored) for step in kept for scored, _ in step)
-    assert sorted(p for step in sampled for p in positions(step)) == [*range(8), *range(100, 106)], (
+    stages = Made(flat, seed)
+    drawn = stages.draw()
+    assert [positions(step.kept) for step in drawn] == [[0, 3, 4, 7], [100, 102, 103, 105]]
+    assert all(has_signal(scored) for step in drawn for scored in step.kept)
+    assert sorted(p for step in drawn for p in positions(step.sampled)) == [*range(8), *range(100, 106)], (
         "up to the last that was needed"
     )
     assert stages.asked == [(0, 8)], "4 are missing, half of those so far had a signal"
@@ -83,11 +82,11 @@ def test_what_a_step_trains_depends_on_the_order_of_drawing_and_not_of_finishing
 
 def test_what_is_in_flight_and_not_needed_is_aborted() -> None:
     """More are drawn than turn out to be needed: the generation is closed as soon as that is known."""
-    stages = Stages({p for step in STEPS for p in positions_of(step)} - {1}, seed=0, slow=False)
-    kept, _ = draw(stages, STEPS, PhaseTimes(), one_call=False, max_rounds=10)
+    stages = Made({p for step in STEPS for p in positions_of(step)} - {1}, seed=0, slow=False)
+    steps = stages.draw()
     (drawn, count) = stages.asked[0]
     assert (drawn, count) == (0, 56), "one of eight had a signal"
-    assert [p for step in kept for p in positions(step)] == [1, *range(100, 107)]
+    assert [p for step in steps for p in positions(step.kept)] == [1, *range(100, 107)]
     assert len(stages.finished) < 8 + count
 
 
@@ -108,14 +107,14 @@ def test_rewards_that_turn_out_not_to_be_needed_are_not_waited_for() -> None:
         def cancel(self) -> None:
             cancelled.append(self.position)
 
-    class Slow(Stages):
+    class Slow(Made):
         def begin_score(self, groups: Any) -> Any:
             return Unneeded(groups[0].position) if groups[0].position >= 104 else super().begin_score(groups)
 
     stages = Slow({0, 1, 2, 3}, seed=3, slow=False)
     stages.random.shuffle = lambda order: order.reverse()  # type: ignore[method-assign]
-    kept, _ = draw(stages, STEPS, PhaseTimes(), one_call=False, max_rounds=10)
-    assert stages.asked == [(0, 8)] and [p for step in kept for p in positions(step)] == [4, 5, 6, 7, *range(100, 104)]
+    kept = [p for step in stages.draw() for p in positions(step.kept)]
+    assert stages.asked == [(0, 8)] and kept == [4, 5, 6, 7, *range(100, 104)]
     assert sorted(cancelled) == [104, 105, 106, 107]
 
 
@@ -124,10 +123,10 @@ def positions_of(prompts: list[Prompt]) -> list[int]:
 
 
 def test_after_the_last_round_a_step_has_fewer() -> None:
-    stages = Stages(set(range(1000)) - {5}, seed=1)
-    kept, sampled = draw(stages, STEPS, PhaseTimes(), one_call=False, max_rounds=2)
-    assert [positions(step) for step in kept] == [[5], []] and len(stages.asked) == 2
-    assert sum(map(len, sampled)) == 8 + sum(count for _, count in stages.asked)
+    stages = Made(set(range(1000)) - {5}, seed=1)
+    drawn = stages.draw(max_rounds=2)
+    assert [positions(step.kept) for step in drawn] == [[5], []] and len(stages.asked) == 2
+    assert sum(len(step.sampled) for step in drawn) == 8 + sum(count for _, count in stages.asked)
 
 
 def test_extra_prompts_are_a_function_of_seed_and_step(tmp_path: Path) -> None:

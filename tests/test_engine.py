@@ -12,9 +12,10 @@ import tiny
 import torch
 
 from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
+from colograd.engine.arguments import engine_kwargs
 from colograd.engine.queue_order import LengthHistory
 from colograd.engine.sampling import Sampling, check_sampling, request_seed
-from colograd.engine.vllm_engine import Engine, StaleWeights, engine_kwargs
+from colograd.engine.vllm_engine import Engine, StaleWeights
 
 pytestmark = pytest.mark.engine
 

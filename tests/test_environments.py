@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import sqlite3
 import subprocess
@@ -21,10 +22,11 @@ import tool_cases
 import torch
 from tool_cases import Counter, Silent
 
-from colograd.batch import FinishReason, Group, Rollout
+from colograd.batch import FinishReason, Group, ModelInput, Rollout
 from colograd.rewards import Scorer, resolve_rewards
+from colograd.rollout.tool_calls import text_of
 from colograd.rollout.tool_format import ToolCall
-from colograd.rollout.toolbox import EMPTY, Toolbox, environment_reward, text_of
+from colograd.rollout.toolbox import EMPTY, Toolbox, environment_reward
 from colograd.runtime import process
 from colograd.training.task import train_prompts_of
 
@@ -118,19 +120,30 @@ def test_a_tool_that_can_not_travel_stays() -> None:
     box.close()
 
 
-def test_a_tool_that_sets_a_signal_handler_runs_in_the_main_thread() -> None:
-    """As a tool with a `signal.alarm` does, which no other thread can have."""
-    box = Toolbox([tool_cases.alarmed, tool_cases.add])
-    with pytest.warns(UserWarning, match="alarmed works in the main thread alone .* With tool_workers"):
-        assert answers(box, call("alarmed"), call("add", 2, 2)) == ["3", "4"]
+def here(a: int, b: int) -> str:
+    """Says where it runs.
+
+    Args:
+        a: one number
+        b: another
+    """
+    return threading.current_thread().name
+
+
+def test_a_tool_that_is_declared_to_need_the_main_thread_runs_there_from_the_first_call_on(workers: int) -> None:
+    """As one with a `signal.alarm` must: no other thread can have it."""
+    box = Toolbox([tool_cases.alarmed, here, tool_cases.add], None, workers, main_thread=["alarmed", "here"])
+    main = threading.current_thread().name
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert answers(box, call("alarmed", 5, 5)) == ["10"], "said once"
+        told = answers(box, call("alarmed"), call("here"), call("add", 2, 2), call("alarmed", 5, 5))
+    box.close()
+    assert told == ["3", main, "4", "10"] and not [note for note in box.notes if "here" in note]
     counts = box.take_counts()
-    assert (counts["tools/calls"], counts["tools/failures"]) == (3, 0)
+    assert (counts["tools/calls"], counts["tools/failures"]) == (4, 0)
 
 
-def test_a_tool_may_use_a_connection_that_was_opened_in_the_main_thread() -> None:
+def test_a_tool_that_is_declared_may_use_a_connection_that_was_opened_in_the_main_thread() -> None:
     database = sqlite3.connect(":memory:")
 
     def query(sql: str) -> str:
@@ -141,8 +154,42 @@ def test_a_tool_may_use_a_connection_that_was_opened_in_the_main_thread() -> Non
         """
         return str(database.execute(sql).fetchone()[0])
 
-    with pytest.warns(UserWarning, match="query works in the main thread alone"):
-        assert answers(Toolbox([query]), ToolCall("query", {"sql": "select 5"})) == ["5"]
+    asked = ToolCall("query", {"sql": "select 5"})
+    assert answers(Toolbox([query], main_thread=["query"]), asked) == ["5"]
+    with pytest.warns(UserWarning, match=r"query failed .* set main_thread_tools: \[query\]"):
+        (told,) = answers(Toolbox([query]), asked)
+    assert "SQLite objects created in a thread" in told
+
+
+def test_a_call_that_fails_for_want_of_the_main_thread_is_not_repeated_and_a_warning_names_the_setting() -> None:
+    calls = []
+
+    def counted(a: int, b: int) -> int:
+        """Wants the main thread.
+
+        Args:
+            a: one number
+            b: another
+        """
+        calls.append(threading.current_thread().name)
+        return tool_cases.alarmed(a, b)
+
+    box = Toolbox([counted, tool_cases.add])
+    with pytest.warns(UserWarning, match=r"set main_thread_tools: \[counted\]\. .* With tool_workers a tool runs in"):
+        told = answers(box, call("counted"), call("add", 2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert answers(box, call("counted")) == told[:1], "said once"
+    assert told == ["{'error': 'signal only works in main thread of the main interpreter'}", "4"]
+    assert calls == ["colograd-tool"] * 2 and box.take_counts()["tools/failures"] == 2
+
+
+def test_a_call_in_the_main_thread_that_nobody_asks_for_never_runs() -> None:
+    box = Toolbox([tool_cases.fails, here], main_thread=["here"])
+    begun = box.call(box.open({})[0], [call("here")])
+    assert begun.done()
+    begun.abandon()
+    assert begun.calls[0].future.cancelled() and begun.outcomes()[0][1].kind == "raised"
 
 
 def test_a_list_is_shown_as_text_and_stays_a_list_for_the_rewards() -> None:
@@ -183,8 +230,12 @@ def test_an_environment_lives_as_long_as_its_conversation_and_is_used_again() ->
     settle(begun)
     assert [message["content"] for message in box.told(begun)] == ["7", "10"]
     reward = environment_reward(Counter, box)
-    assert reward.__name__ == "Counter" and reward([first.environment, None, second.environment]) == [10.0, None, 7.0]
-    box.release()
+    assert reward.__name__ == "Counter" and reward([first.environment.instance, None, second.environment.instance]) == [
+        10.0,
+        None,
+        7.0,
+    ]
+    box.environments.take_back()
     session, _ = box.open({"start": 0})
     assert Counter.made == 2 and session.environment in (first.environment, second.environment)
 
@@ -195,7 +246,10 @@ def test_a_late_tool_leaves_the_environment_sound() -> None:
     settle(beginning)
     begun = box.call(session, [call("hangs"), ToolCall("count", {"by": 2})])
     settle(begun)
-    assert [m["content"] for m in box.told(begun)] == ["{'error': 'timed out after 0.4 s'}", "3"] and not session.stuck
+    assert [m["content"] for m in box.told(begun)] == [
+        "{'error': 'timed out after 0.4 s'}",
+        "3",
+    ] and not session.environment.stuck
 
 
 def test_an_environment_whose_call_nobody_waits_for_is_not_used_again() -> None:
@@ -203,22 +257,21 @@ def test_an_environment_whose_call_nobody_waits_for_is_not_used_again() -> None:
     session, beginning = box.open({})
     settle(beginning)
     box.call(session, [ToolCall("stall", {})]).abandon()
-    box.release()
-    assert session.stuck and box.open({})[0].environment is not session.environment
+    box.environments.take_back()
+    assert session.environment.stuck and box.open({})[0].environment is not session.environment
 
 
-def test_an_environment_that_wants_the_main_thread_has_it_and_its_order() -> None:
-    box = Toolbox(None, tool_cases.Alarmed)
-    session, beginning = box.open({})
-    settle(beginning)
-    with pytest.warns(UserWarning, match="Alarmed works in the main thread alone"):
-        assert beginning.outcomes()[0][1].value == "so"
-    begun = box.call(session, [ToolCall("step", {"by": 2}), ToolCall("look", {}), ToolCall("step", {"by": 3})])
-    settle(begun)
-    assert [message["content"] for message in box.told(begun)] == ["[0, 2]", "[0, 2]", "[0, 2, 3]"]
-    assert environment_reward(tool_cases.Alarmed, box)([session.environment]) == [3.0]
-    box.release()
-    assert box.open({})[0].environment is not session.environment, "the next ones are made in the main thread"
+def test_an_environment_that_is_declared_is_made_in_the_main_thread_and_keeps_its_order() -> None:
+    box = Toolbox(None, tool_cases.Alarmed, main_thread=["Alarmed"], timeout=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):  # a new one, and the same again
+            session, beginning = box.open({})
+            assert beginning.done() and beginning.outcomes()[0][1].value == "so"
+            begun = box.call(session, [ToolCall("step", {"by": 2}), ToolCall("look", {}), ToolCall("step", {"by": 3})])
+            assert begun.done() and [m["content"] for m in box.told(begun)] == ["[0, 2]", "[0, 2]", "[0, 2, 3]"]
+            assert environment_reward(tool_cases.Alarmed, box)([session.environment.instance]) == [3.0]
+            box.environments.take_back()
 
 
 class Mixed:
@@ -245,22 +298,44 @@ class Mixed:
         return str(self.database.execute("select 5").fetchone()[0])
 
     def get_reward(self) -> float:
-        return float(self.query())
+        return float(self.verify())
 
 
-def test_an_environment_that_is_in_use_keeps_its_thread_and_the_next_is_made_in_the_main_one() -> None:
-    box = Toolbox(None, Mixed)
-    for first in (True, False):
-        session, beginning = box.open({})
-        settle(beginning)
-        expected = pytest.warns(UserWarning, match="Mixed works in the main") if first else contextlib.nullcontext()
-        begun = box.call(session, [ToolCall("query", {}), ToolCall("verify", {}), ToolCall("query", {})])
-        settle(begun)
-        with expected:
-            assert [message["content"] for message in box.told(begun)] == ["5", "2", "5"]
-        assert environment_reward(Mixed, box)([session.environment]) == [5.0]
-        box.release()
-    assert Mixed.made == ["colograd-environment", threading.main_thread().name]
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_environment_stays_in_its_thread_and_a_warning_says_what_it_lacks(declared: bool) -> None:
+    Mixed.made.clear()
+    box = Toolbox(None, {"mixed": Mixed, "counter": Counter}, main_thread=["mixed"] if declared else [])
+    session, beginning = box.open({"environment": "mixed"})
+    settle(beginning)
+    beginning.outcomes()
+    begun = box.call(session, [ToolCall("query", {}), ToolCall("verify", {}), ToolCall("query", {})])
+    settle(begun)
+    expected = pytest.warns(UserWarning, match=r"mixed failed .* main_thread_tools: \[mixed\]")
+    with contextlib.nullcontext() if declared else expected:
+        told = [message["content"] for message in box.told(begun)]
+    assert told == ["5", "2" if declared else "{'error': \"threads aren't supported\"}", "5"]
+    assert Mixed.made == ["MainThread" if declared else "colograd-environment"]
+
+
+@pytest.mark.parametrize("method", ["reset", "get_reward"])
+def test_a_method_that_the_model_does_not_see_raises_and_is_warned_of(method: str) -> None:
+    class Bound(Counter):
+        pass
+
+    def bound(self: Any, **row: Any) -> Any:
+        return tool_cases.alarmed(1, 1)
+
+    setattr(Bound, method, bound)
+    box = Toolbox(None, Bound)
+    session, beginning = box.open({})
+    settle(beginning)
+    with pytest.warns(UserWarning, match=r"set main_thread_tools: \[Bound\]"):
+        if method == "reset":
+            assert beginning.outcomes()[0][1].kind == "raised"
+        else:
+            with pytest.raises(ValueError, match="signal only works in main thread"):
+                environment_reward(Bound, box)([session.environment.instance])
+    assert not session.environment.stuck
 
 
 class Stalling(Counter):
@@ -276,36 +351,53 @@ def test_an_environment_that_never_rewards_itself_is_late_and_not_used_again() -
     session, beginning = box.open({})
     settle(beginning)
     rewards = resolve_rewards([environment_reward(Stalling, box)], None)
-    own = {"environments": session.environment}
-    rollout = Rollout((1,), (2,), torch.zeros(1), torch.ones(1).bool(), FinishReason.STOP, 0, (), own)
+    own = {"environments": session.environment.instance}
+    rollout = Rollout(ModelInput((1,)), (2,), torch.zeros(1), torch.ones(1).bool(), FinishReason.STOP, 0, (), own)
     group = Group({"prompt": "a"}, (rollout,), 0)
     scored = Scorer(rewards, timeout=0.3, on_error="abstain").submit([group], [["b"]]).result()
-    assert scored.isnan().all() and session.stuck
-    box.release()
+    assert scored.isnan().all() and session.environment.stuck
+    box.environments.take_back()
     again, beginning = box.open({})
     settle(beginning)
     assert again.environment is not session.environment
 
 
-def test_a_factory_that_wants_the_main_thread_has_it() -> None:
+def test_a_factory_that_is_declared_has_the_main_thread_and_another_raises() -> None:
     class Bound(Counter):
         def __init__(self) -> None:
             super().__init__()
             self.value = tool_cases.alarmed(2, 2)
 
-    with pytest.warns(UserWarning, match="Bound works in the main thread alone"):
-        box = Toolbox(None, Bound)
-    assert answers(box, ToolCall("count", {"by": 2}), row={"start": 1}) == ["3"]
+    def bound() -> Bound:
+        return Bound()
+
+    counted = ToolCall("count", {"by": 2})
+    assert answers(Toolbox(None, bound, main_thread=["bound"]), counted, row={"start": 1}) == ["3"]
+    half = functools.partial(bound)
+    assert answers(Toolbox(None, {"a": half, "b": Counter}, main_thread=["bound"]), counted, row={"environment": "a"})
+    with (
+        pytest.warns(UserWarning, match=r"set main_thread_tools: \[Bound\]"),
+        pytest.raises(ValueError, match="signal"),
+    ):
+        Toolbox(None, Bound)
+
+
+@pytest.mark.parametrize("named", ["ad", "waits", "count"])
+def test_a_name_that_can_not_have_the_main_thread_is_refused(named: str) -> None:
+    """There is nothing of that name, it is async, or it is a method of an environment."""
+    tools = [tool_cases.add, tool_cases.waits]
+    said = f"main_thread_tools has '{named}', but .*: name some of add, game, Counter, or leave it out"
+    with pytest.raises(ValueError, match=said):
+        Toolbox(tools, {"game": Counter}, main_thread=["add", named])
 
 
 def test_a_factory_may_give_the_same_environment_again() -> None:
     same = Counter()
     box = Toolbox(None, lambda: same)
-    sessions = [box.open({})[0] for _ in range(2)]
-    for session in sessions:
-        session.stuck = True
-    box.release()
-    assert [session.environment for session in sessions] == [same, same]
+    environments = [box.open({})[0].environment for _ in range(2)]
+    assert environments[0] is environments[1] and environments[0].instance is same
+    environments[0].stuck = True
+    box.environments.take_back()
 
 
 class Table:
@@ -338,8 +430,8 @@ def test_all_that_an_environment_does_happens_in_one_thread() -> None:
             begun = box.call(session, [ToolCall("query", {"sql": f"select {expected}"})])
             settle(begun)
             assert box.told(begun)[0]["content"] == [expected, expected]
-        assert environment_reward(Table, box)([session.environment, None]) == [7.0, None]
-        box.release()
+        assert environment_reward(Table, box)([session.environment.instance, None]) == [7.0, None]
+        box.environments.take_back()
     box.close()
 
 
@@ -410,11 +502,11 @@ def test_an_environment_that_is_stuck_is_left_to_itself() -> None:
     settle(beginning)
     begun = box.call(session, [ToolCall("stall", {})])
     settle(begun)
-    assert box.told(begun)[0]["content"] == "{'error': 'timed out after 0.3 s'}" and session.stuck
+    assert box.told(begun)[0]["content"] == "{'error': 'timed out after 0.3 s'}" and session.environment.stuck
     begun = box.call(session, [ToolCall("count", {"by": 1}), call("add")])
     settle(begun)
     assert [m["content"] for m in box.told(begun)] == ["{'error': 'The environment is stuck.'}", "3"]
-    box.release()
+    box.environments.take_back()
     assert box.open({})[0].environment is not session.environment
 
 

@@ -10,14 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from colograd.policy.loading import load_policy
 from colograd.rollout.toolbox import EMPTY, Toolbox
-from colograd.training.task import begin, train_prompts_of
+from colograd.training.task import prepared_config, train_prompts_of
 
 
 def test_without_a_configuration_the_output_folder_has_the_model_s_name(tiny_model, tmp_path, monkeypatch) -> None:
     """TRL's rule, for a model given as an object too."""
     monkeypatch.chdir(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert begin(None, model).output_dir == begin(None, f"{tiny_model}/").output_dir == "tiny-llama-GRPO"
+    for given in (model, f"{tiny_model}/"):
+        assert prepared_config(None, given).output_dir == "tiny-llama-GRPO"
 
 
 @pytest.mark.parametrize("asked", [{"load_in_4bit": True}, {"quantization_config": {"load_in_8bit": True}}])

@@ -12,8 +12,9 @@ import pytest
 import torch
 from loss_cases import LONGEST, gradients, make_objective, make_step, our_loss
 
-from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, StepBatch
-from colograd.config import GRPOConfig, check
+from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, StepBatch, StepEntropy
+from colograd.config import GRPOConfig
+from colograd.config import objective as objective_knobs
 from colograd.losses import entropy
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import Objective, SamplerCorrection, top_threshold
@@ -190,17 +191,22 @@ def test_the_entropies_are_asked_for_only_where_the_micro_batch_is_not_the_step(
         asked.append(row)
         return step.entropies[row.labels].detach()
 
+    def known(batch: StepBatch, objective: Objective) -> StepEntropy:
+        (found,) = {
+            row.step_entropy for row in entropy.with_step_entropy(batch, objective, 0.0, entropies).micro_batches
+        }
+        return found
+
     quantile, all_tokens = make_objective("dapo", top_entropy_quantile=0.6), make_objective("dapo")
     one, five = step.batch(step.rows(1000, True)), step.batch(step.rows(15, True))
     for objective, batch in ((all_tokens, one), (all_tokens, five), (quantile, one)):
-        bound = entropy.of_step(objective, batch, 0.0, entropies)
-        assert bound.step.threshold is None and not asked
-    threshold = entropy.of_step(quantile, five, 0.0, entropies).step.threshold
+        assert known(batch, objective).threshold is None and not asked
+    threshold = known(five, quantile).threshold
     assert len(asked) == 5 and threshold is not None
     # Another rank has a micro-batch too, with these entropies.
     theirs = torch.full((100,), 9.0)
     monkeypatch.setattr(entropy, "gather", lambda mine: [mine, [theirs] if isinstance(mine, list) else 1])
-    shared = entropy.of_step(quantile, one, 0.0, entropies).step
+    shared = known(one, quantile)
     assert (shared.threshold, shared.tokens) == (9.0, 100.0)
 
 
@@ -229,7 +235,9 @@ def test_a_loss_takes_its_knobs_from_the_configuration() -> None:
     objective = Objective.from_config(config(epsilon_high=0.28, delta=2.0, entropy_coef=0.1))
     assert objective.loss == LOSSES["dapo"](0.2, 0.28, 2.0)  # type: ignore[call-arg]
     assert objective.correction == SamplerCorrection("sequence_mask", None, 3.0)
-    assert objective.entropy_gradient, "the measured micro-batch has what the steps have"
+    (row,) = make_step().rows(1000, True)
+    bonus = dataclasses.replace(row, step_entropy=StepEntropy(coefficient=0.1))
+    assert objective.needs_entropy_gradient(bonus) and not objective.needs_entropy_gradient(row)
     assert Objective.from_config(config(vllm_importance_sampling_correction=False)).correction is None
     for name in LOSSES:
         loss = Objective.from_config(config(loss_type=name, vllm_importance_sampling_mode="token_mask")).loss
@@ -238,7 +246,7 @@ def test_a_loss_takes_its_knobs_from_the_configuration() -> None:
 
 
 def test_the_configuration_knows_the_registry() -> None:
-    assert tuple(LOSSES) == check.LOSSES
+    assert tuple(LOSSES) == objective_knobs.LOSSES
 
 
 OWN = '''
@@ -322,5 +330,5 @@ def test_a_zero_advantage_gives_no_gradient(loss_type: str, on_policy: bool) -> 
 
 
 def test_an_empty_step_has_a_denominator() -> None:
-    empty = StepBatch((), 0, 0, {}, True, ())
+    empty = StepBatch((), 0, 0, {}, ())
     assert all(make_objective(name).denominator(empty) > 0 for name in LOSSES)

@@ -10,7 +10,7 @@ import torch
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.reporting import metrics as module
 from colograd.reporting.metrics import Metrics, PhaseTimes
-from colograd.rollout.rounds import RolloutStatistics
+from colograd.rollout.statistics import RolloutStatistics
 
 
 def test_a_mean_is_all_sums_by_all_counts() -> None:
@@ -19,6 +19,14 @@ def test_a_mean_is_all_sums_by_all_counts() -> None:
     metrics.add("loss", torch.tensor(2.0), torch.tensor(6.0))
     metrics.add("plain", 3.0)
     assert metrics.reduce() == {"loss": 1.0, "plain": 3.0}
+
+
+def test_a_total_is_the_sum_of_all_values() -> None:
+    metrics = Metrics()
+    for value in (2.0, torch.tensor(-0.5), 4):
+        metrics.total("tokens", value)
+    metrics.total("nothing", 0)
+    assert metrics.reduce() == {"tokens": 5.5, "nothing": 0.0}
 
 
 def test_minima_and_maxima_are_of_everything_seen() -> None:
@@ -48,17 +56,19 @@ def test_tensors_keep_their_exact_value() -> None:
     assert metrics.reduce() == {"x": torch.tensor(0.1).item()}
 
 
-def test_ranks_are_weighed_by_their_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_weighed_by_their_counts_and_totals_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has 1 thing, rank 1 has 3: the mean is over 4 things, not over 2 means. Names may differ."""
-    other = ({"mean": (9.0, 3.0), "theirs": (4.0, 2.0)}, {"low": -2.0}, {"high": 0.5, "top": 1.0})
+    means, totals = {"mean": (9.0, 3.0), "theirs": (4.0, 2.0)}, {"tokens": 30.0, "few": 2.0}
+    other = (means, totals, {"low": -2.0}, {"high": 0.5, "top": 1.0})
     monkeypatch.setattr(module, "gather", lambda local: [local, other])
     metrics = Metrics()
     metrics.add("mean", 1.0, 1)
     metrics.add("ours", 5.0, 1)
+    metrics.total("tokens", 12.0)
     metrics.minimum("low", 3.0)
     metrics.maximum("high", 3.0)
     assert metrics.reduce() == {
-        "mean": 10 / 4, "ours": 5.0, "theirs": 2.0, "low": -2.0, "high": 3.0, "top": 1.0,
+        "mean": 10 / 4, "ours": 5.0, "theirs": 2.0, "tokens": 42.0, "few": 2.0, "low": -2.0, "high": 3.0, "top": 1.0,
     }  # fmt: skip
 
 
@@ -98,5 +108,5 @@ def test_tokens_that_the_sampler_could_not_score_are_counted() -> None:
     logprobs, sampled = torch.tensor([-1.0, math.nan, math.nan]), torch.tensor([True, True, False])
     rollout = Rollout((1,), (2, 3, 4), logprobs, sampled, FinishReason.STOP, 0)
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.zeros(1))
-    found = RolloutStatistics.of([(group, torch.zeros(1))], mask_truncated=False).metrics(["r"])
+    found = RolloutStatistics.of([group], lambda rewards: rewards[:, 0], mask_truncated=False).metrics(["r"])
     assert found["sampling/unscored_tokens"] == 1, "a tool's token isn't one of them"

@@ -59,9 +59,10 @@ def says(model: Any, rows: Any, temperature: float = 1.0) -> torch.Tensor:
 def plain(model: Path, row: MicroBatch, temperature: float) -> torch.Tensor:
     """(N,) by transformers' own forward of each completion behind its prompt."""
     own, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
-    for (prompt, completion), _ in sequences(row):
-        logits = own(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
-        found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    for part in sequences(row):
+        ids = torch.cat([part.prompt_ids, part.completion_ids])
+        logits = own(ids[None]).logits[0, len(part.prompt_ids) - 1 : -1] / temperature
+        found.append(logits.log_softmax(-1).gather(1, part.completion_ids[:, None])[:, 0])
     return torch.cat(found)
 
 
@@ -243,9 +244,9 @@ def test_the_memory_plan_counts_it(tiny_model, tmp_path, monkeypatch) -> None:
 def test_they_go_with_their_completions_when_a_step_is_packed_again(tiny_model, tmp_path) -> None:
     policy = policy_of(tiny_model, tmp_path)
     groups, rows = tuple(parity._samples(policy.model)), rows_of(policy)
-    empty = StepBatch((), 1, 1, {}, True, ())
+    empty = StepBatch((), 1, 1, {}, ())
     reference = reference_of(made(tmp_path), policy)
-    none, step = with_ref_logprobs(reference, [empty, StepBatch(rows, 1, 1, {}, True, groups)], 1.0)
+    none, step = with_ref_logprobs(reference, [empty, StepBatch(rows, 1, 1, {}, groups)], 1.0)
     assert none.micro_batches == ()
     rules = PackingRules(1, False, False, True, False, False, 0.0, CPU)
     again = budget.repack(step, rules)

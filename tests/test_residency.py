@@ -12,7 +12,8 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.engine.vllm_engine import Engine, weights_stay
+from colograd.engine.patches import weights_stay
+from colograd.engine.vllm_engine import Engine
 from colograd.memory.residency import OptimizerOffload, Residency
 from colograd.reporting.metrics import PhaseTimes
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
@@ -43,11 +44,11 @@ def test_the_state_comes_back_bit_for_bit_and_scalars_stay() -> None:
     scalars = {id(value): value.data_ptr() for value in state if value.dim() == 0}
     before, places = copy.deepcopy(state), {id(value): value.data_ptr() for value in state if value.dim()}
     offload = OptimizerOffload()
-    moved = offload.out(optimizer)
+    moved = offload.to_host(optimizer)
     assert moved == sum(value.nbytes for value in state if value.dim()) == (8 * 4 + 4) * 10
     assert all(value.data_ptr() != places[id(value)] for value in state if value.dim()), "it left"
     assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True)), "and may be read where it is"
-    assert offload.back() == moved
+    assert offload.to_device() == moved
     assert [id(v) for entry in optimizer.state.values() for v in entry.values()] == [id(v) for v in state]
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(state, before, strict=True))
     assert all(value.data_ptr() == scalars[id(value)] for value in state if value.dim() == 0)
@@ -57,9 +58,9 @@ def test_training_goes_on_as_if_nothing_had_moved() -> None:
     (kept, optimizer), (moved, other) = trained(), trained()
     offload = OptimizerOffload()
     for _ in range(3):
-        offload.out(other)
-        assert offload.out(other) == 0, "it is there already"
-        offload.back()
+        offload.to_host(other)
+        assert offload.to_host(other) == 0, "it is there already"
+        offload.to_device()
         step(kept, optimizer)
         step(moved, other)
     assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), moved.parameters(), strict=True))
@@ -69,16 +70,16 @@ def test_the_host_s_copies_are_made_once() -> None:
     _, optimizer = trained()
     offload, places = OptimizerOffload(), []
     for _ in range(2):
-        offload.out(optimizer)
+        offload.to_host(optimizer)
         places.append([v.data_ptr() for entry in optimizer.state.values() for v in entry.values() if v.dim()])
-        offload.back()
+        offload.to_device()
     assert places[0] == places[1]
 
 
 def test_an_optimizer_without_state_moves_nothing() -> None:
     _, optimizer = trained(steps=0)
     offload = OptimizerOffload()
-    assert offload.out(optimizer) == 0 and offload.back() == 0
+    assert offload.to_host(optimizer) == 0 and offload.to_device() == 0
 
 
 # -- the order
@@ -175,8 +176,8 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
     assert calls == ["forget", "sleep 0", "release"], "the first micro-batch is measured without it"
     _, optimizer = trained()
     assert residency.offload is not None
-    monkeypatch.setattr(residency.offload, "out", lambda given: calls.append("out"))
-    monkeypatch.setattr(residency.offload, "back", lambda: calls.append("back"))
+    monkeypatch.setattr(residency.offload, "to_host", lambda given: calls.append("out"))
+    monkeypatch.setattr(residency.offload, "to_device", lambda: calls.append("back"))
     calls.clear()
     with residency.sampling(optimizer):
         calls.append("sample")
@@ -207,7 +208,7 @@ def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: P
         def look(self, what: str) -> None:
             what = f"evaluate: {what}" if self.evaluating else what
             offload = self.residency.offload
-            seen.append((what, self.engine.asleep, offload is not None and bool(offload._out)))
+            seen.append((what, self.engine.asleep, offload is not None and bool(offload._away)))
 
         def generate(self, prompts: Any) -> Any:
             self.look("generate")

@@ -23,17 +23,17 @@ from reward_cases import (
 )  # fmt: skip
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Logged, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, ScoredGroup
 from colograd.commands.cli import main
 from colograd.reporting.completion_log import columns, read_log, write_log
 from colograd.reporting.completion_table import completion_rows
 from colograd.rewards import RewardError, Scorer, resolve_rewards
-from colograd.rollout.rounds import RolloutStatistics
+from colograd.rollout.statistics import RolloutStatistics
 from colograd.usercode.worker_process import CallLog
 
 
 def make_group(size: int = 3, position: int = 17) -> Group:
-    rollout = Rollout((1, 2), (3,), torch.zeros(1), torch.ones(1, dtype=torch.bool), FinishReason.STOP, 0)
+    rollout = Rollout(ModelInput((1, 2)), (3,), torch.zeros(1), torch.ones(1, dtype=torch.bool), FinishReason.STOP, 0)
     return Group({"prompt": "2 + 2 ="}, (rollout,) * size, position)
 
 
@@ -121,7 +121,7 @@ def test_a_call_that_gives_no_rewards_leaves_nothing_half_logged(scorer_of, func
 def test_metrics_are_means_over_all_values_of_all_ranks() -> None:
     def rank(*metrics: dict[str, tuple[float, int]]) -> RolloutStatistics:
         groups = [ScoredGroup(make_group(2), torch.ones(2, 1), torch.zeros(2), Logged({}, m)) for m in metrics]
-        return RolloutStatistics.of([(group, torch.ones(2)) for group in groups], False)
+        return RolloutStatistics.of(groups, lambda rewards: rewards[:, 0], False)
 
     whole = RolloutStatistics.join([rank({"share": (1.0, 2)}, {"share": (0.2, 1), "other": (5.0, 1)}), rank({}, {})])
     assert whole.metrics(["f"])["share"] == pytest.approx(0.4) and whole.metrics(["f"])["other"] == 5.0

@@ -14,7 +14,7 @@ import transformers as hf
 from reward_cases import odd
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Rollout
+from colograd.batch import FinishReason, Group, ModelInput, Rollout
 from colograd.rewards import RewardError, RewardModel, Scorer, resolve_rewards, with_models
 from colograd.rewards.models import batches
 
@@ -158,7 +158,7 @@ def test_what_gives_no_rewards_is_refused(config, tmp_path: Path, monkeypatch, k
 
 
 def make_group(position: int, size: int = 3) -> Group:
-    rollout = Rollout((1, 2), (3,), torch.zeros(1), torch.ones(1, dtype=torch.bool), FinishReason.STOP, 0)
+    rollout = Rollout(ModelInput((1, 2)), (3,), torch.zeros(1), torch.ones(1, dtype=torch.bool), FinishReason.STOP, 0)
     return Group({"prompt": f"prompt {position}: "}, (rollout,) * size, position)
 
 

@@ -16,21 +16,20 @@ import torch
 from reward_cases import dying, hanging, leaving, lengths, loud, process_id, raising, when_told, with_alarm
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
+from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import RewardError, Scorer, resolve_rewards
 from colograd.rewards import scoring as scoring_module
 from colograd.rollout.rounds import roll_out
+from colograd.rollout.stages import Stages
 
 NAN = math.nan
 
 
 def make_group(size: int = 3, position: int = 17) -> Group:
     rollouts = tuple(
-        Rollout(
-            (1, 2), tuple(range(i + 1)), torch.zeros(i + 1), torch.ones(i + 1, dtype=torch.bool), FinishReason.STOP, 0
-        )
-        for i in range(size)
+        Rollout(ModelInput((1, 2)), tuple(range(n)), torch.zeros(n), torch.ones(n).bool(), FinishReason.STOP, 0)
+        for n in range(1, size + 1)
     )
     return Group({"prompt": "2 + 2 =", "answer": 4}, rollouts, position)
 
@@ -171,8 +170,8 @@ def test_what_cannot_travel_stays_and_a_line_says_so(scorer_of) -> None:
 def test_a_function_that_hangs_in_this_process_ends_with_its_name(scorer_of, stuck, monkeypatch) -> None:
     """An endless loop is interrupted; a call that can't be is left with the process (here: seen, and not done)."""
     left: list[int] = []
-    monkeypatch.setattr("colograd.rewards.scoring.GRACE", 0.5)
-    monkeypatch.setattr("colograd.rewards.scoring.os._exit", left.append)
+    monkeypatch.setattr("colograd.usercode.time_limit.GRACE", 0.5)
+    monkeypatch.setattr("colograd.usercode.time_limit.os._exit", left.append)
     if stuck is not hanging:
         monkeypatch.setattr(time, "sleep", lambda seconds, wait=time.sleep: wait(1.5))
     scorer = scorer_of(stuck, workers=0, timeout=0.3)
@@ -237,27 +236,13 @@ def test_closing_leaves_no_process_even_of_a_function_that_never_returns(scorer_
         os.kill(int(pid), 0)
 
 
-class Stages:
-    """A roll-out of three groups without an engine: the order of calls is what counts."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer, self.sizes = scorer, [2, 3, 1]
-
-    def generate(self, prompts: Any) -> Any:
-        for position in (2, 0, 1):
-            yield make_group(self.sizes[position], position)
-
-    def begin_score(self, groups: Any) -> Any:
-        return self.scorer.submit(groups, [texts(len(g.rollouts)) for g in groups])
-
-    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(group.rollouts))
-
-    def take_logged(self, group: Group) -> Logged:
-        return Logged({}, {})
-
-    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        return rewards.sum(1)
+def stages_of(scorer: Scorer) -> Stages:
+    """Three groups without an engine, which leave in another order than their prompts'."""
+    return Stages(
+        generate=lambda prompts: (make_group(size, position) for position, size in ((2, 1), (0, 2), (1, 3))),
+        begin_score=lambda groups: scorer.submit(groups, [texts(len(group.rollouts)) for group in groups]),
+        judge=lambda group, rewards: ScoredGroup(group, rewards, torch.zeros(len(group.rollouts))),
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -265,12 +250,12 @@ def test_a_function_may_get_all_completions_at_once(scorer_of, workers: int) -> 
     def ranked(completions: list[str], **kwargs: Any) -> list[float]:
         return [float(i) for i in range(len(completions))]
 
-    stages = Stages(scorer_of(ranked, workers=workers))
+    stages = stages_of(scorer_of(ranked, workers=workers))
     for one_call, expected in ((True, [[0, 1], [2, 3, 4], [5]]), (False, [[0, 1], [0, 1, 2], [0]])):
-        prompts = [Prompt({}, (1, 2), position) for position in range(3)]
-        done = roll_out(stages, prompts, PhaseTimes(), one_call)
-        assert [scored.group.position for scored, _ in done] == [0, 1, 2]
-        assert [totals.tolist() for _, totals in done] == expected
+        prompts = [Prompt({}, ModelInput((1, 2)), position) for position in range(3)]
+        done = roll_out(prompts, stages, PhaseTimes(), one_call)
+        assert [scored.group.position for scored in done] == [0, 1, 2]
+        assert [scored.rewards[:, 0].tolist() for scored in done] == expected
 
 
 @pytest.mark.engine

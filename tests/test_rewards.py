@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
 from colograd.rewards import (
     BUILTIN_REWARDS,
     RewardError,
@@ -31,14 +31,14 @@ from colograd.rewards import (
     weighted_sum,
 )
 from colograd.rewards.functions import is_async
-from colograd.rollout.rounds import unjudged
+from colograd.rollout.rounds import DrawnStep, unjudged
 from colograd.rollout.tool_format import with_messages
 
 
 def make_group(size: int = 3, position: int = 17, **example: Any) -> Group:
     def rollout(length: int) -> Rollout:
         return Rollout(
-            prompt_ids=(1, 2),
+            input=ModelInput((1, 2)),
             completion_ids=tuple(range(length)),
             sampler_logprobs=torch.zeros(length),
             sampled=torch.ones(length, dtype=torch.bool),
@@ -196,8 +196,9 @@ def test_a_completion_that_nobody_judged_is_told_with_its_row() -> None:
     group, nothing = make_group(size=2, task="poem"), float("nan")
     judged = ScoredGroup(group, torch.tensor([[1.0, nothing], [nothing, 2.0]]), torch.zeros(2))
     missed = ScoredGroup(group, torch.tensor([[1.0, nothing], [nothing, nothing]]), torch.zeros(2))
-    assert unjudged([[judged], [judged]]) == ""
-    assert "abstained for completion 1 of the prompt '2 + 2 =' with {'task': 'poem'}" in unjudged([[judged], [missed]])
+    first, second = (DrawnStep(kept=(), sampled=(scored,)) for scored in (judged, missed))
+    assert unjudged([first, first]) == ""
+    assert "abstained for completion 1 of the prompt '2 + 2 =' with {'task': 'poem'}" in unjudged([first, second])
 
 
 def test_a_function_without_kwargs_gets_only_what_it_names() -> None:

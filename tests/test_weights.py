@@ -57,7 +57,7 @@ def test_policy_and_engine_are_one_memory_and_what_is_saved_is_what_sampled(fami
         assert trainer.weights.publish(20) == 0
         after = greedy(trainer.engine, 20)
         assert after != before, "20 steps at this rate change what is said"
-        probe = proof.probe(trainer.engine, 40)
+        probe = proof.probe_ids(trainer.engine, 40)
         logprobs = trainer.engine.prompt_logprobs(probe)
         trainer.save_model(str(tmp_path / "saved"))
         trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -85,7 +85,7 @@ def test_plain_vllm_loads_what_was_saved(tiny_qwen: Path, tmp_path, closing) -> 
     trainer = closing(build(str(tiny_qwen), tmp_path, max_steps=3))
     trainer.train()
     trainer.publish()
-    probe = proof.probe(trainer.engine, 40)
+    probe = proof.probe_ids(trainer.engine, 40)
     trainer.save_model(str(tmp_path / "saved"))
     found = tiny.plain_vllm(tmp_path / "saved", probe, tmp_path)
     torch.testing.assert_close(found, trainer.engine.prompt_logprobs(probe), rtol=0, atol=1e-4)
@@ -109,7 +109,7 @@ def test_smollm2_shares_every_parameter_and_saves_what_it_sampled(tmp_path) -> N
         trainer.train()
         trainer.publish()
         assert moved == [0] * 21
-        after, probe = greedy(trainer.engine, 20), proof.probe(trainer.engine, 60)
+        after, probe = greedy(trainer.engine, 20), proof.probe_ids(trainer.engine, 60)
         logprobs = trainer.engine.prompt_logprobs(probe)
         trainer.save_model(str(tmp_path / "saved"))
     finally:
@@ -267,7 +267,7 @@ class TestProof:
     def test_an_engine_that_packed_its_weights_away_is_refused(self, tiny_model: Path, tmp_path, monkeypatch) -> None:
         import contextlib
 
-        monkeypatch.setattr("colograd.engine.vllm_engine.live_weights", contextlib.nullcontext)
+        monkeypatch.setattr("colograd.engine.building.live_weights", contextlib.nullcontext)
         with pytest.raises(UnmappedParameter, match="no place for"):
             build(str(tiny_model), tmp_path)
 

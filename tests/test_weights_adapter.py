@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer
-from colograd.engine import lora_slots as slots
+from colograd.engine import arguments
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import StaleWeights
 from colograd.policy.lora import adapted_layers, unwrap
@@ -232,7 +232,7 @@ def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, ca
 def test_a_trained_adapters_folder_goes_on_in_bfloat16_where_vllm_has_no_lora(
     trained, tiny_model, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(slots, "serves", lambda *args: False)
+    monkeypatch.setattr(arguments, "serves_lora", lambda *args: False)
     trainer = make_trainer(
         trained.args.output_dir, tmp_path, lora=None, max_steps=1, model_init_kwargs={"dtype": "bfloat16"}
     )

@@ -129,7 +129,7 @@ def _processor() -> str:
 
 
 def checks(trainer: GRPOTrainer) -> Iterator[Check]:
-    """Memory, weights, and the two parities on completions sampled for it."""
+    """Memory, weights, and log-probabilities of completions sampled for it."""
     from ..memory.plan import PHASES
 
     plan = trainer.memory
@@ -148,16 +148,16 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         not differing,
         f"Report the model and the versions above, with these names: {', '.join(differing[:3])}.",
     )
-    yield from parities(trainer)
+    yield from check_logprobs(trainer)
 
 
-def parities(trainer: GRPOTrainer) -> Iterator[Check]:
+def check_logprobs(trainer: GRPOTrainer) -> Iterator[Check]:
     """The trainer's log-probabilities against the sampler's, and against the model's own."""
-    from ..policy import row_proof as parity
+    from ..policy import row_proof
 
     rows, completions = sample(trainer)
     with trainer.compute_loss_context_manager():
-        to_sampler, to_own = parity.differences(trainer.model, rows, trainer.args.temperature)
+        to_sampler, to_own = row_proof.differences(trainer.model, rows, trainer.args.temperature)
     limit = allowed(trainer)
     tokens = f"{completions} completions of {len(to_sampler)} tokens"
     yield _near(

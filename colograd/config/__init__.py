@@ -1,8 +1,14 @@
-"""Every knob of a run, in three groups: the run (`GRPOConfig`), the model (`ModelConfig`), the script
-(`ScriptArguments`).
+"""Every knob of a run. Names and meanings are TRL's wherever the thing is the same.
 
-Names and meanings are TRL's wherever the thing is the same. Each group validates and normalises itself once, when it is
-made; nothing writes to it afterwards.
+`grpo` is the run (`GRPOConfig`), `model` the model (`ModelConfig`), `script` the dataset and the rewards
+(`ScriptArguments`). Each validates and normalises itself once, when it is made; nothing writes to it afterwards.
+
+`GRPOConfig` is one flat dataclass, put together from groups of knobs, each with its rules: `policy`, `steps`,
+`sampling`, `evaluation`, `engine`, `rewards`, `advantages`, `objective`, `reference` and `logs`. A group derives from
+what its rules read: another group, or transformers' arguments. Every group is written with the helpers of `knob`.
+
+`names` answers unknown names and TRL's, `parse` reads a recipe and the command line, `check` is what `GRPOTrainer` asks
+of a configuration before it starts.
 """
 
 from .grpo import GRPOConfig

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from .knob import knob
 from .names import names_checked
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -17,56 +18,38 @@ KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 class ModelConfig:
     """The policy to start from."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A Hub id or a local folder, as transformers takes them."}
+    model_name_or_path: str | None = knob(None, "A Hub id or a local folder, as transformers takes them.")
+    model_revision: str | None = knob(None, "Branch, tag or commit of a Hub model.")
+    dtype: str | None = knob(
+        None,
+        "Precision of the policy: `bfloat16` (an exact float32 master is kept by the optimizer), `float32`, or `auto` "
+        "(the checkpoint's own). Default: bfloat16, or float32 where `optim` names another optimizer.",
     )
-    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a Hub model."})
-    dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "Precision of the policy: `bfloat16` (an exact float32 master is kept by the optimizer), "
-            "`float32`, or `auto` (the checkpoint's own). Default: bfloat16, or float32 where `optim` names another "
-            "optimizer.",
-        },
+    attn_implementation: str | None = knob(
+        None, "Accepted for compatibility: training always runs Colograd's packed attention, and a line says so."
     )
-    attn_implementation: str | None = field(
-        default=None,
-        metadata={
-            "help": "Accepted for compatibility: training always runs Colograd's packed attention, and a line says so."
-        },
+    use_peft: bool = knob(
+        False, "Train a LoRA adapter (peft) and leave the model's weights as they are; see docs/lora.md."
     )
-    use_peft: bool = field(
-        default=False,
-        metadata={"help": "Train a LoRA adapter (peft) and leave the model's weights as they are; see docs/lora.md."},
+    lora_r: int = knob(16, "Rank of the adapter's matrices.")
+    lora_alpha: int = knob(32, "The adapter is scaled by `lora_alpha / lora_r`.")
+    lora_dropout: float = knob(0.05, "Dropout before the adapter in training (vLLM samples without).")
+    lora_target_modules: list[str] | None = knob(
+        None,
+        "Names of the layers to adapt, or `all-linear`; default: peft's for the architecture (often the query and "
+        "value projections).",
     )
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter's matrices."})
-    lora_alpha: int = field(default=32, metadata={"help": "The adapter is scaled by `lora_alpha / lora_r`."})
-    lora_dropout: float = field(
-        default=0.05, metadata={"help": "Dropout before the adapter in training (vLLM samples without)."}
+    lora_target_parameters: list[str] | None = knob(
+        None, "TRL's field for parameters that are no layer. Not available in this version."
     )
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Names of the layers to adapt, or `all-linear`; default: peft's for the architecture (often the "
-            "query and value projections)."
-        },
+    lora_modules_to_save: list[str] | None = knob(
+        None, "Modules trained whole beside the adapter (the engine then gets merged copies)."
     )
-    lora_target_parameters: list[str] | None = field(
-        default=None, metadata={"help": "TRL's field for parameters that are no layer. Not available in this version."}
-    )
-    lora_modules_to_save: list[str] | None = field(
-        default=None,
-        metadata={"help": "Modules trained whole beside the adapter (the engine then gets merged copies)."},
-    )
-    lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "peft's task type; always `CAUSAL_LM`."})
-    use_rslora: bool = field(
-        default=False, metadata={"help": "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`."}
-    )
-    use_dora: bool = field(
-        default=False, metadata={"help": "Weight-decomposed LoRA (the engine then gets merged copies)."}
-    )
-    load_in_8bit: bool = field(default=False, metadata={"help": "8-bit base for LoRA. Not available in this version."})
-    load_in_4bit: bool = field(default=False, metadata={"help": "4-bit base for LoRA. Not available in this version."})
+    lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.")
+    use_rslora: bool = knob(False, "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`.")
+    use_dora: bool = knob(False, "Weight-decomposed LoRA (the engine then gets merged copies).")
+    load_in_8bit: bool = knob(False, "8-bit base for LoRA. Not available in this version.")
+    load_in_4bit: bool = knob(False, "4-bit base for LoRA. Not available in this version.")
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype.removeprefix("torch.") not in DTYPES:

@@ -89,8 +89,8 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Class decorator for a dataclass: an unknown keyword is answered by `unknown_name`. What `without_effect` says of
-    the others is the instance's ``notes``.
+    """Class decorator for a dataclass: `unknown_name` answers an unknown keyword, and the instance's ``notes`` are the
+    lines of `without_effect` on the others.
 
     Raises:
         ValueError: at construction, instead of the dataclass's bare TypeError.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from .knob import knob
 from .names import names_checked
 
 
@@ -13,64 +14,42 @@ from .names import names_checked
 class ScriptArguments:
     """Arguments of ``colograd train`` that are not the trainer's own."""
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or a folder, or the import "
-            "path `package.module:function` of a function that returns a `datasets.Dataset` (or a `DatasetDict`)."
-        },
+    dataset_name: str | None = knob(
+        None,
+        "The dataset: a Hub id, a local .json, .jsonl, .csv or .parquet file or a folder, or the import path "
+        "`package.module:function` of a function that returns a `datasets.Dataset` (or a `DatasetDict`).",
     )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "The dataset's configuration (its `name` in `load_dataset`)."}
+    dataset_config: str | None = knob(None, "The dataset's configuration (its `name` in `load_dataset`).")
+    dataset_kwargs: dict[str, Any] | str | None = knob(
+        None, "Keyword arguments for the dataset function, or for `load_dataset`."
     )
-    dataset_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keyword arguments for the dataset function, or for `load_dataset`."}
+    dataset_train_split: str = knob("train", "The split to train on.")
+    dataset_test_split: str = knob("test", "The split to evaluate on, where there is one.")
+    datasets: list[dict[str, Any]] | str | None = knob(
+        None,
+        "A mixture, in place of `dataset_name`: a list of mappings with `path` and optionally `name`, `data_dir`, "
+        "`data_files`, `split`, `columns` and `fraction`; the parts are concatenated. With `fraction` (in all or none) "
+        "that is each part's share of the mixture, as large as can be without repeating.",
     )
-    dataset_train_split: str = field(default="train", metadata={"help": "The split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "The split to evaluate on, where there is one."})
-    datasets: list[dict[str, Any]] | str | None = field(
-        default=None,
-        metadata={
-            "help": "A mixture, in place of `dataset_name`: a list of mappings with `path` and optionally `name`, "
-            "`data_dir`, `data_files`, `split`, `columns` and `fraction`; the parts are concatenated. With `fraction` "
-            "(in all or none) that is each part's share of the mixture, as large as can be without repeating."
-        },
+    test_split_size: float | None = knob(None, "Share or number of examples of a mixture to hold out for evaluation.")
+    dataset_streaming: bool = knob(False, "Read a stored dataset while training, and not before; needs `max_steps`.")
+    streaming: bool = knob(False, "The same for a mixture (`datasets`).")
+    dataset_prompt_column: str = knob("prompt", "The column that holds the prompt, if it isn't called `prompt`.")
+    system_prompt: str | None = knob(
+        None, "A system message put before each prompt (a plain prompt becomes a conversation)."
     )
-    test_split_size: float | None = field(
-        default=None, metadata={"help": "Share or number of examples of a mixture to hold out for evaluation."}
+    reward_model_name_or_path: str | None = knob(None, "A reward model: as if it stood first in `reward_funcs`.")
+    reward_funcs: list[str] = knob(
+        [],
+        "The reward functions: names of built-in rewards, import paths (`package.module:function` or "
+        "`package.module.function`), or reward models (a folder or a Hub id). Their weights are `reward_weights`.",
     )
-    dataset_streaming: bool = field(
-        default=False, metadata={"help": "Read a stored dataset while training, and not before; needs `max_steps`."}
+    tools: list[str] = knob([], "Functions that the model may call while it writes, by import path.")
+    environment_factory: str | None = knob(
+        None, "What makes environments (a class, mostly) or a dict of such, by import path."
     )
-    streaming: bool = field(default=False, metadata={"help": "The same for a mixture (`datasets`)."})
-    dataset_prompt_column: str = field(
-        default="prompt", metadata={"help": "The column that holds the prompt, if it isn't called `prompt`."}
-    )
-    system_prompt: str | None = field(
-        default=None,
-        metadata={"help": "A system message put before each prompt (a plain prompt becomes a conversation)."},
-    )
-    reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A reward model: as if it stood first in `reward_funcs`."}
-    )
-    reward_funcs: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "The reward functions: names of built-in rewards, import paths (`package.module:function` or "
-            "`package.module.function`), or reward models (a folder or a Hub id). Their weights are `reward_weights`."
-        },
-    )
-
-    tools: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Functions that the model may call while it writes, by import path."},
-    )
-    environment_factory: str | None = field(
-        default=None,
-        metadata={"help": "What makes environments (a class, mostly) or a dict of such, by import path."},
-    )
-    rollout_func: str | None = field(
-        default=None, metadata={"help": "A function that writes completions in the engine's place, by import path."}
+    rollout_func: str | None = knob(
+        None, "A function that writes completions in the engine's place, or a class (a rollout source), by import path."
     )
 
     def all_rewards(self) -> list[str]:

@@ -1,4 +1,6 @@
-"""Datasets and prompts, one file per job: load them, tokenise them, order them.
+"""Datasets and prompts, one file per job: `sources` finds a dataset by its name, `loading` makes a run's rows of one or
+several, `prompts` tokenises them, `order` says which of them each step takes. `stream` does the last two for rows that
+are read while training. `columns` has the checks that they share.
 
     ScriptArguments -> load_datasets -> Dataset -> tokenize_prompts -> PromptDataset
                                                                            |
@@ -6,7 +8,7 @@
 
 Prompts are tokenised once, before training. Their order is a pure function of (seed, epoch), without a global
 generator: a resumed run takes the same prompts, and any number of ranks takes the same prompts in the same step. A
-dataset that is streamed is tokenised while it is read, by a `PromptStream` and its `StreamLoader`.
+streamed dataset is tokenised while it is read, by a `PromptStream` and its `StreamLoader`.
 """
 
 from .loading import load_datasets

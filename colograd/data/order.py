@@ -12,6 +12,8 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
+EXTRA = 2**40  # positions of prompts drawn beyond the stream, whose own positions stay far below
+
 
 class StepOrder(Sampler[list[tuple[int, int]]]):
     """Which prompts each optimizer step takes on this rank; one item is [(row, position), ...] of one step.
@@ -27,28 +29,32 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         return cls(
             num_prompts,
             config.prompts_per_step or 1,
-            rank=config.process_index,
-            world_size=config.world_size,
+            data_rank=config.layout.data_rank,
+            data_size=config.layout.data_size,
             steps_per_generation=config.steps_per_generation or 1,
             num_iterations=config.num_iterations,
             shuffle=bool(config.shuffle_dataset),
-            seed=config.data_seed if config.data_seed is not None else config.seed,
+            seed=seed_of(config),
         )
 
     def __init__(
         self,
         num_rows: int,
         prompts_per_step: int,
-        rank: int,
-        world_size: int,
+        data_rank: int,
+        data_size: int,
         steps_per_generation: int = 1,
         num_iterations: int = 1,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        """``prompts_per_step`` counts all ranks. Raises ValueError where the rows don't fill one round."""
-        assert prompts_per_step % world_size == 0, f"{prompts_per_step} prompts on {world_size} ranks"
-        assert 0 <= rank < world_size, (rank, world_size)
+        """``prompts_per_step`` counts those of all ``data_size`` shares, of which this rank takes one.
+
+        Raises:
+            ValueError: the rows don't fill one round.
+        """
+        assert prompts_per_step % data_size == 0, f"{prompts_per_step} prompts in {data_size} shares"
+        assert 0 <= data_rank < data_size, (data_rank, data_size)
         self.num_rounds = num_rows // (prompts_per_step * steps_per_generation)
         if self.num_rounds == 0:
             raise ValueError(
@@ -57,7 +63,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
                 "of the two, or add prompts."
             )
         self.num_rows, self.prompts_per_step = num_rows, prompts_per_step
-        self.rank, self.world_size = rank, world_size
+        self.data_rank, self.data_size = data_rank, data_size
         self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
 
@@ -70,14 +76,13 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         rows = self._rows_in_order()
-        per_rank = self.prompts_per_step // self.world_size
+        per_rank = self.prompts_per_step // self.data_size
         start = self.epoch * self.num_rounds * self.steps_per_generation * self.prompts_per_step
         for round_index in range(self.num_rounds):
             for _ in range(self.num_iterations):
                 for step in range(self.steps_per_generation):
-                    first = (
-                        round_index * self.steps_per_generation + step
-                    ) * self.prompts_per_step + self.rank * per_rank
+                    step_of_epoch = round_index * self.steps_per_generation + step
+                    first = step_of_epoch * self.prompts_per_step + self.data_rank * per_rank
                     yield [(rows[index], start + index) for index in range(first, first + per_rank)]
 
     def _rows_in_order(self) -> Sequence[int]:
@@ -91,7 +96,9 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         return torch.randperm(self.num_rows, generator=generator).tolist()
 
 
-EXTRA = 2**40  # positions of prompts drawn beyond the stream, whose own positions stay far below
+def seed_of(config: GRPOConfig) -> int:
+    """The seed of the prompts' order."""
+    return int(config.seed if config.data_seed is None else config.data_seed)
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
@@ -100,12 +107,11 @@ def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: 
     A pure function of the seed and the step, so that a resumed run draws the same ones, and nothing has to be saved.
     Ranks take turns in one hashed order of all rows, which begins anew where it ends.
     """
-    ranks, rank = config.world_size, config.process_index
-    seed = config.data_seed if config.data_seed is not None else config.seed
-    digest = hashlib.sha256(f"{seed} extra {step}".encode()).digest()
+    layout = config.layout
+    digest = hashlib.sha256(f"{seed_of(config)} extra {step}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     rows = torch.randperm(len(dataset), generator=generator).tolist()
-    places = [index * ranks + rank for index in range(drawn, drawn + count)]
+    places = [index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count)]
     return [dataset[rows[place % len(rows)], EXTRA * (step + 1) + place] for place in places]
 
 

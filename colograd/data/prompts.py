@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 
-from ..batch import Prompt
-from .checks import check_columns, check_has_length, listed
+from ..batch import ModelInput, Prompt
+from .columns import check_columns, check_has_length, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ class PromptDataset(torch.utils.data.Dataset):
             return self.dataset[key]
         row, position = key
         ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
-        return Prompt(example=self.dataset[row], prompt_ids=tuple(ids.tolist()), position=position)
+        return Prompt(example=self.dataset[row], input=ModelInput(tuple(ids.tolist())), position=position)
 
     def first(self, count: int) -> list[Prompt]:
         """The first rows' prompts."""
@@ -143,50 +143,56 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
 
 def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list[list[int]]:
     """Token ids of each row of a batch whose first row has the number ``first``."""
-    tokenizer, name = rules.tokenizer, rules.name
-    prompts, own = batch["prompt"], batch.get("chat_template_kwargs") or [None] * len(batch["prompt"])
-    ids: list[list[int]] = [[]] * len(prompts)
-    groups: dict[
-        str, tuple[dict[str, Any], list[int]]
-    ] = {}  # rows with equal arguments go through the template together
-    plain = []
+    prompts = batch["prompt"]
+    ids: dict[int, list[int]] = {}
+    texts: list[int] = []
+    # Rows with equal arguments go through the template together: (the arguments, the rows' places in the batch).
+    alike: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for index, prompt in enumerate(prompts):
+        where = f"{rules.name}, row {first + index}"
         if isinstance(prompt, str):
             if rules.tools is not None:
                 raise ValueError(
-                    f"{name}, row {first + index}: the prompt is plain text, but tools need a conversation: give a "
-                    'list of messages, such as [{"role": "user", "content": "..."}].'
+                    f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such "
+                    'as [{"role": "user", "content": "..."}].'
                 )
-            plain.append(index)
-            continue
-        _check_conversation(prompt, f"{name}, row {first + index}")
-        # A struct column fills the keys that a row doesn't give with None.
-        mine = {key: value for key, value in (own[index] or {}).items() if value is not None}
-        continues = prompt[-1]["role"] == "assistant"
-        arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        arguments |= {**rules.chat_template_kwargs, **mine}
-        if rules.tools is not None:
-            named = {"environment": batch["environment"][index]} if "environment" in batch else {}
-            arguments["tools"] = rules.tools(named) or None
-        groups.setdefault(repr(sorted(arguments.items())), (arguments, []))[1].append(index)
-    if plain:
-        for index, row in zip(plain, tokenizer([prompts[i] for i in plain]).input_ids, strict=True):
-            ids[index] = row
-    for arguments, rows in groups.values():
-        if not getattr(tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
-            raise ValueError(
-                f"{name}, row {first + rows[0]}: the prompt is a conversation, and {tokenizer.name_or_path} has no "
-                "chat template. Use an instruction-tuned model, set tokenizer.chat_template, or give plain text."
-            )
-        encoded = _apply_template(tokenizer, [prompts[i] for i in rows], arguments, name, [first + i for i in rows])
-        for index, row in zip(rows, encoded, strict=True):
-            ids[index] = row
-    return ids
+            texts.append(index)
+        else:
+            _check_conversation(prompt, where)
+            arguments = _template_arguments(batch, index, rules)
+            alike.setdefault(repr(sorted(arguments.items())), (arguments, []))[1].append(index)
+    if texts:
+        ids.update(zip(texts, rules.tokenizer([prompts[i] for i in texts]).input_ids, strict=True))
+    for arguments, rows in alike.values():
+        encoded = _apply_template(rules, [prompts[i] for i in rows], arguments, [first + i for i in rows])
+        ids.update(zip(rows, encoded, strict=True))
+    return [ids[index] for index in range(len(prompts))]
+
+
+def _template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRules) -> dict[str, Any]:
+    """The keyword arguments of the chat template for one row."""
+    continues = batch["prompt"][index][-1]["role"] == "assistant"
+    arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    arguments |= rules.chat_template_kwargs
+    own = batch["chat_template_kwargs"][index] if "chat_template_kwargs" in batch else None
+    # A struct column fills the keys that a row doesn't give with None.
+    arguments |= {key: value for key, value in (own or {}).items() if value is not None}
+    if rules.tools is not None:
+        row = {"environment": batch["environment"][index]} if "environment" in batch else {}
+        arguments["tools"] = rules.tools(row) or None
+    return arguments
 
 
 def _apply_template(
-    tokenizer: Any, conversations: list[Any], arguments: dict[str, Any], name: str, rows: list[int]
+    rules: PromptRules, conversations: list[Any], arguments: dict[str, Any], rows: list[int]
 ) -> list[list[int]]:
+    """Token ids of each conversation; ``rows`` has their numbers in the dataset."""
+    tokenizer = rules.tokenizer
+    if not getattr(tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
+        raise ValueError(
+            f"{rules.name}, row {rows[0]}: the prompt is a conversation, and {tokenizer.name_or_path} has no chat "
+            "template. Use an instruction-tuned model, set tokenizer.chat_template, or give plain text."
+        )
     cleaned = [
         [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
         for messages in conversations
@@ -195,11 +201,9 @@ def _apply_template(
         return tokenizer.apply_chat_template(cleaned, tokenize=True, return_dict=False, **arguments)
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         if len(rows) > 1:  # one by one, to find the row
-            return [
-                _apply_template(tokenizer, [c], arguments, name, [r])[0] for c, r in zip(cleaned, rows, strict=True)
-            ]
+            return [_apply_template(rules, [c], arguments, [r])[0] for c, r in zip(cleaned, rows, strict=True)]
         raise ValueError(
-            f"{name}, row {rows[0]}: the chat template refuses the prompt {cleaned[0]!r}: {error}"
+            f"{rules.name}, row {rows[0]}: the chat template refuses the prompt {cleaned[0]!r}: {error}"
         ) from error
 
 

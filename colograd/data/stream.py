@@ -11,23 +11,24 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..batch import Prompt
+from ..batch import ModelInput, Prompt
 from ..config import GRPOConfig
-from .checks import check_columns, listed
+from .columns import check_columns, listed
+from .order import seed_of
 from .prompts import PromptRules
 
 ROWS_AT_ONCE = 64  # read and tokenised together
 
 
 class PromptStream(torch.utils.data.IterableDataset):
-    """The prompts of a `datasets.IterableDataset`; iterating gives this rank's of one optimizer step after another.
+    """The prompts of a `datasets.IterableDataset`; each item has those of this rank for one optimizer step.
 
     As in TRL: the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass; a round takes
     ``steps_per_generation`` steps of ``prompts_per_step`` prompts, ``num_iterations`` times; what doesn't fill a round
     is left out of the pass, and the next one begins. Every rank reads all of it and takes its own.
 
-    A run goes on at the right place by reading again what was read before it. That this is the same is checked: the
-    prompts read so far have a digest, which a checkpoint holds (see `state` and `expect`).
+    A resumed run finds its place by reading again what was read before. A digest of the prompts read so far, which a
+    checkpoint holds, shows whether that is the same (see `state` and `expect`).
     """
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
@@ -47,10 +48,9 @@ class PromptStream(torch.utils.data.IterableDataset):
                 "whole, or set dynamic_sampling: false."
             )
         self.per_step, self.round_steps = int(config.prompts_per_step or 1), int(config.steps_per_generation or 1)
-        self.iterations, self.rank, self.ranks = config.num_iterations, config.process_index, config.world_size
+        self.iterations, self.layout = config.num_iterations, config.layout
         if config.shuffle_dataset:
-            seed = config.data_seed if config.data_seed is not None else config.seed
-            self.dataset = self.dataset.shuffle(seed=seed)
+            self.dataset = self.dataset.shuffle(seed=seed_of(config))
         self.state: dict[str, Any] = {}  # {"items", "digest"} of what has been handed out
         self._expected: dict[str, Any] = {}
         self.first(1)
@@ -66,27 +66,27 @@ class PromptStream(torch.utils.data.IterableDataset):
         self.num_dropped = dropped
         if not found:
             raise ValueError(f"{self.rules.name} has no rows, or all are over the limit of {self.longest} tokens.")
-        return [Prompt(example, ids, index) for index, (example, ids) in enumerate(found)]
+        return _prompts(found, 0)
 
     def expect(self, state: dict[str, Any]) -> None:
-        """The ``state`` that the next iteration must come by; else it isn't the stream of that checkpoint."""
+        """Let the next iteration fail unless it passes through ``state``, which a checkpoint holds."""
         self._expected = state
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        size, per_rank = self.per_step * self.round_steps, self.per_step // self.ranks
+        size, per_rank = self.per_step * self.round_steps, self.per_step // self.layout.data_size
         digest, items, position = hashlib.blake2b(digest_size=16), 0, 0
         self.num_dropped = 0
         for epoch in itertools.count():
             rows, rounds = self._pass(epoch), 0
             while len(block := list(itertools.islice(rows, size))) == size:
-                prompts = [Prompt(example, ids, position + index) for index, (example, ids) in enumerate(block)]
+                prompts = _prompts(block, position)
                 digest.update(repr([ids for _, ids in block]).encode())
                 position, rounds = position + size, rounds + 1
                 for step in [*range(self.round_steps)] * self.iterations:
                     items += 1
                     self.state = {"items": items, "digest": digest.hexdigest()}
                     self._compare()
-                    first = step * self.per_step + self.rank * per_rank
+                    first = step * self.per_step + self.layout.data_rank * per_rank
                     yield prompts[first : first + per_rank]
             if not rounds:
                 raise ValueError(
@@ -95,7 +95,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 )
 
     def _compare(self) -> None:
-        """Whether what is read again is what the checkpoint was trained on."""
+        """Raises ValueError where what is read again isn't what the checkpoint was trained on."""
         if self._expected.get("items") != self.state["items"]:
             return
         expected, self._expected = self._expected, {}
@@ -123,6 +123,11 @@ class PromptStream(torch.utils.data.IterableDataset):
                 else:
                     yield block[index], ids
             number += len(block)
+
+
+def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:
+    """Rows with their tokens as prompts, at the positions ``first`` and on."""
+    return [Prompt(example, ModelInput(ids), first + index) for index, (example, ids) in enumerate(rows)]
 
 
 class StreamLoader(DataLoader):

@@ -1,6 +1,6 @@
-"""vLLM in this process. No other folder imports vllm.
+"""vLLM in this process. This folder alone imports vllm; a test holds that.
 
-`vllm_engine` builds, steps and stamps it; `arguments` are the configuration as arguments of `vllm.LLM`, `sampling` as
-sampling parameters; `lora_slots` and `cpu_kernels` are what an engine with adapters or on a CPU needs beside; and
-`queue_order` says which prompts start first.
+`vllm_engine` builds and steps it, stamps it with the step of its weights, and puts it to sleep. `arguments` are the
+configuration as arguments of `vllm.LLM`, `sampling` as sampling parameters. `building` sees to what must hold while it
+is built, `patches` replaces the parts of vLLM that are in the way. `queue_order` says which prompts start first.
 """

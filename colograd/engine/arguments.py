@@ -1,12 +1,14 @@
-"""The configuration as arguments of `vllm.LLM`. Doesn't import vllm."""
+"""The configuration as arguments of `vllm.LLM`."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, get_args
 
 import torch
 
 from ..config import GRPOConfig
+from ..policy.lora import Adapter
 
 # Tokens of a KV block on a CPU. A group's prompt is computed once as far as it fills whole blocks; with vLLM's 128 most
 # prompts would be computed G times.
@@ -44,20 +46,45 @@ def engine_kwargs(
         "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
         "use_tqdm_on_load": False,
     }
-    if (config.model_init_kwargs or {}).get("revision"):  # type: ignore[union-attr]
-        kwargs["revision"] = config.model_init_kwargs["revision"]  # type: ignore[index]
+    if revision := (config.model_init_kwargs or {}).get("revision"):  # type: ignore[union-attr]
+        kwargs["revision"] = revision
     if context is not None:
         kwargs["max_model_len"] = context
     if kv_bytes:
         kwargs["kv_cache_memory_bytes"] = kv_bytes
     if config.on_cpu:
         kwargs["block_size"] = CPU_BLOCK
-    if not config.on_cpu:
+    else:
         # With a size given, the share decides nothing, but vLLM still refuses to start where less of the GPU is free.
         if share := config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None):
             kwargs["gpu_memory_utilization"] = share
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
     return kwargs | given
+
+
+def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` for one slot that the adapter fits in, on the layers that it adapts."""
+    if adapter is None or not serves_lora(model_path, config):
+        return {}
+    from vllm import EngineArgs
+    from vllm.config.lora import MaxLoRARanks
+
+    rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
+    kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+    if "lora_target_modules" in inspect.signature(EngineArgs).parameters:  # other layers then need no slots
+        kwargs["lora_target_modules"] = list(adapter.targets)
+    return kwargs
+
+
+def serves_lora(model_path: str, config: GRPOConfig) -> bool:
+    """Whether vLLM's class of this model takes adapters at all (it would refuse to be built with slots for one)."""
+    from transformers import AutoConfig
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+    model = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=config.trust_remote_code)
+    known = [ModelRegistry.models[name] for name in model.architectures or () if name in ModelRegistry.models]
+    return not known or bool(supports_lora(known[0].load_model_cls()))
 
 
 def engine_dtype(config: GRPOConfig, dtype: torch.dtype) -> torch.dtype:

@@ -22,29 +22,25 @@ class LengthHistory:
     """Mean completion lengths in tokens, by prompt, of the last time that each was sampled."""
 
     def __init__(self) -> None:
-        self._means: dict[str, float] = {}
+        self._means: dict[str, float] = {}  # by `ModelInput.key`
 
     def add(self, prompt: Prompt, group: Group) -> None:
         """Note how many tokens the model wrote for a prompt, as it was asked."""
         lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
-        self._means[_key(prompt.prompt_ids)] = sum(lengths) / len(lengths)
+        self._means[prompt.input.key] = sum(lengths) / len(lengths)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts by descending expected length; one that is new counts as the mean of all, in its place."""
         if not self._means:
             return list(prompts)
         unknown = sum(self._means.values()) / len(self._means)
-        return sorted(prompts, key=lambda prompt: -self._means.get(_key(prompt.prompt_ids), unknown))
+        return sorted(prompts, key=lambda prompt: -self._means.get(prompt.input.key, unknown))
 
     def save(self, folder: str | Path, rank: int) -> None:
         """Write this rank's history into a checkpoint."""
         Path(folder, FILE.format(rank=rank)).write_text(json.dumps(self._means))
 
     def load(self, folder: str | Path, rank: int) -> None:
-        """Take it up again, if it is there."""
+        """Read this rank's history from a checkpoint; without one it is empty."""
         path = Path(folder, FILE.format(rank=rank))
         self._means = json.loads(path.read_text()) if path.is_file() else {}
-
-
-def _key(prompt_ids: tuple[int, ...]) -> str:
-    return f"{hash(prompt_ids):x}"  # the same in every process: Python's hashes of integers aren't randomised

@@ -102,13 +102,7 @@ def check_sampling(config: GRPOConfig) -> None:
             hint = f" Did you mean {near[0]!r}?" if near else " Remove it."
             raise ValueError(f"generation_kwargs sets {name!r}, which vLLM's SamplingParams doesn't have.{hint}")
     try:
-        sampling = Sampling.for_training(config)
-        SamplingParams(
-            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, **sampling.options
-        )
-        evaluated = Sampling.for_evaluation(config)
-        SamplingParams(
-            n=evaluated.n, max_tokens=evaluated.max_tokens, temperature=evaluated.temperature, **evaluated.options
-        )
+        for drawn in (Sampling.for_training(config), Sampling.for_evaluation(config)):
+            SamplingParams(n=drawn.n, max_tokens=drawn.max_tokens, temperature=drawn.temperature, **drawn.options)
     except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
         raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None

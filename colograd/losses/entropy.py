@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..batch import MicroBatch, StepBatch
+from ..batch import MicroBatch, StepBatch, StepEntropy
 from ..config import GRPOConfig
 from ..parallel.ranks import gather, together
-from .objective import BONUS_ENTROPY, Objective, StepEntropy, top_threshold
+from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
-def of_step(
-    objective: Objective,
+def with_step_entropy(
     step: StepBatch,
+    objective: Objective,
     coefficient: float,
     entropies: Callable[[MicroBatch], torch.Tensor],
-) -> Objective:
-    """The objective that knows what its entropy terms need of the whole step. A collective.
+) -> StepBatch:
+    """The step with what the objective's entropy terms must know of all of it. A collective.
 
     With a top-entropy quantile, the entropies of all tokens are needed before the first loss: where the step has more
     than one micro-batch on all ranks together, that is one more forward of each.
@@ -38,12 +38,13 @@ def of_step(
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.micro_batches))) > 1:
         with together("the entropies"), torch.no_grad():
-            rows = [entropies(row)[row.loss_mask > 0].cpu() for row in step.micro_batches]
-        everywhere = torch.cat([part for rank in gather(rows) for part in rank])
+            own = [entropies(row)[row.loss_mask > 0].cpu() for row in step.micro_batches]
+        everywhere = torch.cat([part for of_rank in gather(own) for part in of_rank])
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
     entropy = StepEntropy(coefficient, objective.denominator(step), threshold, tokens)
-    return dataclasses.replace(objective, step=entropy)
+    rows = tuple(dataclasses.replace(row, step_entropy=entropy) for row in step.micro_batches)
+    return dataclasses.replace(step, micro_batches=rows)
 
 
 class EntropyController(TrainerCallback):

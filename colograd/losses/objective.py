@@ -56,16 +56,6 @@ def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StepEntropy:
-    """What the entropy's terms must know of the whole step (see `entropy.of_step`)."""
-
-    coefficient: float = 0.0  # of the bonus, in this step
-    denominator: float = 1.0  # the step's, by which the trainer will divide the sum
-    threshold: float | None = None  # of the top-entropy quantile, nats; None: the micro-batch is the whole step
-    tokens: float | None = None  # that the bonus is a mean over; None: likewise
-
-
-@dataclass(frozen=True, slots=True)
 class Objective:
     """A loss and its terms. Called with a micro-batch, it returns the unnormalised sum and TRL's metrics."""
 
@@ -77,7 +67,6 @@ class Objective:
     beta: float = 0.0
     unbiased_kl: bool = True  # the KL term times the ratio: DeepSeek-V3.2, likewise
     entropy_bonus: bool = False
-    step: StepEntropy = StepEntropy()
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
@@ -101,7 +90,6 @@ class Objective:
             beta=config.beta,
             unbiased_kl=config.use_bias_correction_kl,
             entropy_bonus=config.entropy_coef != 0 or config.use_adaptive_entropy,
-            step=StepEntropy(coefficient=config.entropy_coef),
         )
 
     @property
@@ -109,10 +97,9 @@ class Objective:
         """Whether groups without a reward difference matter: by a gradient of theirs, or by their tokens' entropies."""
         return self.loss.every_group or self.beta != 0 or self.entropy_bonus or self.top_entropy_quantile < 1
 
-    @property
-    def entropy_gradient(self) -> bool:
-        """Whether the loss of this step needs the entropies' gradient."""
-        return self.entropy_bonus and self.step.coefficient != 0
+    def needs_entropy_gradient(self, batch: MicroBatch) -> bool:
+        """Whether the micro-batch's loss needs the entropies' gradient: not in a step without a bonus."""
+        return self.entropy_bonus and batch.step_entropy.coefficient != 0
 
     def denominator(self, step: StepBatch) -> float:
         """What the step's sum is divided by."""
@@ -139,9 +126,10 @@ class Objective:
             kl = self._kl(tokens)
             per_token = per_token + self.beta * kl
         loss = (per_token * self.loss.token_weights(batch)).sum()
-        if self.entropy_gradient:
-            count = chosen.sum().clamp(min=1) if self.step.tokens is None else self.step.tokens
-            loss = loss - (self.step.coefficient * self.step.denominator / count) * (entropy * chosen).sum()
+        if self.needs_entropy_gradient(batch):
+            of_step = batch.step_entropy
+            count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
+            loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
         return LossOutput(loss, *self._observe(tokens, entropy.detach(), old, kl, chosen))
 
     def _tokens(self, logprobs: torch.Tensor, old: torch.Tensor, batch: MicroBatch) -> Tokens:
@@ -162,7 +150,7 @@ class Objective:
 
     def _surprising(self, entropy: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """(N,) 1 for the tokens of highest entropy, else 0."""
-        threshold = self.step.threshold
+        threshold = batch.step_entropy.threshold
         if threshold is None:
             threshold = top_threshold(entropy[batch.loss_mask > 0], self.top_entropy_quantile)
         return (entropy >= threshold).to(batch.loss_mask.dtype)

@@ -322,6 +322,8 @@ def plan(
     sequences = min(sequences, int(given.get("max_num_seqs") or sequences))
     of_policy, of_engine = model.dtype.itemsize, engine_dtype(config, model.dtype).itemsize
     planned = tokens or max(PLANNED_TOKENS, length)
+    eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
+    need = CacheNeed.of(shape, 1 if eight_bit else of_engine, length, sequences)
     found = MemoryPlan(
         device=name,
         total=total,
@@ -336,11 +338,8 @@ def plan(
         sleeps=config.vllm_enable_sleep_mode and device == "cuda",
         offloads=config.offload_optimizer and device == "cuda",
         reference=reference,
-    )
-    eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
-    need = CacheNeed.of(shape, 1 if eight_bit else of_engine, length, sequences)
-    found = dataclasses.replace(
-        found, kv_per_token=need.per_token, kv_bytes=int(given.get("kv_cache_memory_bytes") or 0)
+        kv_per_token=need.per_token,
+        kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
     )
     if found.kv_bytes or (device == "cuda" and share_is_given(config)):
         return found

@@ -1,4 +1,4 @@
-"""Who has the device: the KV cache sleeps while the policy trains, the optimizer's state leaves while it samples.
+"""Who has the device: the KV cache sleeps while the policy trains, the optimizer's state leaves while the engine samples.
 
 Both are asked for (`vllm_enable_sleep_mode`, `offload_optimizer`) and are for a GPU; on a CPU nothing would be gained,
 so nothing happens there and a line says so. Weights never move: the policy may share them with the engine.
@@ -26,12 +26,12 @@ class OptimizerOffload:
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}
-        self._out: list[tuple[torch.Tensor, torch.device]] = []  # what is away, and where it belongs
+        self._away: list[tuple[torch.Tensor, torch.device]] = []  # each with the device where it belongs
 
     @torch.no_grad()
-    def out(self, optimizer: torch.optim.Optimizer) -> int:
+    def to_host(self, optimizer: torch.optim.Optimizer) -> int:
         """Move the state to the host. Returns the bytes moved: 0 if it is there already, or not made yet."""
-        if self._out:
+        if self._away:
             return 0
         state = _state_tensors(optimizer)
         self._host = {id(tensor): self._host[id(tensor)] for tensor in state if id(tensor) in self._host}
@@ -41,24 +41,24 @@ class OptimizerOffload:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 self._host[id(tensor)] = copy
             copy.copy_(tensor, non_blocking=True)
-            self._out.append((tensor, tensor.device))
+            self._away.append((tensor, tensor.device))
         self._wait()
-        for tensor, _ in self._out:
+        for tensor, _ in self._away:
             tensor.data = self._host[id(tensor)]
-        return sum(tensor.nbytes for tensor, _ in self._out)
+        return sum(tensor.nbytes for tensor, _ in self._away)
 
     @torch.no_grad()
-    def back(self) -> int:
-        """Move it back, bit for bit. Returns the bytes moved."""
-        moved = sum(tensor.nbytes for tensor, _ in self._out)
-        for tensor, device in self._out:
+    def to_device(self) -> int:
+        """Move the state back, bit for bit. Returns the bytes moved."""
+        moved = sum(tensor.nbytes for tensor, _ in self._away)
+        for tensor, device in self._away:
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
         self._wait()
-        self._out = []
+        self._away = []
         return moved
 
     def _wait(self) -> None:
-        if any(device.type == "cuda" for _, device in self._out):
+        if any(device.type == "cuda" for _, device in self._away):
             torch.cuda.synchronize()
 
 
@@ -85,27 +85,27 @@ class Residency:
             for name in ("vllm_enable_sleep_mode", "offload_optimizer", "offload_reference")
             if getattr(config, name) and config.on_cpu
         ]
-        self._to_policy()  # the first training forward may be measured before anything is sampled
+        self._return_to_policy()  # the first training forward may be measured before anything is sampled
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
         """The body samples. After an error in it the engine keeps the memory, as requests may be in flight."""
-        self._to_engine(optimizer)
+        self._lend_to_engine(optimizer)
         yield
-        self._to_policy()
+        self._return_to_policy()
 
-    def _to_engine(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _lend_to_engine(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.offload is not None and optimizer is not None:
             with self.times.phase("offload"):
-                self.offload.out(optimizer)
+                self.offload.to_host(optimizer)
         if self.engine.asleep:
             with self.times.phase("wake"):
                 self.engine.wake()
 
-    def _to_policy(self) -> None:
+    def _return_to_policy(self) -> None:
         if self.engine.sleeps:
             with self.times.phase("sleep"):
                 self.engine.sleep()
         if self.offload is not None:
             with self.times.phase("offload"):
-                self.offload.back()
+                self.offload.to_device()

@@ -9,37 +9,17 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from ..batch import MicroBatch, StepBatch
-from ..config import GRPOConfig
-from ..losses.objective import Objective
-from ..parallel.balance import pair_cost
-from ..parallel.ranks import gather, world_size
-from ..policy.loading import Policy
+from ..batch import MicroBatch, RolloutId, StepBatch
+from ..parallel.ranks import gather
 from ..policy.packing import PackingRules, dummy, pack_step, sequences
-from . import plan as memory
+from . import plan
 
 SHARE = 0.8  # of the free memory: fragmentation and lengths that the dummy rows don't have need the rest
 SMALLEST, LARGEST = 1024, 65536  # measured sizes, in tokens; a row of LARGEST keeps any GPU busy
 STEP = 256  # budgets are multiples of it
-
-
-def rules_for(config: GRPOConfig, policy: Policy, objective: Objective) -> PackingRules:
-    """The packing of a run; a budget of 0 is still to be measured."""
-    given = config.max_tokens_per_microbatch
-    return PackingRules(
-        max_tokens=0 if given == "auto" else int(given or 0),
-        mask_truncated=config.mask_truncated_completions,
-        skip_without_signal=not objective.every_group,
-        share_prompts=not policy.why_padded,
-        balance_ranks=config.balance_ranks and world_size() > 1,
-        equal_counts=False,  # ranks hold full copies: they meet at the exchange of gradients only
-        pair_cost=pair_cost(policy.model.config, policy.model.num_parameters()),
-        device=config.device,
-    )
 
 
 def fill(peak: Callable[[int], int | None], limit: int) -> int:
@@ -137,7 +117,7 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, name: str) -> int:
     """What the optimizer is still to allocate. (None: it isn't made yet.)"""
-    return 0 if optimizer is not None and optimizer.state else memory.optimizer_bytes(model, name)
+    return 0 if optimizer is not None and optimizer.state else plan.optimizer_bytes(model, name)
 
 
 def back_off(
@@ -174,15 +154,17 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 def _carry_over(name: str, old: Sequence[MicroBatch], new: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
     """Give ``new`` the [N] tensor ``name`` of ``old``, completion by completion."""
-    known: dict[Any, torch.Tensor] = {}
+    known: dict[RolloutId, torch.Tensor] = {}
     for row in old:
         values = getattr(row, name)
         if values is None:
             return tuple(new)
-        known |= {key: values[place] for key, place in sequences(row)}
+        known |= {part.rollout: values[part.place] for part in sequences(row)}
     filled = []
-    for row in new:  # a dummy may be new: zeros, as its tokens aren't in the loss
-        parts = [known.get(key, row.labels.new_zeros(len(key[1]), dtype=torch.float32)) for key, _ in sequences(row)]
+    for row in new:
+        parts = [  # a dummy may be new: zeros, as its tokens aren't in the loss
+            known.get(part.rollout, row.advantages.new_zeros(len(part.completion_ids))) for part in sequences(row)
+        ]
         filled.append(dataclasses.replace(row, **{name: torch.cat(parts)}))
     return tuple(filled)
 

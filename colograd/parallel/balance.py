@@ -1,4 +1,4 @@
-"""Which rank trains which group. Groups move from slow ranks to fast ones after scoring, as token ids.
+"""Which rank trains which group. Groups move from slow ranks to fast ones after scoring.
 
 A step is as slow as its slowest rank, and lengths differ by luck. The denominators are global and gradients are summed,
 so where a group is trained changes nothing but rounding.
@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from ..batch import FinishReason, Group, Rollout, ScoredGroup
+from ..batch import ScoredGroup
 from .ranks import gather, rank
 
 Place = tuple[int, int]  # (the rank that sampled a group, its index there)
@@ -30,10 +27,10 @@ def pair_cost(config: Any, num_parameters: int) -> float:
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
     """Cost of a group in tokens: those that go through the model, and ``pair`` for each query-key pair."""
-    sizes = [(len(rollout.prompt_ids), len(rollout.completion_ids)) for rollout in group.group.rollouts]
+    sizes = [(len(rollout.input), len(rollout.completion_ids)) for rollout in group.group.rollouts]
     if not share_prompts:
         return sum(p + c + pair * (p + c) ** 2 / 2 for p, c in sizes)
-    prompts = [len(ids) for ids in {rollout.prompt_ids for rollout in group.group.rollouts}]
+    prompts = [len(asked) for asked in {rollout.input for rollout in group.group.rollouts}]
     pairs = sum(p**2 / 2 for p in prompts) + sum(c * p + c**2 / 2 for p, c in sizes)
     return sum(prompts) + sum(c for _, c in sizes) + pair * pairs
 
@@ -84,50 +81,11 @@ def balance(groups: Sequence[ScoredGroup], pair: float, share_prompts: bool) -> 
     if all(owner == train for train, row in enumerate(assignment) for owner, _ in row):
         return list(groups), 0  # decided alike on all ranks
     leaving = {
-        (me, index): _to_arrays(groups[index])
+        (me, index): groups[index].for_training()
         for train, row in enumerate(assignment)
         for owner, index in row
         if owner == me != train
     }
-    moved = {place: arrays for sent in gather(leaving) for place, arrays in sent.items()}
-    mine = [groups[index] if owner == me else _from_arrays(moved[owner, index]) for owner, index in assignment[me]]
+    moved = {place: group for sent in gather(leaving) for place, group in sent.items()}
+    mine = [groups[index] if owner == me else moved[owner, index] for owner, index in assignment[me]]
     return mine, sum(owner != me for owner, _ in assignment[me])
-
-
-def _to_arrays(group: ScoredGroup) -> dict[str, Any]:
-    """What training needs of a group, without tensors and without its row of the dataset."""
-    return {
-        "position": group.group.position,
-        "rewards": group.rewards.numpy(),
-        "advantages": group.advantages.cpu().numpy(),
-        "rollouts": [
-            (
-                np.array(r.prompt_ids, dtype=np.int32),
-                np.array(r.completion_ids, dtype=np.int32),
-                r.sampler_logprobs.cpu().numpy(),
-                r.sampled.cpu().numpy(),
-                r.finish_reason.value,
-                r.policy_version,
-            )
-            for r in group.group.rollouts
-        ],
-    }
-
-
-def _from_arrays(arrays: dict[str, Any]) -> ScoredGroup:
-    rollouts = tuple(
-        Rollout(
-            tuple(prompt_ids.tolist()),
-            tuple(ids.tolist()),
-            torch.from_numpy(logprobs),
-            torch.from_numpy(sampled),
-            FinishReason(reason),
-            version,
-        )
-        for prompt_ids, ids, logprobs, sampled, reason, version in arrays["rollouts"]
-    )
-    return ScoredGroup(
-        Group({}, rollouts, arrays["position"]),
-        torch.from_numpy(arrays["rewards"]),
-        torch.from_numpy(arrays["advantages"]),
-    )

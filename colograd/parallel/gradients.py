@@ -6,7 +6,7 @@ and would reduce once per micro-batch. Gradients are summed over ranks in bucket
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,7 @@ def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2
     trainable = [p for p in parameters if p.requires_grad]
     if world_size() == 1:
         return 0
-    for parameter in trainable:
-        if parameter.grad is None:
-            set_zero_gradient(parameter)
+    zero_gradients(trainable)
     moved = 0
     for bucket in _buckets([p.grad for p in trainable if p.grad is not None], bucket_bytes):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -36,10 +34,12 @@ def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2
     return moved
 
 
-def set_zero_gradient(parameter: torch.Tensor) -> None:
-    """Zero, not missing: momentum and decay then act as they would have."""
-    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Zero, not missing, where there is none: momentum and decay then act as they would have."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
 
 
 def _buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:

@@ -35,6 +35,13 @@ class Policy:
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
+    @property
+    def end_tokens(self) -> set[int | None]:
+        """Tokens that end a completion: the tokenizer's, and those that the checkpoint names."""
+        named = getattr(self.model.generation_config, "eos_token_id", None)
+        also = named if isinstance(named, list) else [named]
+        return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *also}
+
     def describe(self, config: GRPOConfig, max_tokens: int) -> list[str]:
         """What the user should know at start, in lines."""
         dtype = str(self.model.dtype).removeprefix("torch.")

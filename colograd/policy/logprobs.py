@@ -9,7 +9,8 @@ the vocabulary nor the number of labels, but for one number per label (two where
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +36,7 @@ def policy_logprobs(
     Returns:
         logprobs (N,) float32, nats, differentiable; entropy (N,) float32, nats, with a gradient if it is asked for.
     """
-    model = unwrap(model)
-    hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.predictors)
-    head = model.get_output_embeddings()
-    return label_logprobs(
-        hidden,
-        head.weight,
-        getattr(head, "bias", None),
-        micro_batch.labels,
-        temperature,
-        _logit_transform(model),
-        entropy_gradient,
-    )
+    return PolicyForward(model, temperature, entropy_gradient)(micro_batch)
 
 
 @torch.no_grad()
@@ -55,16 +45,64 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
     rows = tuple(
         dataclasses.replace(row, old_logprobs=policy_logprobs(model, row, temperature)[0]) for row in step.micro_batches
     )
-    return dataclasses.replace(step, micro_batches=rows, first_of_round=False)
+    return dataclasses.replace(step, micro_batches=rows)
 
 
-def hidden_states(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """The decoder's last hidden states of a packed row, (1, T, hidden). A model with any other attention than the
-    packed one runs its sequences padded."""
+@dataclass(frozen=True, slots=True)
+class PolicyForward:
+    """One forward of the policy, from a packed row to its labels' log-probabilities.
+
+    Hidden states and the head's product are both computed inside a call of the model itself, whichever wrapper that is:
+    the hooks of its root fire (a sharded model gathers its weights in them), and no part of it is skipped.
+    """
+
+    model: torch.nn.Module  # or a wrapper around it, such as a PeftModel
+    temperature: float
+    entropy_gradient: bool = False
+
+    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) log-probabilities and (N,) entropies; see `policy_logprobs`."""
+        with _calls(self.model, self._compute):
+            logprobs, entropy = self.model(micro_batch)
+        return logprobs, entropy
+
+    def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        model = unwrap(self.model)
+        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.predictors)
+        head = model.get_output_embeddings()
+        return label_logprobs(
+            hidden,
+            head.weight,
+            getattr(head, "bias", None),
+            micro_batch.labels,
+            self.temperature,
+            _logit_transform(model),
+            self.entropy_gradient,
+        )
+
+
+@contextmanager
+def _calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
+    """While the context lasts, calling ``module`` runs its hooks around ``compute`` in place of its own forward."""
+    own = module.__dict__.get("forward")  # of an instance: accelerate may have put one there
+    module.forward = compute
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
+    """The last hidden states of a packed row, (1, T, hidden), of all of the model but its head. A model with any other
+    attention than the packed one runs its sequences padded."""
+    body = model.base_model if model.base_model is not model else model.get_decoder()
     if model.config._attn_implementation != attention.NAME:
-        return padded.hidden_states(model.get_decoder(), micro_batch)
+        return padded.hidden_states(body, micro_batch)
     with attention.packed_rows():
-        output = model.get_decoder()(
+        output = body(
             input_ids=micro_batch.input_ids,
             position_ids=micro_batch.position_ids,
             layout=micro_batch.layout,

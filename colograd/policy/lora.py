@@ -17,7 +17,7 @@ PREFIX = "base_model.model."  # of every parameter of a PeftModel
 LARGEST_RANK = 512  # that vLLM has slots for
 # Initialisations that leave the base's weights alone. (`pissa`, `olora`, `loftq` and the like subtract from them.)
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
-# Fields of peft's LoraConfig that change what a layer computes, beyond the formula of `Layer`.
+# Fields of peft's LoraConfig that change what a layer computes, beyond the formula of `AdaptedLayer`.
 UNSUPPORTED = (
     "lora_bias", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",
@@ -35,7 +35,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class AdaptedLayer:
     """An adapted layer: y = W x + scaling * B A x, and with DoRA each row of that matrix scaled to a trained length.
 
     LoRA: arXiv 2106.09685. DoRA: arXiv 2402.09353, equation 5.
@@ -43,34 +43,22 @@ class Layer:
 
     name: str  # in the model without adapters: model.layers.0.self_attn.q_proj
     module: Any  # peft's layer around the base's
-    adapter: str
+    lora_a: torch.Tensor  # A, (rank, in); of an embedding (rank, vocabulary)
+    lora_b: torch.Tensor  # B, (out, rank)
+    scaling: float  # alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA
+    magnitude: torch.Tensor | None  # DoRA's row lengths, (out,); None without
+    is_embedding: bool
 
-    @property
-    def is_embedding(self) -> bool:
-        return self.adapter in self.module.lora_embedding_A
-
-    @property
-    def lora_a(self) -> torch.Tensor:
-        """A, (rank, in); of an embedding (rank, vocabulary)."""
-        module = self.module
-        return module.lora_embedding_A[self.adapter] if self.is_embedding else module.lora_A[self.adapter].weight
-
-    @property
-    def lora_b(self) -> torch.Tensor:
-        """B, (out, rank)."""
-        module = self.module
-        return module.lora_embedding_B[self.adapter] if self.is_embedding else module.lora_B[self.adapter].weight
-
-    @property
-    def scaling(self) -> float:
-        """alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA."""
-        return float(self.module.scaling[self.adapter])
-
-    @property
-    def magnitude(self) -> torch.Tensor | None:
-        """DoRA's row lengths, (out,); None without."""
-        vectors = getattr(self.module, "lora_magnitude_vector", None) or {}
-        return vectors[self.adapter].weight if self.adapter in vectors else None
+    @classmethod
+    def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
+        """The layer that carries peft's ``adapter``. Its tensors are the parameters themselves."""
+        scaling, magnitudes = float(module.scaling[adapter]), getattr(module, "lora_magnitude_vector", None) or {}
+        magnitude = magnitudes[adapter].weight if adapter in magnitudes else None
+        if adapter in module.lora_embedding_A:
+            a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
+            return cls(name, module, a, b, scaling, magnitude, is_embedding=True)
+        a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        return cls(name, module, a, b, scaling, magnitude, is_embedding=False)
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
@@ -105,13 +93,13 @@ def base_name(name: str) -> str | None:
     return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
 
 
-def adapted_layers(model: Any) -> list[Layer]:
+def adapted_layers(model: Any) -> list[AdaptedLayer]:
     """The layers of a PeftModel that carry its active adapter, in the model's order."""
     (adapter,) = model.active_adapters
     found = []
     for name, module in model.named_modules():
         if adapter in getattr(module, "lora_A", ()) or adapter in getattr(module, "lora_embedding_A", ()):
-            found.append(Layer(name.removeprefix(PREFIX), module, adapter))
+            found.append(AdaptedLayer.of(name.removeprefix(PREFIX), module, adapter))
     return found
 
 
@@ -130,7 +118,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     Raises:
         ValueError: a configuration of another kind, or without layers to adapt.
     """
-    check_config(peft_config)
+    check_lora_config(peft_config)
     import peft
 
     with torch.random.fork_rng():
@@ -145,7 +133,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
             ) from None
 
 
-def check_config(peft_config: Any) -> None:
+def check_lora_config(peft_config: Any) -> None:
     """Check that it is a LoRA that only adds to the base.
 
     Raises:
@@ -186,7 +174,7 @@ def describe_adapter(model: Any) -> Adapter:
         )
     (name,) = model.active_adapters
     config = model.peft_config[name]
-    check_config(config)
+    check_lora_config(config)
     layers = adapted_layers(model)
     if merged := [layer.name for layer in layers if layer.module.merged]:
         raise ValueError(f"The adapter is merged into the base ({merged[0]}): call unmerge_adapter() first.")
@@ -194,17 +182,17 @@ def describe_adapter(model: Any) -> Adapter:
         raise ValueError("The adapter isn't trainable: load it with PeftModel.from_pretrained(..., is_trainable=True).")
     _check_head(model, layers)
     trained_base = _trained_base(model)
-    whole = sorted({copy.rpartition(".")[0].rpartition(".")[2] for copy, _ in trained_copies(model)})
+    retrained = sorted({copy.rpartition(".")[0].rpartition(".")[2] for copy, _ in trained_copies(model)})
     embeddings = sorted({layer.name.rpartition(".")[2] for layer in layers if layer.is_embedding})
     rank = max(layer.lora_a.shape[0] for layer in layers)
-    reasons = [
-        "DoRA" * any(layer.magnitude is not None for layer in layers),
-        f"modules_to_save ({', '.join(whole)})" * bool(whole),
-        f"bias: {config.bias}" * bool(trained_base),
-        f"a LoRA on {', '.join(embeddings)}" * bool(embeddings),
-        f"rank {rank}, over {LARGEST_RANK}" * (rank > LARGEST_RANK),
-    ]
-    why = ", ".join(reason for reason in reasons if reason)
+    unserved = {
+        "DoRA": any(layer.magnitude is not None for layer in layers),
+        f"modules_to_save ({', '.join(retrained)})": bool(retrained),
+        f"bias: {config.bias}": bool(trained_base),
+        f"a LoRA on {', '.join(embeddings)}": bool(embeddings),
+        f"rank {rank}, over {LARGEST_RANK}": rank > LARGEST_RANK,
+    }
+    why = ", ".join(reason for reason, applies in unserved.items() if applies)
     targets = tuple(sorted({layer.name.rpartition(".")[2] for layer in layers}))
     return Adapter(name, rank, targets, f"vLLM doesn't serve {why}" if why else "")
 
@@ -222,7 +210,7 @@ def _trained_base(model: Any) -> list[str]:
     return trained
 
 
-def _check_head(model: Any, layers: list[Layer]) -> None:
+def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
     """Refuse an adapter on the language-model head, and one on an embedding that is also the head."""
     inner = unwrap(model)
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ..batch import FinishReason, MicroBatch, Rollout, ScoredGroup, SegmentLayout
+from ..batch import FinishReason, MicroBatch, ModelInput, Rollout, RolloutId, ScoredGroup, SegmentLayout
 from ..parallel.ranks import gather, together
+
+NOBODY = -1  # the position of dummies, which belong to no prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,13 @@ class PackingRules:
 class Part:
     """Some completions of one group with their prompt: what is packed as a unit."""
 
+    ids: tuple[RolloutId, ...]
     rollouts: tuple[Rollout, ...]
     advantages: tuple[torch.Tensor, ...]  # per rollout: () or [C]
 
     @property
     def num_tokens(self) -> int:
-        return len(self.rollouts[0].prompt_ids) + sum(len(r.completion_ids) for r in self.rollouts)
+        return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
 
 
 def has_signal(group: ScoredGroup) -> bool:
@@ -72,23 +76,33 @@ def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((
     nothing = torch.zeros(())
     parts = []
     for prompt, completions in groups:
+        asked = ModelInput((0,) * prompt)
         rollouts = tuple(
-            Rollout((0,) * prompt, (0,) * n, torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
+            Rollout(asked, (0,) * n, torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
             for n in completions
         )
-        parts.append(Part(rollouts, (nothing,) * len(rollouts)))
+        ids = tuple(RolloutId(NOBODY, index) for index in range(len(rollouts)))
+        parts.append(Part(ids, rollouts, (nothing,) * len(rollouts)))
     return _micro_batch(parts, False, device)
 
 
-def sequences(row: MicroBatch) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], slice]]:
-    """The completions of a row, as ((prompt ids, completion ids), where they lie in the [N] tensors)."""
-    segments = row.input_ids[0].split(row.layout.lengths)
-    ids = [tuple(segment.tolist()) for segment in segments]
-    found, at = [], 0
-    for index, seen in enumerate(row.layout.sees):
+class PackedSequence(NamedTuple):
+    """A completion in a packed row."""
+
+    rollout: RolloutId
+    prompt_ids: torch.Tensor  # [P]
+    completion_ids: torch.Tensor  # [C]
+    place: slice  # in the row's [N] tensors
+
+
+def sequences(row: MicroBatch) -> list[PackedSequence]:
+    """The completions of a row, in its order."""
+    segments, found, at = row.input_ids[0].split(row.layout.lengths), [], 0
+    ids = iter(row.rollouts)
+    for completion, seen in zip(segments, row.layout.sees, strict=True):
         if seen:
-            found.append(((ids[seen[0]], ids[index]), slice(at, at + len(ids[index]))))
-            at += len(ids[index])
+            found.append(PackedSequence(next(ids), segments[seen[0]], completion, slice(at, at + len(completion))))
+            at += len(completion)
     return found
 
 
@@ -125,9 +139,11 @@ def pack(
 def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Part]]:
     """Sequences of similar length together: as many as the budget has room for at the length of the longest."""
     parts = [
-        Part((rollout,), (advantage,))
+        Part((identity,), (rollout,), (advantage,))
         for group in groups
-        for rollout, advantage in zip(group.group.rollouts, _advantages(group), strict=True)
+        for identity, rollout, advantage in zip(
+            group.group.rollout_ids, group.group.rollouts, _advantages(group), strict=True
+        )
     ]
     rows: list[list[Part]] = []
     for part in sorted(parts, key=lambda p: -p.num_tokens):
@@ -148,21 +164,20 @@ def _advantages(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 
 def _parts(group: ScoredGroup, budget: int) -> list[Part]:
     """A group as one part, or as several where it is over the budget, or where environments begin differently."""
-    rollouts, advantages = group.group.rollouts, _advantages(group)
-    parts: list[Part] = []
-    start, tokens = 0, len(rollouts[0].prompt_ids)
+    ids, rollouts, advantages = group.group.rollout_ids, group.group.rollouts, _advantages(group)
+    starts, tokens = [0], len(rollouts[0].input)
     for index, rollout in enumerate(rollouts):
         over = tokens + len(rollout.completion_ids) > budget
-        if index > start and (over or rollout.prompt_ids != rollouts[start].prompt_ids):
-            parts.append(Part(rollouts[start:index], advantages[start:index]))
-            start, tokens = index, len(rollout.prompt_ids)
+        if index > starts[-1] and (over or rollout.input != rollouts[starts[-1]].input):
+            starts.append(index)
+            tokens = len(rollout.input)
         tokens += len(rollout.completion_ids)
-    return [*parts, Part(rollouts[start:], advantages[start:])]
+    cuts = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(rollouts)], strict=True)]
+    return [Part(ids[cut], rollouts[cut], advantages[cut]) for cut in cuts]
 
 
 def _micro_batch(row: Sequence[Part], mask_truncated: bool, device: torch.device) -> MicroBatch:
-    """One packed row. Token t of a completion is predicted at its predecessor: the prompt's last token, or token "
-    "t-1."""
+    """One packed row. Token t of a completion is predicted at the place before it: the prompt's last, or t-1."""
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     lengths: list[int] = []
@@ -201,5 +216,5 @@ def _micro_batch(row: Sequence[Part], mask_truncated: bool, device: torch.device
         advantages=torch.cat(advantages).float().to(device),
         old_logprobs=None,
         ref_logprobs=None,
-        num_sequences=len(rollouts),
+        rollouts=tuple(identity for part in row for identity in part.ids),
     )

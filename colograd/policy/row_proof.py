@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
+from ..batch import FinishReason, Group, MicroBatch, ModelInput, Rollout, ScoredGroup
 from . import attention
 from .logprobs import policy_logprobs
 from .lora import unwrap
@@ -53,7 +53,9 @@ def _choose_rows(model: Any) -> str:
         model.set_attn_implementation(own)
     try:
         error = _difference(model, expected, share_prompts=False)
-        fault = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits" * bool(error)
+        fault = (
+            f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits" if error else ""
+        )
     except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
         fault = str(refusal).splitlines()[0]
     if fault:
@@ -65,7 +67,7 @@ def _choose_rows(model: Any) -> str:
 
 
 def _obstacle(model: Any) -> str:
-    """What a look at the architecture says against packed rows."""
+    """Why the architecture can't take packed rows, by a look at its configuration; empty: it may."""
     config = model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False):
         return f"{type(model).__name__} doesn't use transformers' attention interface"
@@ -76,7 +78,7 @@ def _obstacle(model: Any) -> str:
 
 
 def _packed_fault(model: Any, expected: torch.Tensor) -> str:
-    """What a run says against them."""
+    """Why it can't, by running some; empty: it can."""
     name = type(model).__name__
     try:
         with attention.watch_windows() as windows:
@@ -105,14 +107,16 @@ def _samples(model: Any) -> list[ScoredGroup]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     groups: list[ScoredGroup] = []
     token = 11
-    for prompt, *completions in ((5, 4, 3), (3, 2, 5)):
-        sequences = []
-        for length in (prompt, *completions):
-            sequences.append(tuple((token + 37 * t) % vocabulary for t in range(length)))
-            token += 101
+    for lengths in ((5, 4, 3), (3, 2, 5)):
+        prompt, *completions = (
+            tuple((token + 101 * place + 37 * t) % vocabulary for t in range(length))
+            for place, length in enumerate(lengths)
+        )
+        token += 101 * len(lengths)
+        asked = ModelInput(prompt)
         rollouts = tuple(
-            Rollout(sequences[0], ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
-            for ids in sequences[1:]
+            Rollout(asked, ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
+            for ids in completions
         )
         groups.append(ScoredGroup(Group({}, rollouts, len(groups)), torch.zeros(2, 1), torch.ones(2)))
     return groups
@@ -122,12 +126,12 @@ def _samples(model: Any) -> list[ScoredGroup]:
 def _own_logprobs(model: Any) -> torch.Tensor:
     """(N,) by the model's own logits, one sequence at a time, nothing packed or padded."""
     rollouts = [rollout for group in _samples(model) for rollout in group.group.rollouts]
-    return torch.cat([_own_of(model, rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts])
+    return torch.cat([_own_of(model, torch.tensor(r.prompt_ids), torch.tensor(r.completion_ids)) for r in rollouts])
 
 
-def _own_of(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
-    """Of one completion, [C]."""
-    ids = torch.tensor([prompt + completion], device=model.device)
+def _own_of(model: Any, prompt: torch.Tensor, completion: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Of one completion [C] behind its prompt [P]: [C]."""
+    ids = torch.cat([prompt, completion])[None].to(model.device)
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
 
@@ -148,7 +152,7 @@ def differences(model: Any, rows: Sequence[MicroBatch], temperature: float) -> t
         trained = [policy_logprobs(model, row, temperature)[0] for row in rows]
         model.set_attn_implementation(_own_attention(model))
         for row, found in zip(rows, trained, strict=True):
-            own = [_own_of(model, *key, temperature) for key, _ in sequences(row)]
+            own = [_own_of(model, part.prompt_ids, part.completion_ids, temperature) for part in sequences(row)]
             to_own.append(found - torch.cat(own))
             to_sampler.append(found - row.sampler_logprobs)
     finally:
@@ -167,8 +171,8 @@ def _difference(model: Any, expected: torch.Tensor, share_prompts: bool) -> floa
 
 
 def _in_order(rows: Sequence[MicroBatch], found: Sequence[torch.Tensor], groups: Sequence[ScoredGroup]) -> torch.Tensor:
-    """Log-probabilities in the order of the groups' completions, whose tokens tell them apart."""
-    by_completion: dict[tuple[int, ...], torch.Tensor] = {}
-    for row, values in zip(rows, found, strict=True):
-        by_completion |= {completion: values[place] for (_, completion), place in sequences(row)}
-    return torch.cat([by_completion[r.completion_ids] for group in groups for r in group.group.rollouts])
+    """Log-probabilities in the order of the groups' completions."""
+    values = {
+        part.rollout: of_row[part.place] for row, of_row in zip(rows, found, strict=True) for part in sequences(row)
+    }
+    return torch.cat([values[identity] for group in groups for identity in group.group.rollout_ids])

@@ -1,3 +1,3 @@
-"""What a run tells: `metrics` as numbers, `console` as lines and bars, `completion_log` and `completion_table` the
-completions themselves, `model_card` the README of the trained model.
+"""Tells what a run does: `metrics` as numbers, `console` as lines and bars, `completion_log` as files of completions,
+`completion_table` as tables of them, `model_card` as the README of the trained model.
 """

@@ -24,7 +24,7 @@ from transformers import TrainerState
 from ..batch import Group, ScoredGroup
 from ..config import GRPOConfig
 from ..parallel.ranks import gather
-from .completion_table import CompletionRow, chosen, completion_rows, extra_names, print_table
+from .completion_table import CompletionRow, chosen_rows, completion_rows, extra_names, print_table
 
 FOLDER = "completions"
 FIXED = (
@@ -41,8 +41,8 @@ class CompletionLog:
     def __init__(self, config: GRPOConfig, reward_names: Sequence[str]) -> None:
         self.config, self.names = config, list(reward_names)
         self._uploads: Any = None
-        if config.log_completions_hub_repo is not None and config.process_index == 0:
-            self._uploads = _uploads(Path(str(config.output_dir)) / FOLDER, config)
+        if config.log_completions_hub_repo is not None and config.layout.is_main:
+            self._uploads = _start_uploads(Path(str(config.output_dir)) / FOLDER, config)
 
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
@@ -57,8 +57,8 @@ class CompletionLog:
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
-            rows = _of_all_ranks(groups, decode, step)
-            if config.process_index != 0:
+            rows = _rows_of_all_ranks(groups, decode, step)
+            if not config.layout.is_main:
                 continue
             write_log(str(config.output_dir), rows, self.names, step)
             if (step - 1) % every == 0:
@@ -76,15 +76,15 @@ class CompletionLog:
             name: its metrics' prefix, and the file's.
         """
         step = state.global_step
-        rows = [dataclasses.replace(row, advantage=math.nan) for row in _of_all_ranks(groups, decode, step)]
-        if self.config.process_index == 0 and rows:
+        rows = [dataclasses.replace(row, advantage=math.nan) for row in _rows_of_all_ranks(groups, decode, step)]
+        if self.config.layout.is_main and rows:
             write_log(str(self.config.output_dir), rows, self.names, step, re.sub(r"[^\w.-]", "_", name))
             self._show(rows, f"Step {step}, {name}", f"{name}_completions")
 
     def _show(self, rows: Sequence[CompletionRow], title: str, key: str) -> None:
         """The table, printed and sent to the trackers."""
         config = self.config
-        sent = chosen(rows, None, config.log_unique_prompts)
+        sent = chosen_rows(rows, None, config.log_unique_prompts)
         send_to_trackers(list(config.report_to or ()), sent, self.names, key)
         print_table(rows, self.names, title, config.num_completions_to_print, config.log_unique_prompts)
 
@@ -95,14 +95,14 @@ class CompletionLog:
             self._uploads.stop()
 
 
-def _of_all_ranks(
+def _rows_of_all_ranks(
     groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
 ) -> list[CompletionRow]:
     parts = gather(completion_rows(groups, [decode(group.group) for group in groups], step))
     return sorted((row for part in parts for row in part), key=lambda row: row.position)
 
 
-def _uploads(folder: Path, config: GRPOConfig) -> Any:
+def _start_uploads(folder: Path, config: GRPOConfig) -> Any:
     """Begin to send a folder's complete files to ``log_completions_hub_repo``, every two minutes, from a thread."""
     from huggingface_hub import CommitScheduler
 

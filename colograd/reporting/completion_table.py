@@ -56,7 +56,7 @@ def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]
                     completion_tokens=len(rollout.completion_ids),
                     finish_reason=rollout.finish_reason.value,
                     rewards=tuple(scored.rewards[i].tolist()),
-                    advantage=_advantage(scored, i),
+                    advantage=_mean_advantage(scored, i),
                     extra={name: values[i] for name, values in scored.logged.columns.items()},
                 )
             )
@@ -93,13 +93,13 @@ def completions_table(
         table.add_column(Text(name), justify="right", overflow="fold")
     for name in ("Advantage", "Tokens", "End"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in chosen(rows, limit, unique_prompts):
+    for row in chosen_rows(rows, limit, unique_prompts):
         table.add_row(
             Text(_shorten(_prompt_text(row.prompt), prompt_limit)),
             Text(_shorten(row.completion, completion_limit)),
-            *(_number(value) for value in row.rewards),
-            *(_extra(row.extra.get(name)) for name in extra),
-            _number(row.advantage),
+            *(_number_text(value) for value in row.rewards),
+            *(_extra_cell(row.extra.get(name)) for name in extra),
+            _number_text(row.advantage),
             str(row.completion_tokens),
             row.finish_reason,
         )
@@ -127,7 +127,7 @@ def print_table(
     sys.stdout.flush()
 
 
-def chosen(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
+def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
     """The rows to show, by group; those chosen first are the first of each group."""
     turns: dict[int, int] = {}  # completions of each group so far
     by_turn = []
@@ -142,9 +142,7 @@ def _prompt_text(prompt: Any) -> str:
     """The prompt's text; of a conversation the last user message (or the last one, where no user speaks)."""
     if not isinstance(prompt, list):
         return str(prompt)
-    if not prompt:
-        return ""
-    messages = [message for message in prompt if message.get("role") == "user"] or prompt
+    messages = [message for message in prompt if message.get("role") == "user"] or prompt or [{}]
     content = messages[-1].get("content")
     return "" if content is None else str(content)
 
@@ -158,7 +156,7 @@ def _shorten(text: str, limit: int) -> str:
     return f"{text[:head]} … {text[len(text) - max(limit - head - 3, 0) :]}"
 
 
-def _advantage(scored: ScoredGroup, index: int) -> float:
+def _mean_advantage(scored: ScoredGroup, index: int) -> float:
     """The completion's advantage; the mean over its tokens where there is one per token."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     if len(scored.advantages) == len(lengths):
@@ -171,14 +169,12 @@ def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.extra))
 
 
-def _extra(value: Any) -> Text:
+def _extra_cell(value: Any) -> Text:
     """A logged value as a cell: a number as rewards are shown, else its text."""
-    if value is None:
-        return Text("–")
     if isinstance(value, float):
-        return Text(_number(value))
-    return Text(_shorten(str(value), EXTRA_CHARACTERS))
+        return Text(_number_text(value))
+    return Text("–" if value is None else _shorten(str(value), EXTRA_CHARACTERS))
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.2f}"

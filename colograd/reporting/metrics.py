@@ -1,10 +1,10 @@
-"""Metrics: sums, minima, maxima and phase times, reduced over ranks once per step."""
+"""Metrics (means, totals, minima and maxima, reduced over ranks once per step), and the times of a step's phases."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,19 +17,26 @@ class Metrics:
     """What one rank saw. Values may be tensors: they are read once, at `reduce`."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[Any]] = {}
+        self._means: dict[str, list[Any]] = {}  # sum and count
+        self._totals: dict[str, Any] = {}
         self._minima: dict[str, list[Any]] = defaultdict(list)
         self._maxima: dict[str, list[Any]] = defaultdict(list)
 
     def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
         """A mean, given as a sum and the number of things it sums."""
-        entry = self._sums.setdefault(name, [0.0, 0.0])
+        entry = self._means.setdefault(name, [0.0, 0.0])
         entry[0], entry[1] = entry[0] + total, entry[1] + count
 
+    def total(self, name: str, value: float | torch.Tensor) -> None:
+        """A sum: ``value`` is this rank's part of it, or a part of that."""
+        self._totals[name] = self._totals.get(name, 0.0) + value
+
     def minimum(self, name: str, value: float | torch.Tensor) -> None:
+        """The smallest of all values."""
         self._minima[name].append(value)
 
     def maximum(self, name: str, value: float | torch.Tensor) -> None:
+        """The largest of all values."""
         self._maxima[name].append(value)
 
     def update(self, sums: Mapping[str, tuple[Any, Any]], minima: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
@@ -42,28 +49,31 @@ class Metrics:
             self.maximum(name, value)
 
     def reduce(self) -> dict[str, float]:
-        """Over all ranks: means, minima, maxima. One exchange. A mean of nothing is left out."""
+        """Over all ranks: means, totals, minima, maxima. One exchange. A mean of nothing is left out."""
         local = (
-            {name: (float(total), float(count)) for name, (total, count) in self._sums.items()},
+            {name: (float(total), float(count)) for name, (total, count) in self._means.items()},
+            {name: float(value) for name, value in self._totals.items()},
             {name: min(float(v) for v in values) for name, values in self._minima.items()},
             {name: max(float(v) for v in values) for name, values in self._maxima.items()},
         )
-        ranks = gather(local)
+        means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
         result: dict[str, float] = {}
-        for name in _names(rank[0] for rank in ranks):
-            count = sum(rank[0].get(name, (0.0, 0.0))[1] for rank in ranks)
+        for name, parts in means.items():
+            total, count = (sum(column) for column in zip(*parts, strict=True))
             if count:
-                result[name] = sum(rank[0].get(name, (0.0, 0.0))[0] for rank in ranks) / count
-        for name in _names(rank[1] for rank in ranks):
-            result[name] = min(rank[1][name] for rank in ranks if name in rank[1])
-        for name in _names(rank[2] for rank in ranks):
-            result[name] = max(rank[2][name] for rank in ranks if name in rank[2])
-        return result
+                result[name] = total / count
+        result |= {name: sum(parts) for name, parts in totals.items()}
+        result |= {name: min(parts) for name, parts in minima.items()}
+        return result | {name: max(parts) for name, parts in maxima.items()}
 
 
-def _names(mappings: Iterator[Mapping[str, Any]]) -> list[str]:
-    """The keys of all, in order of appearance."""
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The values of each name, on those ranks that have it."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for rank in ranks:
+        for name, value in rank.items():
+            found[name].append(value)
+    return found
 
 
 class PhaseTimes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from .. import __version__
@@ -107,20 +108,20 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
     if len(points) < 2:
         return None
     steps = [point["step"] for point in points]
-    rewards = [float(point["reward"]) for point in points]
-    spreads = [s if math.isfinite(s := float(point.get("reward_std") or 0.0)) else 0.0 for point in points]
+    rewards = np.array([float(point["reward"]) for point in points])
+    spreads = np.array([float(point.get("reward_std") or 0.0) for point in points])
+    spreads[~np.isfinite(spreads)] = 0.0
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    lower, upper = ([r + sign * s for r, s in zip(rewards, spreads, strict=True)] for sign in (-1, 1))
-    if any(spreads):
-        axes.fill_between(steps, lower, upper, color="tab:blue", alpha=0.12, linewidth=0, label="± reward_std")
+    if spreads.any():
+        band = {"color": "tab:blue", "alpha": 0.12, "linewidth": 0, "label": "± reward_std"}
+        axes.fill_between(steps, rewards - spreads, rewards + spreads, **band)
     window = max(1, len(points) // 10)
     axes.plot(steps, rewards, color="tab:blue", alpha=0.45 if window > 1 else 1.0, linewidth=1.2, label="reward")
     if window > 1:
-        means = [sum(rewards[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(rewards))]
+        means = [rewards[max(0, end - window) : end].mean() for end in range(1, len(rewards) + 1)]
         axes.plot(steps, means, color="tab:blue", linewidth=2, label=f"mean of {window} points")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("reward")
+    axes.set(xlabel="optimizer step", ylabel="reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
@@ -141,11 +142,10 @@ def _reward_points(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _copy_recipe(recipe: Path | None, folder: Path) -> bool:
     """Copy the recipe to ``recipe.yaml``, without the tokens it may hold; whether there is one."""
-    target = folder / "recipe.yaml"
     if recipe is None or not recipe.is_file():
         return False
-    text = recipe.read_text(encoding="utf-8")
-    target.write_text(_without_secrets(text), encoding="utf-8")
+    text = _without_secrets(recipe.read_text(encoding="utf-8"))
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     return True
 
 
@@ -201,9 +201,11 @@ def _front_matter(run: RunFacts) -> str:
 def _introduction(run: RunFacts) -> str:
     dataset = f" on {_datasets(run)}" if run.datasets else ""
     base = _linked(run.base_model)
-    model = f"a LoRA adapter of rank {run.adapter_rank} for {base}" if run.adapter_rank else f"{base}, trained further"
+    model = f"{base}, trained further"
+    if run.adapter_rank:
+        model = f"a LoRA adapter of rank {run.adapter_rank} for {base}, trained"
     return (
-        f"# {run.model_name}\n\nThis model is {model}{', trained' * bool(run.adapter_rank)}{dataset} by reinforcement "
+        f"# {run.model_name}\n\nThis model is {model}{dataset} by reinforcement "
         "learning with GRPO (group relative policy optimization): for each prompt a group of completions was "
         "sampled and scored by reward functions, and the model was moved towards the completions that scored above "
         "their group's mean. It was trained with Colograd."

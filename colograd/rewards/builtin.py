@@ -17,7 +17,7 @@ _NUMBER = re.compile(
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 
 
-def _text(completion: str | list[dict[str, str]]) -> str:
+def _completion_text(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -35,7 +35,7 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
         gold = _last_number(str(expected))
-        rewards.append(None if gold is None else float(_last_number(_text(completion)) == gold))
+        rewards.append(None if gold is None else float(_last_number(_completion_text(completion)) == gold))
     return rewards
 
 
@@ -76,7 +76,7 @@ def accuracy_reward(
             answers.append("[skipped]")
             continue
         given = parse(
-            _text(completion),
+            _completion_text(completion),
             extraction_config=[extraction],
             extraction_mode="first_match",
             parsing_timeout=10 if alarm else None,
@@ -100,7 +100,7 @@ def reasoning_accuracy_reward(
     """
     rewards: list[float | None] = []
     for completion, expected in zip(completions, solution, strict=True):
-        text = _text(completion)
+        text = _completion_text(completion)
         ends = [delimiter for delimiter in reasoning_delimiters or ["</think>"] if delimiter in text]
         rewards += accuracy_reward([text.split(ends[0])[-1]], [expected]) if ends else [0.0]
     return rewards
@@ -108,7 +108,7 @@ def reasoning_accuracy_reward(
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """1.0 where the completion starts with one ``<think>...</think>`` block, else 0.0 (TRL's rule)."""
-    return [float(_THINK.match(_text(completion)) is not None) for completion in completions]
+    return [float(_THINK.match(_completion_text(completion)) is not None) for completion in completions]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:

@@ -1,4 +1,4 @@
-"""One call of a reward function: its keywords, what it raised, and whether what it returned are rewards."""
+"""One call of a reward function: its keywords, the error of what it raised, and a check of what it returned."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import usercode
 from ..batch import Group
 from ..usercode.worker_process import CallLog
 from .functions import RewardError, RewardFunction
 
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-# Metrics that are the trainer's own, by name and by what comes before the slash.
+# Metrics of the trainer's own: their names, and what comes before the slash.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
     "reward_std", "frac_reward_zero_std",
 )  # fmt: skip
 OWN_FAMILIES = ("clip_ratio", "completions", "dynamic_sampling", "sampling", "time", "tools", "train")
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# Where code lies that stands between the trainer and a reward function in a traceback.
-PLUMBING = tuple(os.path.dirname(file) for file in (__file__, asyncio.__file__, concurrent.futures.__file__))
+# The folders of the code that stands between the trainer and a reward function in a traceback.
+PLUMBING = (os.path.dirname(__file__), *usercode.__path__, *asyncio.__path__, *concurrent.futures.__path__)
 
 
 def keywords_for(
@@ -44,12 +45,12 @@ def keywords_for(
     """The keywords of one call, made of copies: a function that changes its arguments changes nobody else's.
 
     Args:
-        groups: those that the call judges, one or all of a rank. Where ``group.example["prompt"]`` is a list of
-            messages, functions get each completion as ``[{"role": "assistant", "content": text}]``, or as all messages
-            of a conversation with tools; else as text. A rollout's own ``columns`` come before the example's.
+        groups: one, or all of a rank. Where ``group.example["prompt"]`` is a list of messages, functions get each
+            completion as ``[{"role": "assistant", "content": text}]``, or as all messages of a conversation with tools;
+            else as text. A rollout's own ``columns`` come before the example's.
         texts: the decoded completions of each group.
         trainer_state: the Trainer's state, for rewards that follow the training's progress.
-        log: what ``log_extra`` and ``log_metric`` write into; None: a worker has one of its own.
+        log: ``log_extra`` and ``log_metric`` write into it; None: a worker has one of its own.
 
     Raises:
         RewardError: the function needs a column that the example hasn't.
@@ -102,29 +103,26 @@ def takes_environments(reward: RewardFunction) -> bool:
         return False
 
 
-def raised(reward: RewardFunction, position: int, error: BaseException) -> RewardError:
-    """The error of a function that raised in this process."""
+def error_of_raised(reward: RewardFunction, position: int, error: BaseException) -> RewardError:
+    """The error of a reward function that raised in this process."""
     if isinstance(error, RewardError):
         return error
     frames = step = error.__traceback__
-    while step is not None:  # the user's own frames are what helps: those after the last of ours and of the event loop
+    while step is not None:  # show the user's own frames only: those after the last of ours and of the event loop
         if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
             frames = step.tb_next or frames
         step = step.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-    return raised_elsewhere(reward, position, f"{type(error).__name__}: {error}", text)
+    return error_of_text(reward, position, f"{type(error).__name__}: {error}", text)
 
 
-def raised_elsewhere(reward: RewardFunction, position: int, line: str, text: str) -> RewardError:
-    """The same from the exception's line and its traceback's text."""
+def error_of_text(reward: RewardFunction, position: int, line: str, text: str) -> RewardError:
+    """The error of a reward function that raised, from the exception's line and its traceback's text."""
     return RewardError(reward.name, position, None, f"it raised {line}. Its traceback:\n{text}")
 
 
-# -- what they return
-
-
-def checked(reward: RewardFunction, position: int, size: int, values: Any) -> list[float]:
-    """The numbers a function returned for ``size`` completions, NaN for None.
+def checked_values(reward: RewardFunction, position: int, size: int, values: Any) -> list[float]:
+    """The numbers that a function returned for ``size`` completions, NaN for None.
 
     Raises:
         RewardError: they aren't that many numbers.
@@ -133,7 +131,8 @@ def checked(reward: RewardFunction, position: int, size: int, values: Any) -> li
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):
-        raise fail(None, f"it returned {_shown(values)}, but must return a list of {size} numbers, one per completion.")
+        shown = _value_and_type(values)
+        raise fail(None, f"it returned {shown}, but must return a list of {size} numbers, one per completion.")
     if len(values) != size:
         raise fail(
             None,
@@ -142,38 +141,35 @@ def checked(reward: RewardFunction, position: int, size: int, values: Any) -> li
         )
     numbers_G = []
     for index, value in enumerate(values):
-        number = _number(value)
+        number = _reward_number(value)
         if number is None:
             hint = " To abstain, return None." if _is_nan(value) else ""
-            raise fail(index, f"its reward is {_shown(value)}, but must be a finite float32 number or None.{hint}")
+            shown = _value_and_type(value)
+            raise fail(index, f"its reward is {shown}, but must be a finite float32 number or None.{hint}")
         numbers_G.append(number)
     return numbers_G
 
 
 def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Whether what a function logged of ``size`` completions has a place in the log.
+    """Check that what a function logged of ``size`` completions has a place in the log.
 
     Raises:
         RewardError: a column hasn't one value per completion, or a metric is the trainer's own.
     """
     columns, metrics = logged
+    fail = functools.partial(RewardError, reward.name, position, None)
     for name, values in columns.items():
         if len(values) != size:
-            raise RewardError(
-                reward.name,
-                position,
-                None,
+            raise fail(
                 f"it logged {len(values)} values in the column {name!r} for {size} completions: give log_extra exactly "
-                "one per completion, and None where there is none.",
+                "one per completion, and None where there is none."
             )
     for name in metrics:
         if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
-            raise RewardError(
-                reward.name, position, None, f"it logged the metric {name!r}, which is the trainer's own: rename it."
-            )
+            raise fail(f"it logged the metric {name!r}, which is the trainer's own: rename it.")
 
 
-def _number(value: Any) -> float | None:
+def _reward_number(value: Any) -> float | None:
     """The value as a finite number, NaN for None (an abstention), None for what can't be a reward."""
     if value is None:
         return math.nan
@@ -195,7 +191,7 @@ def _is_nan(value: Any) -> bool:
         return False
 
 
-def _shown(value: Any) -> str:
+def _value_and_type(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 

@@ -1,4 +1,4 @@
-"""Reward functions: found by name, import path or as callables; with the name and weight they go by."""
+"""Reward functions: found by name or import path, or given as callables; each with a name and a weight."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class RewardError(RuntimeError):
     Attributes:
         function: the function's name.
         position: the prompt's place in the stream of prompts.
-        completion: the completion's index in its group, 0 ... G-1; None where the whole group is concerned.
-        problem: the value, the rule and the remedy, with the traceback's text when the function raised.
+        completion: the completion's index in its group, 0 ... G-1; None: the problem is the whole group's.
+        problem: the value, the rule and the remedy; where the function raised, its traceback.
     """
 
     def __init__(self, function: str, position: int, completion: int | None, problem: str) -> None:
-        # All of them in `args`, so that the error can be pickled and sent to other ranks.
+        # `args` has all of them, so that the error can be pickled and sent to other ranks.
         super().__init__(function, position, completion, problem)
         self.function, self.position, self.completion, self.problem = function, position, completion, problem
 
@@ -78,16 +78,16 @@ def resolve_rewards(
             f"reward_weights has {len(weights)} weights {list(weights)} for {len(given)} reward functions: give "
             "exactly one weight per function, or none for 1 each."
         )
-    functions = [_find(item) if isinstance(item, str) else item for item in given]
+    functions = [_find_function(item) if isinstance(item, str) else item for item in given]
     resolved: list[RewardFunction] = []
     for item, function, weight in zip(given, functions, weights or [1.0] * len(given), strict=True):
         _check_function(item, function)
-        name = _unique(_name_of(function), [r.name for r in resolved])
+        name = _unique_name(_function_name(function), [r.name for r in resolved])
         resolved.append(RewardFunction(name, function, float(weight)))
     return resolved
 
 
-def _find(spec: str) -> Any:
+def _find_function(spec: str) -> Any:
     """The built-in or the object at the import path ``spec``."""
     if spec in BUILTIN_REWARDS:
         return BUILTIN_REWARDS[spec]
@@ -117,13 +117,13 @@ def _check_function(item: Any, function: Any) -> None:
         )
 
 
-def _name_of(function: Any) -> str:
+def _function_name(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _unique(name: str, taken: Sequence[str]) -> str:
+def _unique_name(name: str, taken: Sequence[str]) -> str:
     candidate, number = name, 2
     while candidate in taken:
         candidate, number = f"{name}_{number}", number + 1

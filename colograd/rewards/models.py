@@ -1,8 +1,8 @@
 """Reward models: sequence classifiers with one output, which score prompt and completion in the trainer's process.
 
-They run on the device that the engine samples on, and on a CPU on the same cores, so nothing is gained by calling them
-while the engine decodes; large batches of similar lengths are. So they score everything that was sampled at once, after
-the generation: see `Scorer.score_with_models`.
+A model runs on the device that the engine samples on (on a CPU, on the same cores). So a call beside the engine would
+gain nothing, and large batches of similar lengths do: all that was sampled is scored at once, after the generation, by
+`Scorer.score_with_models`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .builtin import BUILTIN_REWARDS
 
 BATCH_TOKENS = {"cpu": 512}  # in one forward, padding included
 GPU_BATCH_TOKENS = 16384
-# Of the policy's `model_init_kwargs`: what says where and which the policy is, and not how a model is loaded.
-OF_THE_POLICY = ("revision", "device_map")
+# The `model_init_kwargs` that say which model the policy is and where it lies, and not how a model is loaded.
+POLICY_KWARGS = ("revision", "device_map")
 
 
 def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> list[Any]:
@@ -72,7 +72,7 @@ class RewardModel:
 
     def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
         shown = model if isinstance(model, str) else type(model).__name__
-        loaded = _load(model, config) if isinstance(model, str) else model
+        loaded = _load_classifier(model, config) if isinstance(model, str) else model
         settings: Any = getattr(loaded, "config", None)
         path = model if isinstance(model, str) else getattr(settings, "_name_or_path", "")
         self.__name__ = path.rstrip("/").split("/")[-1] or shown
@@ -92,8 +92,8 @@ class RewardModel:
         self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """The rewards of any number of completions, in sub-batches of similar lengths."""
-        texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
+        """The rewards of any number of completions, in batches of similar lengths."""
+        texts = [self._joined_text(*pair) for pair in zip(prompts, completions, strict=True)]
         rows = self.tokenizer(text=texts, add_special_tokens=False)
         lengths = [len(ids) for ids in rows["input_ids"]]
         rewards = [0.0] * len(texts)
@@ -111,7 +111,7 @@ class RewardModel:
                 rewards[row] = reward
         return rewards
 
-    def _text(self, prompt: Any, completion: Any) -> str:
+    def _joined_text(self, prompt: Any, completion: Any) -> str:
         if not isinstance(prompt, list):
             return str(prompt + completion)
         return str(self.tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self._template))
@@ -129,7 +129,7 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _load(path: str, config: GRPOConfig) -> torch.nn.Module:
+def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
     """A sequence classifier from a folder or the Hub."""
     trust = config.trust_remote_code
     try:
@@ -141,7 +141,7 @@ def _load(path: str, config: GRPOConfig) -> torch.nn.Module:
         ) from error
     _check_outputs(path, settings.num_labels)
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    kwargs = {name: value for name, value in kwargs.items() if name not in OF_THE_POLICY}
+    kwargs = {name: value for name, value in kwargs.items() if name not in POLICY_KWARGS}
     model, found = AutoModelForSequenceClassification.from_pretrained(
         path, **({"dtype": "auto", "trust_remote_code": trust} | kwargs), output_loading_info=True
     )

@@ -10,46 +10,38 @@ A call that is late becomes an abstention, unless it runs here, where nothing ca
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
+import dataclasses
 import inspect
-import os
 import pickle
-import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
-from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..batch import Group, Logged
-from ..usercode.event_loop import GRACE, Late, contained, event_loop
-from ..usercode.worker_pool import Call, CannotTravel, Outcome, Worker, WorkerPool, travelling
+from ..usercode.event_loop import GRACE, awaited_outcome, event_loop
+from ..usercode.outcome import Outcome
+from ..usercode.time_limit import time_limit
+from ..usercode.worker_pool import CannotTravel, WorkerCall, WorkerPool, travelling
 from ..usercode.worker_process import CallLog
-from .calling import check_log, checked, keywords_for, raised, raised_elsewhere, takes_environments
+from .calling import check_log, checked_values, error_of_raised, error_of_text, keywords_for, takes_environments
 from .functions import RewardError, RewardFunction, is_async
 from .models import RewardModel
 
 
 class Scoring:
-    """The rewards of some groups, on their way."""
+    """The rewards of some groups on their way: `PendingRewards` of rollout/stages.py."""
 
-    def __init__(self, scorer: Scorer, groups: Sequence[Group]) -> None:
-        self._scorer = scorer
+    def __init__(self, scorer: Scorer, groups: Sequence[Group], calls: Sequence[Future[Outcome]]) -> None:
+        self._scorer, self._calls = scorer, calls  # [R]
         self._position = groups[0].position
         self._sizes = {group.position: len(group.rollouts) for group in groups}
         self._size = sum(self._sizes.values())
-        self._calls: list[Future[Outcome]] = []  # [R]
         self.seconds: dict[str, float] = {}  # in each function, known once the result is
-
-    def add(self, call: Future[Outcome]) -> None:
-        """The next function's call."""
-        self._calls.append(call)
 
     def done(self) -> bool:
         """Whether `result` wouldn't have to wait."""
@@ -58,7 +50,7 @@ class Scoring:
     def cancel(self) -> None:
         """Nobody asks for the result: what hasn't begun never does, and what runs keeps nobody waiting."""
         for call in self._calls:
-            call.drop() if isinstance(call, Call) else call.cancel()
+            call.cancel()
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, [completions, R] float32, NaN where a function abstained.
@@ -70,8 +62,7 @@ class Scoring:
                 logged, unless errors abstain.
         """
         self._scorer.score_with_models()
-        rewards, columns = self._scorer.rewards, []
-        log: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})
+        rewards, columns, log = self._scorer.rewards, [], CallLog()
         for reward, call in zip(rewards, self._calls, strict=True):
             try:
                 columns.append(self._column(reward, call, log))
@@ -81,71 +72,67 @@ class Scoring:
                     self.cancel()
                     raise
                 columns.append([float("nan")] * self._size)
-        self._scorer.logged |= self._by_group(*log)
+        self._scorer.logged |= self._logged_by_group(log)
         return torch.tensor(columns, dtype=torch.float32).reshape(len(rewards), -1).T.contiguous()
 
-    def _by_group(self, columns: dict[str, list[Any]], metrics: dict[str, list[float]]) -> dict[int, Logged]:
+    def _logged_by_group(self, log: CallLog) -> dict[int, Logged]:
         """The columns cut by group. The metrics are of the whole call: the first group has them."""
         found, start = {}, 0
-        of_call = {name: (sum(values), len(values)) for name, values in metrics.items()}
+        metrics = {name: (sum(values), len(values)) for name, values in log.metrics.items()}
         for position, size in self._sizes.items():
-            cut = {name: tuple(values[start : start + size]) for name, values in columns.items()}
-            found[position] = Logged(cut, of_call)
-            start, of_call = start + size, {}
+            cut = {name: tuple(values[start : start + size]) for name, values in log.columns.items()}
+            found[position] = Logged(cut, metrics)
+            start, metrics = start + size, {}
         return found
 
-    def _column(
-        self,
-        reward: RewardFunction,
-        call: Future[Outcome],
-        log: tuple[dict[str, list[Any]], dict[str, list[float]]],
-    ) -> list[float]:
+    def _column(self, reward: RewardFunction, call: Future[Outcome], log: CallLog) -> list[float]:
         """What one function returned; what it logged is added to ``log``, if it returned rewards."""
-        # An async call ends itself in time, unless it blocks the loop on which that would happen.
-        limit = None if isinstance(call, Call) or self._scorer.timeout is None else self._scorer.timeout + GRACE
-        try:
-            outcome = call.result(limit)
-        except TimeoutError as error:
-            if call.done():
-                raise raised(reward, self._position, error) from None
-            raise RewardError(
-                reward.name,
-                self._position,
-                None,
-                f"it blocks the event loop: reward_timeout ({self._scorer.timeout:g} s) is long over. Await what takes "
-                "time, or make it a plain function and set reward_workers.",
-            ) from None
-        except Exception as error:
-            raise raised(reward, self._position, error) from None
+        outcome = self._outcome(reward, call)
         self.seconds[reward.name] = outcome.seconds
         self._scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
         if outcome.kind == "late":
             self._scorer.counts[f"rewards/{reward.name}/timeouts"] += 1
             return [float("nan")] * self._size
         if outcome.kind == "raised":
-            raise raised_elsewhere(reward, self._position, *outcome.value)
+            raise error_of_text(reward, self._position, *outcome.value)
         if outcome.kind == "died":
-            raise RewardError(
-                reward.name,
-                self._position,
-                None,
+            raise self._error(
+                reward,
                 f"its worker process ended with status {outcome.value}: it exits, crashes, or runs out of memory. Set "
                 "reward_on_error: abstain to go on without its opinion.",
             )
-        column = checked(reward, self._position, self._size, outcome.value)
+        column = checked_values(reward, self._position, self._size, outcome.value)
         check_log(reward, self._position, self._size, outcome.logged)
         columns, metrics = outcome.logged
-        for name in columns.keys() & log[0].keys():
-            problem = f"it logged the column {name!r}, as another reward function did: rename it."
-            raise RewardError(reward.name, self._position, None, problem)
-        log[0].update(columns)
+        for name in columns.keys() & log.columns.keys():
+            raise self._error(reward, f"it logged the column {name!r}, as another reward function did: rename it.")
+        log.columns |= columns
         for name, values in metrics.items():
-            log[1].setdefault(name, []).extend(values)
+            log.metrics.setdefault(name, []).extend(values)
         return column
+
+    def _outcome(self, reward: RewardFunction, call: Future[Outcome]) -> Outcome:
+        """How a call ended, waited for."""
+        timeout = self._scorer.timeout
+        # An async call ends itself in time, unless it blocks the loop on which that would happen.
+        limit = None if isinstance(call, WorkerCall) or timeout is None else timeout + GRACE
+        try:
+            return call.result(limit)
+        except Exception as error:
+            if not isinstance(error, TimeoutError) or call.done():
+                raise error_of_raised(reward, self._position, error) from None
+            raise self._error(
+                reward,
+                f"it blocks the event loop: reward_timeout ({timeout:g} s) is long over. Await what takes time, or "
+                "make it a plain function and set reward_workers.",
+            ) from None
+
+    def _error(self, reward: RewardFunction, problem: str) -> RewardError:
+        return RewardError(reward.name, self._position, None, problem)
 
 
 class Ready:
-    """Rewards that are there already: a `Scoring` that has nothing to wait for."""
+    """Rewards that are there already: `PendingRewards` with nothing to wait for."""
 
     def __init__(self, rewards: torch.Tensor) -> None:
         self._rewards = rewards
@@ -180,9 +167,9 @@ class Scorer:
         self._numbers: dict[int, int] = {}  # of the functions that run in workers: their numbers there
         self._pool: WorkerPool | None = None
         self._state: tuple[Any, bytes] = (None, b"")
-        self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # what waits for them
+        self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # calls that wait for them
         if workers:
-            self._open(workers)
+            self._open_workers(workers)
 
     def submit(self, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any = None) -> Scoring:
         """Begin to score some groups with one call of each function; see `keywords_for` for the arguments.
@@ -192,10 +179,11 @@ class Scorer:
         Raises:
             RewardError: of a function that runs here, or that lacks a column.
         """
-        scoring = Scoring(self, groups)
+        calls: list[Future[Outcome]] = []
+        scoring = Scoring(self, groups, calls)
         try:
-            for index, reward in enumerate(self.rewards):
-                scoring.add(self._begin(index, reward, groups, texts, trainer_state))
+            for index in range(len(self.rewards)):
+                calls.append(self._begin_call(index, groups, texts, trainer_state))
         except RewardError:
             scoring.cancel()
             raise
@@ -239,48 +227,32 @@ class Scorer:
             self._pool.close()
             self._pool = None
 
-    def _open(self, workers: int) -> None:
-        able: dict[int, bytes] = {}
+    def _open_workers(self, workers: int) -> None:
+        functions, reasons = {}, {}
         for index, reward in enumerate(self.rewards):
             if is_async(reward.function) or isinstance(reward.function, RewardModel):
                 continue
             if takes_environments(reward):
-                self._stays(reward, CannotTravel("it takes environments, which live here"))
-                continue
-            try:
-                able[index] = travelling(reward.function)
-            except CannotTravel as reason:
-                self._stays(reward, reason)
-        try:
-            Worker(list(able.values())).probe()
-        except CannotTravel:  # find out which; a start takes as long as the functions' imports
-            for index in list(able):
-                try:
-                    Worker([able[index]]).probe()
-                except CannotTravel as reason:
-                    del able[index]
-                    self._stays(self.rewards[index], reason)
+                reasons[index] = CannotTravel("it takes environments, which live here")
+            else:
+                functions[index] = reward.function
+        able, unable = travelling(functions)
         if able:
             self._pool = WorkerPool(list(able.values()), workers, self.timeout)
             self._numbers = {index: number for number, index in enumerate(able)}
             names = ", ".join(self.rewards[index].name for index in able)
-            self.notes.insert(0, f"rewards: {names} in {workers} worker process(es)")
+            self.notes.append(f"rewards: {names} in {workers} worker process(es)")
+        for index, reason in (reasons | unable).items():
+            self.notes.append(f"rewards: {self.rewards[index].name} runs in the trainer's process ({reason})")
 
-    def _stays(self, reward: RewardFunction, reason: CannotTravel) -> None:
-        self.notes.append(f"rewards: {reward.name} runs in the trainer's process ({reason})")
-
-    def _begin(
-        self,
-        index: int,
-        reward: RewardFunction,
-        groups: Sequence[Group],
-        texts: Sequence[Sequence[str]],
-        trainer_state: Any,
+    def _begin_call(
+        self, index: int, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any
     ) -> Future[Outcome]:
+        reward = self.rewards[index]
         if self._pool is not None and index in self._numbers:
             keywords = keywords_for(reward, groups, texts, None)
             keywords.pop("environments", None)
-            return self._pool.submit(self._numbers[index], keywords, self._pickled(trainer_state))
+            return self._pool.submit(self._numbers[index], keywords, self._pickled_state(trainer_state))
         done: Future[Outcome] = Future()
         log = CallLog()
         keywords = keywords_for(reward, groups, texts, trainer_state, log)
@@ -289,20 +261,24 @@ class Scorer:
             return done
         started = time.perf_counter()
         try:
-            with self._watched(reward):
+            with time_limit(
+                self.timeout,
+                f"reward function {reward.name!r} took longer than reward_timeout ({self.timeout or 0:g} s) in the "
+                "trainer's process, where it can't be ended alone: set reward_workers, or make it async.",
+            ):
                 value = reward.function(**keywords)
         except (Exception, SystemExit) as error:  # the latter would end this rank in silence
             done.set_exception(error)
             if self.on_error == "raise":
-                raise raised(reward, groups[0].position, error) from None
+                raise error_of_raised(reward, groups[0].position, error) from None
             return done
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
-            return asyncio.run_coroutine_threadsafe(_awaited(value, elapsed, self.timeout, log), event_loop())
+            return asyncio.run_coroutine_threadsafe(_logged_outcome(value, elapsed, self.timeout, log), event_loop())
         done.set_result(Outcome("value", value, elapsed, log.content()))
         return done
 
-    def _pickled(self, trainer_state: Any) -> tuple[Any, bytes]:
+    def _pickled_state(self, trainer_state: Any) -> tuple[Any, bytes]:
         """The trainer's state with a key that changes with it: pickled once per step, not once per call.
 
         transformers' state travels as its bare fields: a worker that had to import transformers for it would spend the
@@ -310,53 +286,9 @@ class Scorer:
         """
         key = getattr(trainer_state, "global_step", None)
         if not self._state[1] or key != self._state[0]:
-            bare = SimpleNamespace(**vars(trainer_state)) if is_dataclass(trainer_state) else trainer_state
+            bare = SimpleNamespace(**vars(trainer_state)) if dataclasses.is_dataclass(trainer_state) else trainer_state
             self._state = (key, pickle.dumps(bare))
         return self._state
-
-    @contextlib.contextmanager
-    def _watched(self, reward: RewardFunction) -> Iterator[None]:
-        """End a call in this process that takes too long, and with it the run: by an exception if it can be raised."""
-        if self.timeout is None:
-            yield
-            return
-        main, seconds = threading.get_ident(), self.timeout
-        problem = (
-            f"reward function {reward.name!r} took longer than reward_timeout ({seconds:g} s) in the trainer's "
-            "process, where it can't be ended alone: set reward_workers, or make it async."
-        )
-
-        running, ended = threading.Lock(), False
-
-        def interrupt() -> None:
-            with running:
-                if not ended:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(_Stuck))
-
-        def leave() -> None:
-            print(problem, file=sys.stderr, flush=True)
-            os._exit(1)  # the launcher ends the other ranks
-
-        timers = [threading.Timer(seconds, interrupt), threading.Timer(seconds + GRACE, leave)]
-        for timer in timers:
-            timer.daemon = True
-            timer.start()
-        try:
-            try:
-                yield
-            finally:
-                with running:  # from here on nothing interrupts, and what was about to, doesn't
-                    ended = True
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), None)
-        except _Stuck:
-            raise TimeoutError(problem) from None
-        finally:
-            for timer in timers:
-                timer.cancel()
-
-
-class _Stuck(BaseException):
-    """Raised in a call that took too long. Not an Exception, which user code may catch."""
 
 
 def score_group(
@@ -374,10 +306,7 @@ def score_group(
     return scoring.result(), scoring.seconds
 
 
-async def _awaited(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
-    started = time.perf_counter()
-    try:
-        value = await contained(awaitable, timeout)
-    except Late:
-        return Outcome("late", None, elapsed + (timeout or 0.0))
-    return Outcome("value", value, elapsed + time.perf_counter() - started, log.content())
+async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
+    """How an async call ended that had taken ``elapsed`` seconds until it gave an awaitable, and what it logged."""
+    outcome = await awaited_outcome(awaitable, timeout)
+    return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=log.content())

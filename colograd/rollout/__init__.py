@@ -2,7 +2,10 @@
 
     prompts -> a source writes groups -> rewards judge them -> ScoredGroup
 
-`stages` says what a source and a scoring are. The sources: the engine alone, `conversations` with tools (`toolbox`,
-`tool_format`), a function of the user's (`custom`). `rounds` streams groups from the source into the rewards;
-`statistics` counts what came out.
+`stages` says what a source and a scoring are, `stage_checks` what they may return. The sources: the engine alone,
+`conversations` with tools, a function of the user's (`custom`). `rounds` streams groups from the source into the
+rewards; `statistics` counts what came out.
+
+Of conversations, `toolbox` says what the model may call, `tool_calls` runs the calls, `environments` makes and lends
+environments, and `tool_format` reads calls and writes answers as tokens.
 """

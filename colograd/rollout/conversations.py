@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, Prompt, Rollout
+from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..data.prompts import COLUMNS, PromptRules
 from ..engine.sampling import Sampling, request_seed
 from ..engine.vllm_engine import Engine, Sampled
+from .tool_calls import Answers, text_of
 from .tool_format import ToolFormat
-from .toolbox import Answers, Session, Toolbox, text_of
+from .toolbox import Session, Toolbox
 
 POLL = 0.02  # seconds between two looks at tools while the engine has nothing to do
 
@@ -31,8 +32,8 @@ class Conversation:
     prompt: Prompt
     index: int  # in its group
     session: Session
-    prompt_ids: tuple[int, ...]
-    asked: Any  # the prompt's messages, with what the environment began with
+    input: ModelInput  # the prompt's, with what the environment's `reset` returned
+    asked: Any  # the same as messages
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
@@ -40,15 +41,20 @@ class Conversation:
     turns: int = 0
     finish_reason: FinishReason | None = None  # once it is over
 
-    def wrote(self, turn: Sampled) -> None:
-        """The model's turn."""
+    @property
+    def all_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens and those that followed."""
+        return (*self.input.ids, *self.ids)
+
+    def add_turn(self, turn: Sampled) -> None:
+        """Take up what the model wrote."""
         self.ids += turn.ids
         self.logprobs += turn.logprobs
         self.sampled += [True] * len(turn.ids)
         self.turns += 1
 
-    def was_told(self, ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
-        """Tools' answers."""
+    def add_answers(self, ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
+        """Take up what its tools returned."""
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.sampled += [False] * len(ids)
@@ -57,10 +63,10 @@ class Conversation:
     def rollout(self, version: int) -> Rollout:
         assert self.finish_reason is not None
         columns: dict[str, Any] = {}
-        if self.session.environment is not None:
-            columns = {"environments": None if self.session.stuck else self.session.environment, "prompts": self.asked}
+        if (environment := self.session.environment) is not None:
+            columns = {"environments": None if environment.stuck else environment.instance, "prompts": self.asked}
         return Rollout(
-            prompt_ids=self.prompt_ids,
+            input=self.input,
             completion_ids=tuple(self.ids),
             sampler_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             sampled=torch.tensor(self.sampled, dtype=torch.bool),
@@ -75,19 +81,14 @@ class Conversations:
     """Writes the groups of some prompts as conversations.
 
     Args:
-        tools: who answers.
+        tools: they answer the calls.
         form: how calls and answers are written.
         rules: how a prompt becomes tokens, where an environment changes it.
         max_iterations: rounds of calls in one conversation; None: any number.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        tools: Toolbox,
-        form: ToolFormat,
-        rules: PromptRules,
-        max_iterations: int | None,
+        self, engine: Engine, tools: Toolbox, form: ToolFormat, rules: PromptRules, max_iterations: int | None
     ) -> None:
         self.engine, self.tools, self.form = engine, tools, form
         self.rules, self.max_iterations = rules, max_iterations
@@ -95,38 +96,40 @@ class Conversations:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """As `Engine.generate`. A turn's seed depends on the conversation and the number of the turn alone, so no
-        tool's timing changes what is sampled."""
+        """See `RolloutSource.generate`. A turn's seed depends on the conversation and the number of the turn alone, so
+        no tool's timing changes what is sampled."""
         self.engine.require(version)
-        self.tools.release()
-        begun = _Begun(self, sampling, seed, purpose)
+        self.tools.environments.take_back()
+        running = _RunningConversations(self, sampling, seed, purpose)
         try:
-            begun.open(prompts)
-            while begun.writing or begun.waiting:
-                for conversation in begun.advance():
-                    group = begun.finished(conversation, version)
+            running.open(prompts)
+            while running.writing or running.waiting:
+                for conversation in running.advance():
+                    group = running.finish(conversation, version)
                     if group is not None:
                         yield group
         finally:
-            self.engine.abort(begun.writing)
-            for _, answers in begun.waiting:
+            self.engine.abort(running.writing)
+            for _, answers in running.waiting:
                 answers.abandon()
 
 
-class _Begun:
+class _RunningConversations:
     """The conversations of one call of `Conversations.generate`."""
 
-    def __init__(self, of: Conversations, sampling: Sampling, seed: int, purpose: str) -> None:
-        self.of, self.sampling, self.seed, self.purpose = of, sampling, seed, purpose
+    def __init__(self, parent: Conversations, sampling: Sampling, seed: int, purpose: str) -> None:
+        self.engine, self.tools, self.form, self.rules = parent.engine, parent.tools, parent.form, parent.rules
+        self.max_iterations, self.sampling, self.seed, self.purpose = parent.max_iterations, sampling, seed, purpose
         self.writing: dict[str, Conversation] = {}  # by request
         self.waiting: list[tuple[Conversation, Answers]] = []  # for tools
         self._over: dict[int, list[Conversation]] = {}  # by the prompt's position
 
     def open(self, prompts: Sequence[Prompt]) -> None:
+        """Begin ``sampling.n`` conversations of each prompt."""
         for prompt in prompts:
             for index in range(self.sampling.n):
-                session, beginning = self.of.tools.open(prompt.example)
-                conversation = Conversation(prompt, index, session, prompt.prompt_ids, prompt.example.get("prompt"))
+                session, beginning = self.tools.open(prompt.example)
+                conversation = Conversation(prompt, index, session, prompt.input, prompt.example.get("prompt"))
                 if beginning is None:
                     self._submit(conversation)
                 else:
@@ -136,20 +139,21 @@ class _Begun:
         """One step of the engine, and what tools have answered meanwhile: the conversations that are over."""
         over = []
         if self.writing:
-            for request, (turn,) in self.of.engine.advance():
+            for request, (turn,) in self.engine.advance():
                 conversation = self.writing.pop(request)
-                conversation.wrote(turn)
-                if not self._call(conversation, turn):
+                conversation.add_turn(turn)
+                if not self._start_calls(conversation, turn):
                     over.append(conversation)
-        elif self.waiting:
-            wait([c.future for _, a in self.waiting for c in a.calls if not c.future.done()], POLL, FIRST_COMPLETED)
+        elif not any(answers.done() for _, answers in self.waiting):
+            running = [call.future for _, answers in self.waiting for call in answers.calls if not call.done()]
+            wait(running, POLL, FIRST_COMPLETED)
         for pair in [pair for pair in self.waiting if pair[1].done()]:
             self.waiting = [other for other in self.waiting if other is not pair]
-            if not self._answer(*pair):
+            if not self._continue(*pair):
                 over.append(pair[0])
         return over
 
-    def finished(self, conversation: Conversation, version: int) -> Group | None:
+    def finish(self, conversation: Conversation, version: int) -> Group | None:
         """The conversation's group, if it was the last of it."""
         prompt, others = conversation.prompt, self._over.setdefault(conversation.prompt.position, [])
         others.append(conversation)
@@ -164,63 +168,62 @@ class _Begun:
             seed = request_seed(self.seed, position, f"{self.purpose}/{index}/{turn}")
         else:  # as the index-th of n completions has it
             seed = request_seed(self.seed, position, self.purpose) + index
-        ids = (*conversation.prompt_ids, *conversation.ids)
-        request = self.of.engine.submit(ids, self.sampling, seed, n=1, spent=len(conversation.ids))
+        request = self.engine.submit(conversation.all_ids, self.sampling, seed, n=1, spent=len(conversation.ids))
         self.writing[request] = conversation
 
-    def _call(self, conversation: Conversation, turn: Sampled) -> bool:
+    def _start_calls(self, conversation: Conversation, turn: Sampled) -> bool:
         """Begin the calls of a turn. False: it has none, or the conversation may have no more."""
-        shown = (*conversation.prompt_ids, *conversation.ids[: -len(turn.ids) or None])
-        message, calls = self.of.form.read(turn.ids, shown, conversation.session.schemas)
+        shown = conversation.all_ids[: -len(turn.ids) or None]  # before the turn
+        message, calls = self.form.read(turn.ids, shown, conversation.session.schemas)
         conversation.messages.append(message)
         conversation.finish_reason = turn.finish_reason
-        most = self.of.max_iterations
+        most = self.max_iterations
         if not calls or turn.finish_reason is not FinishReason.STOP or (most is not None and conversation.turns > most):
             return False
-        self.waiting.append((conversation, self.of.tools.call(conversation.session, calls)))
+        self.waiting.append((conversation, self.tools.call(conversation.session, calls)))
         return True
 
-    def _answer(self, conversation: Conversation, answers: Answers) -> bool:
-        """Let the model go on with what its tools said. False: there is no room for it."""
+    def _continue(self, conversation: Conversation, answers: Answers) -> bool:
+        """Let the model go on with what its tools returned. False: there is no room for it."""
         if not conversation.turns:
-            return self._begin(conversation, answers)
-        messages = self.of.tools.told(answers)
-        ended = conversation.ids[-1] == self.of.form.end_of_turn
+            self._begin(conversation, answers)
+            return True
+        messages = self.tools.told(answers)
+        ended = conversation.ids[-1] == self.form.end_of_turn
         own = conversation.prompt.example.get("chat_template_kwargs")
         shown = [{**message, "content": text_of(message["content"])} for message in messages]
-        ids = self.of.form.answer_ids(shown, own, ended=ended)
+        ids = self.form.answer_ids(shown, own, ended=ended)
         total = len(conversation.ids) + len(ids)
-        if total >= self.sampling.max_tokens or len(conversation.prompt_ids) + total >= self.of.engine.context:
-            conversation.finish_reason = FinishReason.LENGTH  # it asked, and there is no room for the answer
+        if total >= self.sampling.max_tokens or len(conversation.input) + total >= self.engine.context:
+            conversation.finish_reason = FinishReason.LENGTH
             return False
-        conversation.was_told(ids, messages)
+        conversation.add_answers(ids, messages)
         self._submit(conversation)
         return True
 
-    def _begin(self, conversation: Conversation, answers: Answers) -> bool:
-        """Put what the environment begins with at the prompt's end.
+    def _begin(self, conversation: Conversation, answers: Answers) -> None:
+        """Put what the environment's `reset` returned at the prompt's end, and let the model write.
 
         Raises:
             RuntimeError: ``reset`` raised or is late.
             ValueError: there is no room for what it returned.
         """
         ((_, outcome),) = answers.outcomes()
-        name = type(conversation.session.environment).__name__
+        assert conversation.session.environment is not None
+        name, prompt = type(conversation.session.environment.instance).__name__, conversation.prompt
         if outcome.kind != "value":
             problem = outcome.value[1] if outcome.kind == "raised" else f"it took longer than {outcome.seconds:g} s"
-            raise RuntimeError(f"environment {name}, prompt {conversation.prompt.position}: reset failed: {problem}")
+            raise RuntimeError(f"environment {name}, prompt {prompt.position}: reset failed: {problem}")
         if outcome.value is not None:
             *earlier, last = conversation.asked
             content = text_of(last["content"] or "") + text_of(outcome.value)
             conversation.asked = [*earlier, {**last, "content": content}]
-            columns = {**conversation.prompt.example, "prompt": conversation.asked}
-            (ids,) = self.of.rules.encode({name: [columns[name]] for name in COLUMNS if name in columns}, 0)
+            columns = {**prompt.example, "prompt": conversation.asked}
+            (ids,) = self.rules.encode({name: [columns[name]] for name in COLUMNS if name in columns}, 0)
             if ids is None:
                 raise ValueError(
-                    f"environment {name}, prompt {conversation.prompt.position}: with what reset returned the prompt "
-                    f"has more than {self.of.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return "
-                    "less."
+                    f"environment {name}, prompt {prompt.position}: with what reset returned the prompt has more than "
+                    f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less."
                 )
-            conversation.prompt_ids = ids
+            conversation.input = ModelInput(ids)
         self._submit(conversation)
-        return True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..batch import FinishReason, Group, Prompt, Rollout
+from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
 from ..rewards.calling import RESERVED
@@ -20,18 +20,21 @@ NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class CustomRollouts:
-    """Calls a function in place of the engine, which it may use: ``trainer.engine.generate`` and its neighbours.
+    """A rollout source that calls a function in place of the engine, which that may use.
 
     Args:
-        function: ``f(prompts, trainer) -> dict``, or its import path. ``prompts`` has each prompt as often as it needs
-            completions, one after the other. The answer holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of
-            the sampled tokens, in nats), one list per completion; optionally ``env_mask`` (1: the model wrote the
-            token, 0: the environment did). Whatever else it holds goes to the reward functions: of a sequence one value
-            per completion, anything else as it is to all.
+        function: ``f(prompts) -> dict``. ``prompts`` has each prompt as often as it needs completions, one after the
+            other. The answer holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in
+            nats), one list per completion; optionally ``env_mask`` (1: the model wrote the token, 0: the environment
+            did). Whatever else it holds goes to the reward functions: of a sequence one value per completion, anything
+            else as it is to all.
+        end_tokens: a completion that ends with one of these wasn't truncated.
     """
 
-    def __init__(self, engine: Engine, function: Callable[..., dict[str, Any]], trainer: Any) -> None:
-        self.engine, self.function, self.trainer = engine, function, trainer
+    def __init__(
+        self, engine: Engine, function: Callable[[list[Any]], dict[str, Any]], end_tokens: Collection[int | None]
+    ) -> None:
+        self.engine, self.function, self.end_tokens = engine, function, set(end_tokens)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -45,7 +48,7 @@ class CustomRollouts:
         if not prompts:  # a rank may have none in an evaluation
             return
         asked = [copy.deepcopy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
-        answer = self.function(asked, self.trainer)
+        answer = self.function(asked)
         rollouts = self._rollouts(answer, len(asked), version)
         for index, prompt in enumerate(prompts):
             of_group = tuple(rollouts[index * sampling.n : (index + 1) * sampling.n])
@@ -71,10 +74,6 @@ class CustomRollouts:
                 )
         further = [name for name in answer if name not in (*NEEDED, "env_mask")]
         masks = answer.get("env_mask") or [[1] * len(ids) for ids in answer["completion_ids"]]
-        tokenizer = self.trainer.processing_class
-        generation = self.trainer.model.generation_config
-        also = getattr(generation, "eos_token_id", None)
-        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *(also if isinstance(also, list) else [also])}
         found = []
         for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
             if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):
@@ -86,11 +85,11 @@ class CustomRollouts:
             flat = [math.nan if value is None else float(value) for value in first]
             found.append(
                 Rollout(
-                    prompt_ids=tuple(int(token) for token in prompt),
+                    input=ModelInput(tuple(int(token) for token in prompt)),
                     completion_ids=tuple(int(token) for token in ids),
                     sampler_logprobs=torch.tensor(flat, dtype=torch.float32),
                     sampled=torch.tensor([bool(value) for value in masks[index]]),
-                    finish_reason=FinishReason.STOP if int(ids[-1]) in ends else FinishReason.LENGTH,
+                    finish_reason=FinishReason.STOP if int(ids[-1]) in self.end_tokens else FinishReason.LENGTH,
                     policy_version=version,
                     columns={name: answer[name][index] for name in further},
                 )

@@ -1,4 +1,4 @@
-"""What a subclass that replaces a stage must return: one clear error instead of a later one."""
+"""What a stage that a subclass replaces must return: one clear error instead of a later one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..batch import Group, LossOutput, Prompt, Rollout
+from ..batch import Group, Prompt, Rollout
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generator[Group]:
@@ -21,7 +21,7 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generato
         for group in groups:
             if not isinstance(group, Group):
                 raise ValueError(
-                    f"generate yielded {_shown(group)}, but must yield a colograd.batch.Group for each prompt."
+                    f"generate yielded {shown_value(group)}, but must yield a colograd.batch.Group for each prompt."
                 )
             if group.position not in waiting:
                 raise ValueError(
@@ -47,9 +47,9 @@ def _check_rollouts(group: Group) -> None:
         raise ValueError(f"{where}: the group has no rollouts, but needs at least one: keep one.")
     for index, rollout in enumerate(group.rollouts):
         if not isinstance(rollout, Rollout):
-            raise ValueError(f"{where}: rollout {index} is {_shown(rollout)}, but must be a colograd.batch.Rollout.")
+            raise ValueError(f"{where}: rollout {index} is {shown_value(rollout)}, but must be a colograd.batch.Rollout.")
         length = len(rollout.completion_ids)
-        if not length or not rollout.prompt_ids:
+        if not length or not rollout.input.ids:
             raise ValueError(
                 f"{where}: rollout {index} has no tokens, but needs at least one in prompt and completion."
             )
@@ -57,7 +57,7 @@ def _check_rollouts(group: Group) -> None:
             value = getattr(rollout, name)
             if not isinstance(value, torch.Tensor) or value.shape != (length,):
                 raise ValueError(
-                    f"{where}: {name} of rollout {index} is {_shown(value)}, but must be a tensor with one entry for "
+                    f"{where}: {name} of rollout {index} is {shown_value(value)}, but must be a tensor with one entry for "
                     f"each of its {length} completion tokens."
                 )
 
@@ -71,7 +71,7 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         raise ValueError(
-            f"score returned {_shown(rewards)}, but must return a tensor [completions, reward functions] = "
+            f"score returned {shown_value(rewards)}, but must return a tensor [completions, reward functions] = "
             f"{list(wanted)}: one column for each of reward_funcs, NaN where one has no opinion."
         )
     if rewards.float().isinf().any():
@@ -89,7 +89,7 @@ def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
         raise ValueError(
-            f"compute_advantages returned {_shown(advantages)}, but must return a tensor with one entry per completion "
+            f"compute_advantages returned {shown_value(advantages)}, but must return a tensor with one entry per completion "
             f"([{completions}]) or one per completion token ([{tokens}])."
         )
     if not advantages.float().isfinite().all():
@@ -100,28 +100,7 @@ def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
     return advantages.float()
 
 
-def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
-    """What ``compute_loss`` returned, where gradients are needed or not.
-
-    Raises:
-        ValueError: no `LossOutput`, no scalar, or one that no gradient flows through.
-    """
-    if not isinstance(output, LossOutput):
-        raise ValueError(
-            f"compute_loss returned {_shown(output)}, but must return a colograd.batch.LossOutput(loss, sums, minima, "
-            "maxima): dataclasses.replace(super().compute_loss(...), loss=...) keeps the metrics."
-        )
-    loss: Any = output.loss
-    if not isinstance(loss, torch.Tensor) or loss.shape != () or (differentiable and not loss.requires_grad):
-        detached = " without a graph" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
-        raise ValueError(
-            f"compute_loss returned a loss that is {_shown(loss)}{detached}, but must return a differentiable "
-            "scalar: the SUM over the micro-batch's tokens, which the trainer divides by the step's denominator."
-        )
-    return output
-
-
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}"

@@ -1,6 +1,4 @@
-"""A chat template's way with tools: which calls a turn makes, and the tokens that tell the model a tool's answer. And a
-turn as the tokenizer's own parser reads it.
-"""
+"""Reads the calls of a turn and writes tools' answers as tokens, by the tokenizer's chat template and parser."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ class ToolFormat:
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
-        call = _message("", [ToolCall("the_name", {"the_argument": "the value"})])
+        call = _assistant_message("", [ToolCall("the_name", {"the_argument": "the value"})])
         answer = {"role": "tool", "name": "the_name", "content": "the answer"}
         try:
             shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
@@ -78,16 +76,16 @@ class ToolFormat:
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
         """What a turn says, as a message, and its calls. Malformed calls are text."""
-        message = parsed(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
+        message = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
         if message is None:
-            text = self._text(ids)
-            calls = [] if self._parses else _calls(text)
-            return _message(text if not calls else text[: text.index("<tool_call>")].strip(), calls), calls
+            text = self._decode(ids)
+            calls = [] if self._parses else _calls_in(text)
+            return _assistant_message(text if not calls else text[: text.index("<tool_call>")].strip(), calls), calls
         calls = []
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
             calls.append(ToolCall(function["name"], function.get("arguments") or {}))
-        return {**message, **_message(message.get("content") or "", calls)}, calls
+        return {**message, **_assistant_message(message.get("content") or "", calls)}, calls
 
     def answer_ids(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, *, ended: bool = True
@@ -101,7 +99,7 @@ class ToolFormat:
             own: the row's further arguments of the template.
             ended: whether the turn's last token is the template's end of a turn; else it is put first here.
         """
-        call = _message("", [ToolCall(messages[0]["name"], {})])
+        call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = {name: value for name, value in (own or {}).items() if value is not None}
         before = self._encode([ASKED, call], **given)
         whole = self._encode([ASKED, call, *messages], **given, add_generation_prompt=True)
@@ -110,7 +108,7 @@ class ToolFormat:
             # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
             # once something follows them; and what follows the end (a newline, mostly) wasn't sampled.
             places = [place for place, token in enumerate(whole) if token == end]
-            start = places[before.count(end) - 1] + ended
+            start = places[before.count(end) - 1] + (1 if ended else 0)
         elif whole[: len(before)] == before:
             start = len(before)
         else:
@@ -126,7 +124,7 @@ class ToolFormat:
         )
         return tuple(ids)
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         end = self._tokenizer.eos_token
         return (text.removesuffix(end) if end else text).strip()
@@ -137,7 +135,7 @@ def has_parser(tokenizer: Any) -> bool:
     return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
 
 
-def parsed(
+def parsed_turn(
     tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
 ) -> dict[str, Any] | None:
     """A turn as the tokenizer's own parser reads it; None where it can't, or finds a call without a name."""
@@ -166,7 +164,7 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
         return group
     rollouts = []
     for rollout in group.rollouts:
-        message = None if rollout.messages else parsed(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
+        message = None if rollout.messages else parsed_turn(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
         if message is not None:
             message = {"role": "assistant", **message, "content": message.get("content") or ""}
             rollout = dataclasses.replace(rollout, messages=(message,))
@@ -174,7 +172,7 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
     return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
-def _calls(text: str) -> list[ToolCall]:
+def _calls_in(text: str) -> list[ToolCall]:
     """The calls in a text; none where any of them isn't one."""
     calls = []
     for match in CALL.finditer(text):
@@ -189,7 +187,7 @@ def _calls(text: str) -> list[ToolCall]:
     return calls
 
 
-def _message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     """An assistant's message, as chat templates take it."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:

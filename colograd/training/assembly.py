@@ -1,15 +1,12 @@
-"""What a trainer builds once, before the first step: the engine beside the policy, and who writes with it."""
+"""The engine built beside the policy, once, before the first step; and the lines that say what was built."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ..batch import Group, Prompt
 from ..config import GRPOConfig
-from ..config.check import advice
 from ..data import PromptDataset, PromptStream
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
@@ -18,12 +15,11 @@ from ..memory.plan import MemoryPlan
 from ..memory.residency import Residency
 from ..parallel.ranks import together
 from ..policy.loading import Policy
-from ..policy.packing import PackingRules
 from ..policy.reference import Reference, reference_bytes, reference_of
-from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
+from ..rollout.stages import RolloutSource
 from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
@@ -32,109 +28,127 @@ from .task import longest_completion, reset_rules
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
 OBSERVATION = 1024
+Prompts = PromptDataset | PromptStream
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
-    """The engine, how it gets weights, and who has the device's memory when."""
+class Assembly:
+    """An engine beside a policy."""
 
     engine: Engine
-    weights: Publisher
-    residency: Residency
+    weights: Publisher  # gives the engine the policy's weights
+    residency: Residency  # says who has the device's memory when
     memory: MemoryPlan
-    reference: Reference | None
-    writer: Writer
+    reference: Reference | None  # of the KL term; None where `beta` is 0
+
+    def describe(self) -> Iterator[str]:
+        """What the user should know of it, in lines."""
+        yield self.engine.describe()
+        yield self.weights.describe()
+        yield from self.memory.table().splitlines()
+        yield from self.residency.notes
+        if self.reference is not None:
+            yield self.reference.describe()
 
 
-class Writer(Protocol):
-    """Writes the groups of some prompts: the engine itself, conversations with tools, or a function of the user's."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
-    ) -> Iterator[Group]: ...
-
-
-class Starting(Protocol):
-    """What of a trainer is there before its engine."""
-
-    policy: Policy
-    model: Any  # the policy's, as the trainer holds it; its parameters may move into the engine's
-    args: Any
-    train_prompts: PromptDataset | PromptStream
-    eval_prompts: Any
-    rules: PackingRules
-    times: PhaseTimes
-    console: Console
-    tools: Toolbox | None
-
-
-def build_sampler(trainer: Starting, notes: Sequence[str], form: ToolFormat | None, rollout_func: Any) -> Sampler:
-    """Build the engine beside the policy, and say what the user should know of both. A collective.
+def assemble(
+    config: GRPOConfig,
+    policy: Policy,
+    prompts: Sequence[Prompts],
+    tools: Toolbox | None,
+    max_tokens: int,
+    times: PhaseTimes,
+) -> Assembly:
+    """Build the engine, and bring the policy to its place beside it. A collective.
 
     Args:
-        notes: further lines to say.
-        form: how the policy's chat template writes tool calls, where there are tools.
-        rollout_func: the user's, if any.
+        prompts: all that the engine will be asked, in training and in evaluation.
+        max_tokens: of a micro-batch; 0: still to be measured.
+
+    Raises:
+        ValueError: no room for the KV cache of one sequence, settings that vLLM refuses, or a way of publishing that
+            can't be had.
+        RuntimeError: the engine doesn't read a parameter where it should be.
     """
-    started = time.perf_counter()
-    policy, model, rules, tools = trainer.policy, trainer.model, trainer.rules, trainer.tools
-    args: GRPOConfig = trainer.args
-    evaluated = trainer.eval_prompts.values() if isinstance(trainer.eval_prompts, dict) else [trainer.eval_prompts]
-    prompts = [trainer.train_prompts, *(part for part in evaluated if part is not None)]
-    longest = max(part.longest for part in prompts) + longest_completion(args)
-    told = OBSERVATION if tools is not None and tools.has_environments else 0
-    context = args.vllm_max_model_length or min(longest + told, policy.context)
-    sequences = args.per_device_train_batch_size * (args.steps_per_generation or 1)
+    context = needed_context(config, policy, prompts, tools)
+    plan = memory.plan(
+        config,
+        policy.model,
+        context,
+        sequences=config.per_device_train_batch_size * (config.steps_per_generation or 1),
+        tokens=max_tokens,
+        shared=expects_sharing(config, policy),
+        reference=reference_bytes(config, policy),
+    )
     end = policy.tokenizer.eos_token_id
-    shared, held = expects_sharing(args, policy), reference_bytes(args, policy)
-    plan = memory.plan(args, model, context, sequences, rules.max_tokens, shared=shared, reference=held)
     engine = Engine(
         policy.path,
-        args,
+        config,
         policy.model.dtype,
         context,
         plan.kv_bytes,
         end_tokens=() if end is None else (end,),
-        adapter=check_choice(args.weights, policy.adapter),
+        adapter=check_choice(config.weights, policy.adapter),
     )
     with together("the check of the sampling settings"):
-        for sampling in (Sampling.for_training(args), Sampling.for_evaluation(args)):
+        for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)
     with together("the plan of the weights"):
         weights = publisher(
-            args.weights,
-            model,
+            config.weights,
+            policy.model,
             engine,
             untouched=policy.untouched,
-            device=args.device,
+            device=config.device,
             adapter=policy.adapter,
         )
-    if args.on_cpu:
+    if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
     with together("the reference model"):
-        reference = reference_of(args, policy)
-    residency = Residency(engine, args, trainer.times)
-    plan = plan.with_engine(engine.weight_bytes, bytes_apart(model, engine.model), engine.kv_tokens)
-    lines = [*args.notes, *advice(args), engine.describe(), weights.describe()]
-    lines += [*plan.table().splitlines(), *residency.notes, *notes]
-    lines += tools.notes if tools else []
-    lines += policy.describe(args, rules.max_tokens)
-    lines += [reference.describe()] if reference else []
-    lines += [
-        f"data: {part.num_dropped} of {part.num_dropped + len(part)} prompts are too long and were dropped"
-        for part in prompts
-        if isinstance(part, PromptDataset) and part.num_dropped
-    ]
-    for line in (*lines, f"ready in {time.perf_counter() - started:.0f} s"):
-        trainer.console.say(line)
-    return Sampler(engine, weights, residency, plan, reference, _writer(engine, trainer, form, rollout_func))
+        reference = reference_of(config, policy)
+    plan = plan.with_engine(engine.weight_bytes, bytes_apart(policy.model, engine.model), engine.kv_tokens)
+    return Assembly(engine, weights, Residency(engine, config, times), plan, reference)
 
 
-def _writer(engine: Engine, trainer: Starting, form: ToolFormat | None, rollout_func: Any) -> Writer:
-    """Who writes completions: a function of the user's, conversations with tools, or the engine alone."""
+def needed_context(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> int:
+    """Tokens that one sequence of the engine may have, prompt and completion together."""
+    longest = max(part.longest for part in prompts) + longest_completion(config)
+    told = OBSERVATION if tools is not None and tools.has_environments else 0
+    return config.vllm_max_model_length or min(longest + told, policy.context)
+
+
+def rollout_source(
+    engine: Engine,
+    config: GRPOConfig,
+    policy: Policy,
+    tools: Toolbox | None,
+    form: ToolFormat | None,
+    rollout_func: Any,
+    trainer: Any,
+) -> RolloutSource:
+    """Who writes completions: a source or a function of the user's, conversations with tools, or the engine alone.
+
+    Args:
+        form: how the policy's chat template writes tool calls, where there are tools.
+        rollout_func: a class made with the engine, an object with a method ``generate`` (see `RolloutSource`), or TRL's
+            ``f(prompts, trainer)``.
+        trainer: is handed to such a function.
+    """
+    if hasattr(rollout_func, "generate"):
+        source: RolloutSource = rollout_func(engine) if isinstance(rollout_func, type) else rollout_func
+        return source
     if rollout_func is not None:
-        return CustomRollouts(engine, rollout_func, trainer)
-    if trainer.tools is not None and form is not None:
-        rules = reset_rules(trainer.policy, trainer.args, trainer.tools, engine.context)
-        return Conversations(engine, trainer.tools, form, rules, trainer.args.max_tool_calling_iterations)
+        write: Callable[[list[Any]], dict[str, Any]] = lambda prompts: rollout_func(prompts, trainer)  # noqa: E731
+        return CustomRollouts(engine, write, policy.end_tokens)
+    if tools is not None and form is not None:
+        rules = reset_rules(policy, config, tools, engine.context)
+        return Conversations(engine, tools, form, rules, config.max_tool_calling_iterations)
     return engine
+
+
+def dropped_prompts(prompts: Sequence[Prompts]) -> Iterator[str]:
+    """A line for each dataset of which prompts were dropped."""
+    for part in prompts:
+        if isinstance(part, PromptDataset) and part.num_dropped:
+            total = part.num_dropped + len(part)
+            yield f"data: {part.num_dropped} of {total} prompts are too long and were dropped"

@@ -18,7 +18,7 @@ from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 
 
 class ResumableTrainer(Trainer):
-    """What of a trainer concerns stopping and going on. A subclass says when a checkpoint could be resumed from."""
+    """Stops with a whole checkpoint and goes on from one. A subclass says when a checkpoint could be resumed from."""
 
     console: Console
 

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
-from ..data.checks import check_columns, columns_of
+from ..data.columns import check_columns, columns_of
 from ..policy.loading import Policy
 from ..rewards import RewardFunction, resolve_rewards
 from ..rollout.tool_format import ToolFormat
@@ -19,7 +19,7 @@ from ..runtime import process
 from ..runtime.importing import find_object
 
 
-def begin(args: GRPOConfig | None, model: Any) -> GRPOConfig:
+def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
     """The configuration, TRL's default one if none is given; and the process ready for it.
 
     Raises:

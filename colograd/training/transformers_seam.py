@@ -1,6 +1,6 @@
-"""`ResumableTrainer` for a model that sees packed rows: what transformers asks on the way, answered for them.
+"""`ResumableTrainer` for a model that sees packed rows: what transformers asks a trainer on the way, answered for them.
 
-The gradient's norm with a last look before the weights change, autocast, the logs, what is saved, and the model card.
+It looks at the gradient's norm before the weights change, casts, logs, saves, and writes the model card.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..config import GRPOConfig
 from ..engine.queue_order import LengthHistory
-from ..parallel.ranks import rank
 from ..policy.loading import Policy
 from ..reporting.console import Console, Timekeeper
 from ..reporting.metrics import PhaseTimes
@@ -27,7 +26,7 @@ from .resuming import ResumableTrainer
 
 
 class PackedTrainer(ResumableTrainer):
-    """What `transformers.Trainer` would do as for padded batches, done as packed ones need it."""
+    """Does for packed rows what `transformers.Trainer` would do as for padded batches."""
 
     policy: Policy
     rewards: list[RewardFunction]
@@ -35,7 +34,7 @@ class PackedTrainer(ResumableTrainer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.model_accepts_loss_kwargs = True  # the step's denominator is applied in it, not by transformers
-        # Ranks hold full copies whose gradients are summed once per step (see ranks.py): no DDP around the model.
+        # No DDP around the model: ranks hold full copies whose gradients are summed once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
         self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
@@ -51,12 +50,12 @@ class PackedTrainer(ResumableTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """And this rank's history of lengths, which says what the engine's batches will be."""
         super()._save_rng_state(output_dir)
-        self.lengths.save(output_dir, rank())
+        self.lengths.save(output_dir, self.args.layout.data_rank)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:  # here and not with the random state, which comes after the first generation
-            self.lengths.load(checkpoint, rank())
+            self.lengths.load(checkpoint, self.args.layout.data_rank)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not before the engine is built: the policy then moves into its memory (see `weights.plan`)."""
@@ -85,7 +84,7 @@ class PackedTrainer(ResumableTrainer):
         return 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Counted in `_collect`, as prompts and completions of all ranks."""
+        """Nothing: the trainer counts prompts and completions of all ranks when a round is collected."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means of the steps since the last log; at the end of training, of those that were never logged."""

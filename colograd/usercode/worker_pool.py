@@ -1,4 +1,4 @@
-"""Reward workers: processes that call reward functions while the engine decodes, and that can be killed.
+"""Worker processes: they call reward functions and tools while the engine decodes, and can be killed.
 
 Functions travel by cloudpickle: importable ones by name, those of a script or a notebook by value. A call that takes
 longer than its deadline is ended with its process, which is replaced; so is one that dies.
@@ -16,14 +16,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
+
+from .outcome import Outcome
+
+Key = TypeVar("Key")
 
 WORKER = Path(__file__).with_name("worker_process.py")
 START_SECONDS = 120.0  # for a worker to import what its functions need
@@ -32,41 +35,45 @@ LOOK_SECONDS = 0.1  # between two looks at whether a call that runs is still nee
 DROP_SECONDS = 1.0  # that a call which nobody needs gets to end by itself: a new process takes as long
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a call in a worker ended."""
+class WorkerCall(Future[Outcome]):
+    """A call that is queued or runs in a worker; see `Worker.call` for its arguments."""
 
-    kind: str  # value, raised, late, died or dropped
-    value: Any  # what was returned; (line, traceback) of what was raised; the exit status of what died
-    seconds: float  # in the function
-    logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # columns and metrics, see `CallLog`
+    def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
+        super().__init__()
+        self.index, self.keywords, self.state = index, keywords, state
+        self.unneeded_since: float | None = None  # time.monotonic() since when nobody waits for it
 
-
-class Call(Future[Outcome]):
-    """A call that is queued or runs in a worker."""
-
-    unneeded_since: float | None = None  # time.monotonic() since when nobody waits for it
-
-    def drop(self) -> None:
+    def cancel(self) -> bool:
         """Nobody waits for it any more: it doesn't begin, or its worker is replaced when another call needs it."""
-        if not self.cancel():
+        cancelled = super().cancel()
+        if not cancelled:
             self.unneeded_since = time.monotonic()
+        return cancelled
 
 
 class CannotTravel(ValueError):
     """A function that can't be sent to another process."""
 
 
-def travelling(function: Callable[..., Any]) -> bytes:
-    """The function as bytes for a worker.
-
-    Raises:
-        CannotTravel: with the reason.
-    """
+def travelling(functions: Mapping[Key, Callable[..., Any]]) -> tuple[dict[Key, bytes], dict[Key, CannotTravel]]:
+    """The functions that can run in a worker, as bytes, and why the others can't."""
+    able: dict[Key, bytes] = {}
+    reasons: dict[Key, CannotTravel] = {}
+    for key, function in functions.items():
+        try:
+            able[key] = cloudpickle.dumps(function)
+        except Exception as error:  # whatever the objects that it holds do when they are pickled
+            reasons[key] = CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0])
     try:
-        return cloudpickle.dumps(function)
-    except Exception as error:  # whatever the objects that it holds do when they are pickled
-        raise CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0]) from None
+        Worker(list(able.values())).try_loading()
+    except CannotTravel:  # find out which; a start takes as long as the functions' imports
+        for key, pickled in list(able.items()):
+            try:
+                Worker([pickled]).try_loading()
+            except CannotTravel as reason:
+                del able[key]
+                reasons[key] = reason
+    return able, reasons
 
 
 class Worker:
@@ -100,15 +107,16 @@ class Worker:
         try:
             problem = pickle.loads(connection.recv_bytes()) if connection.poll(START_SECONDS) else ("no answer", "")
         except EOFError:
-            problem = (f"the worker ended with status {self._status()} while loading it", "")
+            problem = (f"the worker ended with status {self._exit_status()} while loading it", "")
         if problem is not None:
             self.stop()
             raise CannotTravel(problem[0])
 
-    def probe(self) -> None:
+    def try_loading(self) -> None:
         """Start and stop once. Raises CannotTravel where the functions can't be loaded."""
         try:
-            self.start()
+            if self._functions:
+                self.start()
         finally:
             self.stop()
 
@@ -135,20 +143,20 @@ class Worker:
         message = pickle.dumps((index, None if key == self._state_key else pickled, keywords, state is not None))
         try:
             self._connection.send_bytes(message)
-            if (ended := self._wait(self._connection, timeout, unneeded)) is not None:
+            if (ended := self._wait_for_answer(self._connection, timeout, unneeded)) is not None:
                 self.stop()
                 return ended
             kind, value, seconds, logged = pickle.loads(self._connection.recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            status = self._status()
+            status = self._exit_status()
             self.stop()
             return Outcome("died", status, 0.0)
         self._state_key = key
         return Outcome(kind, value, seconds, logged)
 
     @staticmethod
-    def _wait(connection: Connection, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome | None:
-        """Until there is an answer: None. Or why there is to be none."""
+    def _wait_for_answer(connection: Connection, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome | None:
+        """None once there is an answer, or why there will be none."""
         started = time.monotonic()
         while True:
             left = LOOK_SECONDS if timeout is None else started + timeout - time.monotonic()
@@ -159,7 +167,7 @@ class Worker:
             if unneeded():
                 return Outcome("dropped", None, time.monotonic() - started)
 
-    def _status(self) -> int:
+    def _exit_status(self) -> int:
         """The exit status of a process that closed its socket; one that did so and lives on is killed."""
         assert self._process is not None
         try:
@@ -179,9 +187,6 @@ class Worker:
             process.wait()
 
 
-_Queued = tuple[Call, tuple[int, dict[str, Any], tuple[Any, bytes] | None]]
-
-
 class WorkerPool:
     """Some workers with one queue.
 
@@ -196,17 +201,17 @@ class WorkerPool:
 
     def __init__(self, functions: Sequence[bytes], size: int, timeout: float | None) -> None:
         self._timeout = timeout
-        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[WorkerCall | None] = queue.SimpleQueue()
         self._workers = [Worker(functions) for _ in range(size)]
         self._threads = [threading.Thread(target=self._serve, args=[w], daemon=True) for w in self._workers]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> Call:
+    def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> WorkerCall:
         """Queue a call; see `Worker.call`. The future fails only where the worker can't be started or sent to."""
-        future = Call()
-        self._queue.put((future, (index, keywords, state)))
-        return future
+        call = WorkerCall(index, keywords, state)
+        self._queue.put(call)
+        return call
 
     def _serve(self, worker: Worker) -> None:
         try:
@@ -215,17 +220,16 @@ class WorkerPool:
             worker.stop()  # which `close` may have called while it was starting
 
     def _serve_queue(self, worker: Worker) -> None:
-        while (item := self._queue.get()) is not None:
-            future, (index, keywords, state) = item
-            if not future.set_running_or_notify_cancel():
+        while (call := self._queue.get()) is not None:
+            if not call.set_running_or_notify_cancel():
                 continue
             try:
-                unneeded = functools.partial(self._stands_in_the_way, future)
-                future.set_result(worker.call(index, keywords, state, self._timeout, unneeded))
+                unneeded = functools.partial(self._stands_in_the_way, call)
+                call.set_result(worker.call(call.index, call.keywords, call.state, self._timeout, unneeded))
             except BaseException as error:
-                future.set_exception(error)
+                call.set_exception(error)
 
-    def _stands_in_the_way(self, call: Call) -> bool:
+    def _stands_in_the_way(self, call: WorkerCall) -> bool:
         """Whether nobody waits for the call, and another one waits for its worker."""
         since = call.unneeded_since
         return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
@@ -233,8 +237,8 @@ class WorkerPool:
     def close(self) -> None:
         """Kill the workers; calls that are queued are dropped."""
         with contextlib.suppress(queue.Empty):
-            while (item := self._queue.get_nowait()) is not None:
-                item[0].cancel()
+            while (call := self._queue.get_nowait()) is not None:
+                call.cancel()
         for _ in self._threads:
             self._queue.put(None)
         for worker in self._workers:

@@ -1,4 +1,4 @@
-"""The process of a reward worker: runs user code on its main thread, so that signals, and time-outs made of them, work.
+"""The process of a worker: runs user code on its main thread, so that signals, and time-outs made of them, work.
 
     python worker_process.py FD
 
@@ -84,7 +84,7 @@ def main(descriptor: int) -> None:
         called = [pickle.loads(function) for function in functions]
         connection.send_bytes(pickle.dumps(None))
     except BaseException as error:
-        connection.send_bytes(pickle.dumps(_text(error)))
+        connection.send_bytes(pickle.dumps(_line_and_traceback(error)))
         return
     state: Any = None
     while True:
@@ -94,10 +94,10 @@ def main(descriptor: int) -> None:
             return
         if new_state is not None:
             state = pickle.loads(new_state)
-        connection.send_bytes(_call(called[index], keywords, state, is_reward))
+        connection.send_bytes(_answer(called[index], keywords, state, is_reward))
 
 
-def _call(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool) -> bytes:
+def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool) -> bytes:
     log = CallLog()
     given_here = {"trainer_state": state, "log_extra": log.extra, "log_metric": log.metric} if is_reward else {}
     keywords |= {name: value for name, value in given_here.items() if name in keywords}
@@ -106,7 +106,7 @@ def _call(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool) 
         value = function(**keywords)
         value = _plain(value) if is_reward else value
     except (Exception, SystemExit) as error:
-        return pickle.dumps(("raised", _text(error), time.perf_counter() - started, ({}, {})))
+        return pickle.dumps(("raised", _line_and_traceback(error), time.perf_counter() - started, ({}, {})))
     seconds = time.perf_counter() - started
     try:
         return pickle.dumps(("value", value, seconds, log.content()))
@@ -115,7 +115,7 @@ def _call(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool) 
         return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
 
 
-def _text(error: BaseException) -> tuple[str, str]:
+def _line_and_traceback(error: BaseException) -> tuple[str, str]:
     """The exception in a line, and its traceback from the user's own frames on."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:

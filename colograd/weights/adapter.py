@@ -10,7 +10,6 @@ where the plan says, with nothing but zeros around.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ import torch
 from safetensors.torch import save_file
 
 from ..engine.vllm_engine import Engine
-from ..policy.lora import PREFIX, Layer, adapted_layers
-from .addresses import Addresses
+from ..policy.lora import PREFIX, AdaptedLayer, adapted_layers
 from .copied import CopiedWeights
-from .mapping import renamed
+from .mapping import fusions, renamed
 from .shared import SharedWeights
+from .way import PlannedWay
 
 
 class Unserved(ValueError):
@@ -61,39 +60,37 @@ class Slot:
         return torch.equal(self.destination, expected.to(self.stack.dtype))
 
 
-class AdapterWeights:
+class AdapterWeights(PlannedWay):
     """Publishes a LoRA adapter into the engine's first LoRA slot.
 
     Args:
         policy: a PeftModel, on its device.
         engine: built with LoRA slots.
-        base: publishes the frozen base, once; nothing is to do where it is shared.
+        slots: the places of the adapter's tensors (`map_adapter`).
+        base: publishes the frozen base, once; where it is shared, there is nothing to do.
 
     Raises:
-        Unserved: a layer without a slot.
         RuntimeError: vLLM put an adapter elsewhere than planned.
     """
 
-    def __init__(self, policy: torch.nn.Module, engine: Engine, base: SharedWeights | CopiedWeights) -> None:
-        self.engine, self.base = engine, base
-        self.slots = map_adapter(policy, engine)
-        self.rank = max(slot.source.shape[0] for slot in self.slots if slot.kind == "lora_A")
+    def __init__(
+        self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: SharedWeights | CopiedWeights
+    ) -> None:
+        self.slots, self.base = list(slots), base
+        self.rank = max(slot.source.shape[0] for slot in slots if slot.kind == "lora_A")
         self._base_is_there = False
-        self._first = [slot for slot in self.slots if slot.scaling == 1.0]
-        self._scaled = [slot for slot in self.slots if slot.scaling != 1.0]
-        self._sources = [slot.source.detach() for slot in self._first]
-        self._to_scale = [slot.source.detach() for slot in self._scaled]
-        self._scalings = [slot.scaling for slot in self._scaled]
-        self._destinations = [slot.destination for slot in (*self._first, *self._scaled)]
-        self._prove()
-        self.addresses = Addresses(policy, engine)
+        self._sources = [slot.source.detach() for slot in slots]
+        self._scalings = [slot.scaling for slot in slots]
+        self._destinations = [slot.destination for slot in slots]
+        prove_slots(self.slots, self.rank, engine)
+        super().__init__(policy, engine)  # which notes where everything lies
         self._stacks = self._stack_pointers()
-        self._write()
+        self._write_adapter()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a publish writes."""
-        return sum(d.numel() * d.element_size() for d in self._destinations)
+        """Bytes that a publish writes, after the first."""
+        return sum(destination.nbytes for destination in self._destinations)
 
     def describe(self) -> str:
         layers = len({slot.layer for slot in self.slots})
@@ -103,59 +100,28 @@ class AdapterWeights:
             f"r={self.rank} on {layers} layers; the base is frozen and {base}, nothing is merged into it)"
         )
 
-    def publish(self, version: int) -> int:
-        """Make the policy's adapter the engine's, and stamp it with ``version``. The first time, its base too.
-
-        Returns:
-            Bytes written: the adapter's, and the first time those that the base took.
+    def write(self) -> int:
+        """Write the adapter, and the first time what its base takes.
 
         Raises:
-            RuntimeError: a weight or a LoRA slot has moved, or another adapter took the slot.
+            RuntimeError: a LoRA slot has moved, or another adapter took it.
         """
-        self.engine.version = None
-        self.addresses.check()
         if self._stack_pointers() != self._stacks or not self.engine.adapter_is_active:
             raise RuntimeError(
                 "A LoRA slot of the engine lies elsewhere than when publishing was planned, or another adapter took it "
                 "(by a reload, or add_lora): build a new trainer."
             )
-        moved = self.nbytes
-        if not self._base_is_there:
-            moved += self.base.publish(version)
-            self.engine.version = None  # not before the adapter is there too
-            self._base_is_there = True
-        self._write()
-        self.engine.stamp(version)
-        return moved
+        first = 0 if self._base_is_there else self.base.write()
+        self._base_is_there = True
+        self._write_adapter()
+        return first + self.nbytes
 
     def differing(self) -> list[str]:
-        """Names of parameters whose value in the engine isn't the policy's, cast, bit for bit."""
         return [*self.base.differing(), *(f"{slot.layer}.{slot.kind}" for slot in self.slots if not slot.equal())]
 
     @torch.no_grad()
-    def _write(self) -> None:
-        scaled = torch._foreach_mul(self._to_scale, self._scalings) if self._to_scale else []
-        torch._foreach_copy_(self._destinations, [*self._sources, *scaled])
-
-    @torch.no_grad()
-    def _prove(self) -> None:
-        """Let vLLM load random numbers, look for them where the plan says, and for zeros everywhere else."""
-        generator = torch.Generator().manual_seed(0)
-        probes = [torch.rand(slot.source.shape, generator=generator) + 0.5 for slot in self.slots]
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-            _write_folder(folder, self.rank, self.slots, probes)
-            self.engine.load_adapter(folder)
-        for slot, probe in zip(self.slots, probes, strict=True):
-            if not torch.equal(slot.destination, probe.to(slot.destination)):
-                raise RuntimeError(
-                    f"vLLM doesn't keep {slot.layer}.{slot.kind} where it was expected: this architecture's LoRA "
-                    "layers are laid out in a way that isn't known yet. Set weights: copied (the adapter is then "
-                    "merged into the engine's copy)."
-                )
-        torch._foreach_zero_(self._destinations)
-        for name, holder in self.engine.lora_modules.items():
-            if any(bool(stack.any()) for stack in (*holder.lora_a_stacked, *holder.lora_b_stacked)):
-                raise RuntimeError(f"vLLM's LoRA slot of {name} holds more than the adapter: set weights: copied.")
+    def _write_adapter(self) -> None:
+        torch._foreach_copy_(self._destinations, torch._foreach_mul(self._sources, self._scalings))
 
     def _stack_pointers(self) -> list[int]:
         return [slot.stack.data_ptr() for slot in self.slots]
@@ -169,7 +135,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
     """
     slots, missing = [], []
     for layer in adapted_layers(policy):
-        holder, part = _holder(layer, engine)
+        holder, part = _holder_and_part(layer, engine)
         pair = [
             Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part),
             Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part),
@@ -182,7 +148,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
     return slots
 
 
-def _holder(layer: Layer, engine: Engine) -> tuple[Any, int]:
+def _holder_and_part(layer: AdaptedLayer, engine: Engine) -> tuple[Any, int]:
     """vLLM's layer with the slots, and the part of it; (None, 0) where there is none."""
     modules = engine.lora_modules
     name = renamed(f"{layer.name}.weight", engine.model).removesuffix(".weight")
@@ -190,7 +156,7 @@ def _holder(layer: Layer, engine: Engine) -> tuple[Any, int]:
         holder = modules[name]
         return (holder, 0) if len(holder.lora_a_stacked) == 1 else (None, 0)
     parent, _, last = name.rpartition(".")
-    for fused, parts in (getattr(engine.model, "packed_modules_mapping", None) or {}).items():
+    for fused, parts in fusions(engine.model).items():
         holder = modules.get(f"{parent}.{fused}")
         if last in parts and holder is not None and len(holder.lora_a_stacked) == len(parts):
             return holder, parts.index(last)
@@ -205,17 +171,36 @@ def _fits(slot: Slot) -> bool:
     return stack[-2] == rows and stack[-1] >= columns
 
 
-def _write_folder(folder: str, rank: int, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
-    """An adapter as peft saves it, with ``values`` and a scaling of 1."""
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
-        "bias": "none",
-        "target_modules": sorted({slot.layer.rpartition(".")[2] for slot in slots}),
-    }
-    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as stream:
-        json.dump(settings, stream)
+@torch.no_grad()
+def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
+    """Let vLLM load random numbers, look for them where the plan says, and for zeros everywhere else.
+
+    Raises:
+        RuntimeError: they lie elsewhere.
+    """
+    generator = torch.Generator().manual_seed(0)
+    probes = [torch.rand(slot.source.shape, generator=generator) + 0.5 for slot in slots]
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        _save_adapter(folder, rank, slots, probes)
+        engine.load_adapter(folder)
+    for slot, probe in zip(slots, probes, strict=True):
+        if not torch.equal(slot.destination, probe.to(slot.destination)):
+            raise RuntimeError(
+                f"vLLM doesn't keep {slot.layer}.{slot.kind} where it was expected: this architecture's LoRA layers "
+                "are laid out in a way that isn't known yet. Set weights: copied (the adapter is then merged into the "
+                "engine's copy)."
+            )
+    torch._foreach_zero_([slot.destination for slot in slots])
+    for name, holder in engine.lora_modules.items():
+        if any(bool(stack.any()) for stack in (*holder.lora_a_stacked, *holder.lora_b_stacked)):
+            raise RuntimeError(f"vLLM's LoRA slot of {name} holds more than the adapter: set weights: copied.")
+
+
+def _save_adapter(folder: str, rank: int, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
+    """Save an adapter as peft does, with ``values`` and a scaling of 1."""
+    import peft
+
+    targets = sorted({slot.layer.rpartition(".")[2] for slot in slots})
+    peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=targets).save_pretrained(folder)
     named = {f"{PREFIX}{slot.layer}.{slot.kind}.weight": v for slot, v in zip(slots, values, strict=True)}
     save_file(named, os.path.join(folder, "adapter_model.safetensors"))

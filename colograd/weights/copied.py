@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.vllm_engine import Engine
-from .addresses import Addresses
 from .mapping import Slice
+from .way import PlannedWay
 
 
 class Copies:
@@ -22,17 +22,17 @@ class Copies:
         # Detached views share the policy's storage: they stay valid while the optimizer writes in place.
         self._sources = [part.source.detach() for part in slices]
         self._destinations = [part.destination for part in slices]
-        self.nbytes = sum(d.numel() * d.element_size() for d in self._destinations)
+        self.nbytes = sum(destination.nbytes for destination in self._destinations)
 
     @torch.no_grad()
-    def run(self) -> int:
+    def write(self) -> int:
         """Write the sources, cast, into the destinations. Returns the bytes written."""
         if self._sources:
             torch._foreach_copy_(self._destinations, self._sources)
         return self.nbytes
 
 
-class CopiedWeights:
+class CopiedWeights(PlannedWay):
     """Copies the policy into the engine, cast to the engine's dtype.
 
     Args:
@@ -41,27 +41,16 @@ class CopiedWeights:
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
-        self.engine, self.slices, self.why = engine, list(slices), why
+        super().__init__(policy, engine)
+        self.slices, self.why = list(slices), why
         self.copies = Copies(self.slices)
-        self.addresses = Addresses(policy, engine)
 
     def describe(self) -> str:
-        return (
-            f"weights: copied, {len(self.slices)} parameters, {self.copies.nbytes / 2**20:,.0f} MiB per publish "
-            f"({self.why})"
-        )
+        size = f"{self.copies.nbytes / 2**20:,.0f} MiB per publish"
+        return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
 
-    def publish(self, version: int) -> int:
-        """Make the policy's weights the engine's, and stamp it with ``version``. Returns the bytes written.
-
-        Raises:
-            RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
-        """
-        self.addresses.check()
-        written = self.copies.run()
-        self.engine.stamp(version)
-        return written
+    def write(self) -> int:
+        return self.copies.write()
 
     def differing(self) -> list[str]:
-        """Names of parameters whose value in the engine isn't the policy's, cast, bit for bit."""
         return [part.name for part in self.slices if not part.equal()]

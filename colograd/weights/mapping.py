@@ -70,21 +70,24 @@ def _destination(
     targets: dict[str, torch.Tensor],
     engine_model: torch.nn.Module,
 ) -> torch.Tensor | None:
+    """The rows of one of the engine's tensors (``targets``) that hold ``source``; None: there are none."""
     mapped = renamed(name, engine_model)
     if mapped in targets:
         return _rows(targets[mapped], 0, source)
-    for fused, parts in (getattr(engine_model, "packed_modules_mapping", None) or {}).items():
-        for part in parts:
-            if f".{part}." not in mapped or mapped.replace(f".{part}.", f".{fused}.") not in targets:
-                continue
-            offset = 0
-            for earlier in parts[: parts.index(part)]:
-                sibling = sources.get(name.replace(f".{part}.", f".{earlier}."))
-                if sibling is None:
+    for fused, parts in fusions(engine_model).items():
+        for index, part in enumerate(parts):
+            target = targets.get(mapped.replace(f".{part}.", f".{fused}."))
+            if target is not None:
+                siblings = [name.replace(f".{part}.", f".{earlier}.") for earlier in parts[:index]]
+                if not sources.keys() >= {*siblings}:
                     return None
-                offset += sibling.shape[0]
-            return _rows(targets[mapped.replace(f".{part}.", f".{fused}.")], offset, source)
+                return _rows(target, sum(sources[sibling].shape[0] for sibling in siblings), source)
     return None
+
+
+def fusions(engine_model: torch.nn.Module) -> dict[str, list[str]]:
+    """The parts of each fused layer by its name: ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``."""
+    return getattr(engine_model, "packed_modules_mapping", None) or {}
 
 
 def renamed(name: str, engine_model: torch.nn.Module) -> str:

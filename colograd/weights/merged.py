@@ -12,12 +12,12 @@ import torch
 
 from ..engine.vllm_engine import Engine
 from ..policy.lora import adapted_layers, base_name, trained_copies
-from .addresses import Addresses
 from .copied import Copies
 from .mapping import Slice
+from .way import PlannedWay
 
 
-class MergedWeights:
+class MergedWeights(PlannedWay):
     """Publishes a PeftModel as the weights it amounts to.
 
     Args:
@@ -27,24 +27,25 @@ class MergedWeights:
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
-        self.engine, self.why = engine, why
+        super().__init__(policy, engine)
+        self.why = why
         adapted = {f"{layer.name}.weight": layer for layer in adapted_layers(policy)}
-        copies = dict(trained_copies(policy))
+        retrained = dict(trained_copies(policy))
         places = {base_name(part.name) or part.name: part for part in slices}
-        trained = [part for name, part in places.items() if part.source.requires_grad and name not in adapted]
-        moving = {*adapted, *copies, *(base_name(part.name) for part in trained)}
+        trained = {name: part for name, part in places.items() if part.source.requires_grad and name not in adapted}
+        moving = {*adapted, *retrained, *trained}
         self.moving = [part for name, part in places.items() if name in moving]  # what each publish writes
         self._still = [part for name, part in places.items() if name not in moving]
         self._merged = [(layer, places[name].destination) for name, layer in adapted.items()]
-        self._whole = [Slice(name, copy, places[name].destination) for name, copy in copies.items()] + trained
-        self._copies, self._first_copies = Copies(self._whole), Copies([*self._whole, *self._still])
+        self._whole = [Slice(name, copy, places[name].destination) for name, copy in retrained.items()]
+        self._whole += trained.values()
+        self._copies, self._copies_of_base = Copies(self._whole), Copies(self._still)
         self._base_is_there = False
-        self.addresses = Addresses(policy, engine)
 
     @property
     def nbytes(self) -> int:
         """Bytes that a publish writes, after the first."""
-        return self._copies.nbytes + sum(d.numel() * d.element_size() for _, d in self._merged)
+        return self._copies.nbytes + sum(destination.nbytes for _, destination in self._merged)
 
     def describe(self) -> str:
         tensors = len(self._merged) + len(self._whole)
@@ -54,24 +55,16 @@ class MergedWeights:
         )
 
     @torch.no_grad()
-    def publish(self, version: int) -> int:
-        """Make the policy's weights the engine's, and stamp it with ``version``. Returns the bytes written.
-
-        Raises:
-            RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
-        """
-        self.engine.version = None
-        self.addresses.check()
-        copies = self._copies if self._base_is_there else self._first_copies
-        moved = copies.run() - self._copies.nbytes + self.nbytes
+    def write(self) -> int:
+        first = 0 if self._base_is_there else self._copies_of_base.write()
+        self._base_is_there = True
+        self._copies.write()
         for layer, destination in self._merged:
             destination.copy_(layer.merged())
-        self._base_is_there = True
-        self.engine.stamp(version)
-        return moved
+        return first + self.nbytes
 
     def differing(self) -> list[str]:
-        """Names of weights whose value in the engine isn't the policy's, merged in float32 and rounded once."""
+        """See `Publisher.differing`; of an adapted layer, merged in float32 and rounded once."""
         names = [part.name for part in (*self._still, *self._whole) if not part.equal()]
         for layer, destination in self._merged:
             if not torch.equal(destination, layer.merged().to(destination.dtype)):

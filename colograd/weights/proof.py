@@ -34,34 +34,54 @@ def check_equal(slices: Sequence[Slice]) -> None:
         )
 
 
+def check_read(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine) -> list[Slice]:
+    """Check that the engine reads every slice on which the policy's output depends.
+
+    Returns:
+        The slices on which neither output depends.
+
+    Raises:
+        RuntimeError: the policy's output depends on a parameter, and the engine's doesn't.
+    """
+    silent = unread(slices, engine)
+    elsewhere = [part.name for part in silent if not inert(part, policy, engine)]
+    if elsewhere:
+        raise RuntimeError(
+            f"The engine's output doesn't depend on {len(elsewhere)} of {len(slices)} parameters at the place where "
+            f"vLLM keeps them ({', '.join(elsewhere[:3])}): it samples from copies of its own, which publishing can't "
+            "reach. Leave quantization and custom kernels out of vllm_engine_kwargs; if they are, this architecture "
+            "isn't known yet."
+        )
+    return silent
+
+
 def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
     """Those of ``slices`` that can be changed without a change of the engine's output.
 
     One short forward of the engine per slice, with the slice's values negated and then negated back, which restores
     every bit and needs no copy.
     """
-    left = list(slices)
+    silent = list(slices)
     for length in PROBE_TOKENS:
-        ids = probe(engine, length)
+        ids = probe_ids(engine, length)
         usual = engine.prompt_logprobs(ids)
         noise = float((engine.prompt_logprobs(ids) - usual).abs().max())  # 0 where kernels are deterministic
-        silent = []
-        for part in left:
+        candidates, silent = silent, []
+        for part in candidates:
             with changed(part.destination):
                 seen = engine.prompt_logprobs(ids)
             if not ((seen - usual).abs() > 2 * noise).any() and bool(seen.isfinite().all()):
                 silent.append(part)
-        left = silent
-        if not left:
+        if not silent:
             break
-    return left
+    return silent
 
 
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine) -> bool:
     """Whether the policy's own output doesn't depend on the parameter either."""
     device = part.source.device
-    ids = torch.tensor([probe(engine, PROBE_TOKENS[-1])], device=device)
+    ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=device)
     was_training = policy.training
     policy.eval()  # a dropout would change the output by itself
     usual = policy(ids).logits
@@ -71,7 +91,7 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine) -> bool:
     return same
 
 
-def probe(engine: Engine, length: int) -> list[int]:
+def probe_ids(engine: Engine, length: int) -> list[int]:
     """Token ids that differ from each other, as many as the engine's context allows."""
     return [(7919 * (i + 1)) % engine.vocab_size for i in range(min(length, engine.context - 1))]
 

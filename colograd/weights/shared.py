@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.vllm_engine import Engine
-from .addresses import Addresses
 from .copied import Copies
 from .mapping import Slice
+from .way import PlannedWay
 
 
 def obstacle(part: Slice) -> str:
     """Why this parameter can't be a view of its slice; empty: it can."""
     source, place = part.source, part.destination
     if source.dtype != place.dtype:
-        return f"the engine has it in {_name(place.dtype)}, the policy in {_name(source.dtype)}"
+        return f"the engine has it in {_dtype_name(place.dtype)}, the policy in {_dtype_name(source.dtype)}"
     if source.shape != place.shape:
         return f"its shape is {tuple(place.shape)} in the engine, {tuple(source.shape)} in the policy"
     if source.stride() != place.stride():
@@ -45,8 +45,8 @@ def unbind(part: Slice) -> None:
     part.source.data = part.destination.clone()
 
 
-class SharedWeights:
-    """The policy lives in the engine's memory.
+class SharedWeights(PlannedWay):
+    """The policy lives in the engine's memory; a publish writes nothing, unless some parameters are copied.
 
     Args:
         policy, engine: the policy is already bound to the engine's tensors (`bind`).
@@ -60,14 +60,14 @@ class SharedWeights:
     def __init__(
         self, policy: torch.nn.Module, engine: Engine, shared: Sequence[Slice], copied: Sequence[tuple[Slice, str]] = ()
     ) -> None:
-        self.engine, self.shared, self.copied = engine, list(shared), list(copied)
+        super().__init__(policy, engine)
+        self.shared, self.copied = list(shared), list(copied)
         apart = [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]
         if apart:
             raise RuntimeError(
                 f"{len(apart)} parameters were bound to the engine's memory and have left it: {apart[:3]}."
             )
         self.copies = Copies([part for part, _ in copied])
-        self.addresses = Addresses(policy, engine)
 
     @property
     def slices(self) -> list[Slice]:
@@ -75,7 +75,7 @@ class SharedWeights:
         return [*self.shared, *(part for part, _ in self.copied)]
 
     def describe(self) -> str:
-        nbytes = sum(part.destination.numel() * part.destination.element_size() for part in self.shared)
+        nbytes = sum(part.destination.nbytes for part in self.shared)
         line = (
             f"weights: shared, {len(self.shared)} parameters ({nbytes / 2**20:,.0f} MiB) are views of the engine's "
             "tensors, 0 bytes per publish"
@@ -85,19 +85,10 @@ class SharedWeights:
             line += f"; {len(self.copied)} copied, {self.copies.nbytes:,} bytes ({part.name}: {reason})"
         return line
 
-    def publish(self, version: int) -> int:
-        """Stamp the engine with ``version``. Returns the bytes moved: 0, unless some parameters are copied.
-
-        Raises:
-            RuntimeError: a tensor of the policy or the engine has moved since they were bound.
-        """
-        self.addresses.check()
-        moved = self.copies.run()
-        self.engine.stamp(version)
-        return moved
+    def write(self) -> int:
+        return self.copies.write()
 
     def differing(self) -> list[str]:
-        """Names of parameters whose value in the engine isn't the policy's, bit for bit."""
         return [part.name for part in self.slices if not part.equal()]
 
 
@@ -123,5 +114,5 @@ def state_dict_on_host(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return host
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -258,7 +258,7 @@ def _group(saved: dict[str, Any]) -> Any:
 
     rollouts = [
         Rollout(
-            prompt_ids=tuple(saved["prompt_ids"]),
+            input=tuple(saved["prompt_ids"]),
             completion_ids=tuple(rollout["completion_ids"]),
             sampler_logprobs=torch.tensor(rollout["sampler_logprobs"], dtype=torch.float32),
             sampled=torch.ones(len(rollout["completion_ids"]), dtype=torch.bool),

@@ -6,7 +6,7 @@ One engine, one set of requests, each with its own seed, so both sides sample th
 completion ends at a token of a fixed random set, which spreads the lengths.
 
 - `ratio.throughput`: tokens per second of `Engine.generate` with streaming and a trivial reward, that is of
-  `experience.roll_out`, over those of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
+  `roll_out`, over those of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
   ratio, and of the ratio of processor seconds, which hardly depends on the machine's other work.
 - `ratio.streamed_rewards`: of the seconds that two workers spend in a sleeping reward, the share that lies before the
   last completion ends. Each worker is busy for --load (0.5) of the generation's time.
@@ -56,8 +56,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class Stages:
-    """What `roll_out` calls: the real engine and the real scorer, without a trainer."""
+class Sampled:
+    """The stages that `roll_out` calls: the real engine and the real scorer, without a trainer."""
 
     def __init__(self, engine: Any, scorer: Any, tokenizer: Any, sampling: Any) -> None:
         self.engine, self.scorer, self.tokenizer, self.sampling = engine, scorer, tokenizer, sampling
@@ -73,14 +73,10 @@ class Stages:
         texts = [self.tokenizer.batch_decode(of_group, skip_special_tokens=True) for of_group in ids]
         return self.scorer.submit(groups, texts)
 
-    def take_logged(self, group: Any) -> Any:
-        return self.scorer.take_logged(group.position)
+    def judge(self, group: Any, rewards: torch.Tensor) -> Any:
+        from colograd.batch import ScoredGroup
 
-    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        return rewards.sum(1)
-
-    def compute_advantages(self, group: Any, rewards: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(rewards))
+        return ScoredGroup(group, rewards, torch.zeros(len(rewards)), self.scorer.take_logged(group.position))
 
 
 def trivial(completions: list[str], **kwargs: Any) -> list[float]:
@@ -134,12 +130,13 @@ def plainly(engine: Any, sampling: Any, prompts: Sequence[Any]) -> list[list[tup
     return [[tuple(c.token_ids) for c in sorted(o.outputs, key=lambda c: c.index)] for o in outputs]
 
 
-def streamed(stages: Stages, prompts: Sequence[Any]) -> tuple[list[list[tuple[int, ...]]], list[Any]]:
+def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[int, ...]]], list[Any]]:
     """The same with every group scored as it leaves the engine; and the scored groups."""
     from colograd.reporting.metrics import PhaseTimes
     from colograd.rollout.rounds import roll_out
+    from colograd.rollout.stages import Stages
 
-    scored = [scored for scored, _ in roll_out(stages, prompts, PhaseTimes())]  # type: ignore[arg-type]
+    scored = roll_out(prompts, Stages(stages.generate, stages.begin_score, stages.judge), PhaseTimes())
     return [[r.completion_ids for r in s.group.rollouts] for s in scored], scored
 
 
@@ -151,7 +148,7 @@ def timed(engine: Any, function: Callable[[], Any]) -> tuple[Any, float, float]:
     return value, time.perf_counter() - started, time.process_time() - processor
 
 
-def throughput(engine: Any, stages: Stages, prompts: Sequence[Any], trials: int) -> dict[str, Any]:
+def throughput(engine: Any, stages: Sampled, prompts: Sequence[Any], trials: int) -> dict[str, Any]:
     """Both sides in turns, the one that begins changing; the first pair warms up."""
     sides = {
         "plain": lambda: plainly(engine, stages.sampling, prompts),
@@ -170,7 +167,7 @@ def throughput(engine: Any, stages: Stages, prompts: Sequence[Any], trials: int)
     return found | {"tokens": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
 
 
-def hiding(engine: Any, stages: Stages, prompts: Sequence[Any]) -> dict[str, float]:
+def hiding(engine: Any, stages: Sampled, prompts: Sequence[Any]) -> dict[str, float]:
     """Seconds of a generation, of the rewards in all workers, of these before its end, and of the wait for the rest."""
     (_, scored), seconds, _ = timed(engine, lambda: streamed(stages, prompts))
     begin, end = stages.interval
@@ -188,13 +185,13 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     engine, tokenizer, sampling, prompts = build(options, folder)
     in_turns = throughput(
-        engine, Stages(engine, Scorer(resolve_rewards(trivial, None)), tokenizer, sampling), prompts, options.trials
+        engine, Sampled(engine, Scorer(resolve_rewards(trivial, None)), tokenizer, sampling), prompts, options.trials
     )
     generation = statistics.median(in_turns["streamed"]["seconds"])
     each = options.load * options.workers * generation / options.prompts
     scorer = Scorer(resolve_rewards(sleeping(each), None), options.workers)
     try:
-        stages = Stages(engine, scorer, tokenizer, sampling)
+        stages = Sampled(engine, scorer, tokenizer, sampling)
         runs = [hiding(engine, stages, prompts) for _ in range(options.trials + 1)][1:]
     finally:
         scorer.close()

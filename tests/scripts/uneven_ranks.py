@@ -1,8 +1,8 @@
-"""Collect and differentiate one step whose lengths differ wildly between ranks. Started by tests/test_balance.py.
+"""Draw, pack and differentiate one step whose lengths differ wildly between ranks. Started by tests/test_balance.py.
 
     torchrun --nproc-per-node 2 uneven_ranks.py OUT_DIR
 
-Every rank's `collect` is the real one; the engine and the rewards are stand-ins that know each prompt's outcome.
+Every stage but these is the real one: the engine and the rewards are stand-ins that know each prompt's outcome.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout
-from colograd.losses.entropy import of_step
+from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup, StepBatch
+from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import SAPOLoss
 from colograd.parallel.gradients import sum_gradients
@@ -27,7 +27,10 @@ from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import collect
+from colograd.rollout.rounds import DrawnStep, draw
+from colograd.rollout.stages import Stages
+from colograd.rollout.statistics import RolloutStatistics
+from colograd.training.step_batches import step_batch
 
 # (prompt tokens, completion tokens) of six groups: the first half is long.
 LENGTHS = [(60, (50, 40, 60)), (40, (60, 60, 50)), (50, (40, 30, 60)), (5, (3, 2, 1)), (4, (1, 6, 2)), (6, (2, 2, 2))]
@@ -47,23 +50,20 @@ class Outcomes:
                 rollouts.append(Rollout(prompt.prompt_ids, ids, logprobs, kept, FinishReason.STOP, 3))
             yield Group(prompt.example, tuple(rollouts), prompt.position)
 
-    def take_logged(self, group: Group) -> Logged:
-        return Logged({}, {})
-
-    def take_counts(self) -> dict[str, float]:
-        return {}
-
     def begin_score(self, groups: Any) -> Any:
         return Ready(torch.cat([self.score(group) for group in groups]))
 
     def score(self, group: Group) -> torch.Tensor:
         return torch.tensor([[float(sum(r.completion_ids) % 7)] for r in group.rollouts])
 
-    def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        return rewards[:, 0]
+    def judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
+        return ScoredGroup(group, rewards, rewards[:, 0] - rewards.mean())
 
-    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        return rewards[:, 0] - rewards.mean()
+    def collect(self, prompts: list[Prompt], rules: PackingRules) -> tuple[StepBatch, DrawnStep]:
+        stages = Stages(self.generate, self.begin_score, self.judge)
+        (drawn,) = draw([prompts], stages, PhaseTimes())
+        statistics = RolloutStatistics.of(drawn.sampled, lambda rewards: rewards[:, 0], rules.mask_truncated)
+        return step_batch(drawn, statistics, rules, ["outcome"], PhaseTimes()), drawn
 
 
 def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -
         for i in range(rank() * share, (rank() + 1) * share)
     ]
     rules = PackingRules(max_tokens, False, True, True, balance_ranks, equal_counts, 1e-3, torch.device("cpu"))
-    (batch,), (groups,) = collect(Outcomes(), [prompts], rules, ["outcome"], PhaseTimes())
+    batch, drawn = Outcomes().collect(prompts, rules)
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for row in batch.micro_batches:
@@ -92,7 +92,7 @@ def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -
         "tokens": sum(row.input_ids.numel() for row in batch.micro_batches),
         "micro_batches": len(batch.micro_batches),
         "moved": batch.metrics["train/moved_groups"],
-        "own_groups": [group.group.position for group in groups],
+        "own_groups": [group.group.position for group in drawn.sampled],
         "metrics": {k: v for k, v in batch.metrics.items() if k not in ("train/moved_groups", "train/micro_batches")},
     }
 
@@ -102,20 +102,20 @@ def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
     share = len(LENGTHS) // world_size()
     prompts = [Prompt({}, tuple(range(1, LENGTHS[i][0] + 1)), i) for i in range(rank() * share, (rank() + 1) * share)]
     rules = PackingRules(max_tokens, False, True, True, False, False, 1e-3, torch.device("cpu"))
-    (batch,), _ = collect(Outcomes(), [prompts], rules, ["outcome"], PhaseTimes())
+    batch, _ = Outcomes().collect(prompts, rules)
     objective = Objective(SAPOLoss(1.0, 1.05), top_entropy_quantile=0.3, entropy_bonus=True)
-    objective = of_step(objective, batch, 0.1, lambda row: policy_logprobs(model, row, 1.0)[1])
+    batch = with_step_entropy(batch, objective, 0.1, lambda row: policy_logprobs(model, row, 1.0)[1])
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for row in batch.micro_batches:
-        loss = objective(*policy_logprobs(model, row, 1.0, objective.entropy_gradient), row).loss
+        loss = objective(*policy_logprobs(model, row, 1.0, objective.needs_entropy_gradient(row)), row).loss
         (loss / objective.denominator(batch)).backward()
         total += loss.detach() / objective.denominator(batch)
     sum_gradients(list(model.parameters()))
     if world_size() > 1:
         dist.all_reduce(total)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
-    return {"loss": total.item(), "gradient": gradient, "tokens": objective.step.tokens}
+    return {"loss": total.item(), "gradient": gradient, "tokens": batch.micro_batches[0].step_entropy.tokens}
 
 
 def main() -> None:

@@ -1,16 +1,53 @@
-"""What of vLLM's CPU kernels is replaced while an engine is built: what hides the weights, and what is slow."""
+"""Replaces parts of vLLM while an engine is built: what moves or hides the weights, and CPU kernels that are slow."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 
 @contextlib.contextmanager
-def live_weights() -> Iterator[None]:
+def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
+    """While the context lasts, ``owner`` (a module or a class of vLLM's) has ``ours`` for its attribute ``name``."""
+    theirs = getattr(owner, name)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        setattr(owner, name, theirs)
+
+
+def weights_stay() -> AbstractContextManager[None]:
+    """While an engine that sleeps is built, keep its weights out of the memory that sleeping unmaps.
+
+    vLLM would load them into a pool of its allocator under the tag "weights". There a sleep of level 1 or 2 would take
+    them from a policy whose parameters are views of them, and a second engine in the process would be refused for as
+    long as such views live. In torch's ordinary memory no sleep reaches them; only the KV cache is in the pool.
+
+    Raises:
+        RuntimeError: this vLLM doesn't let the two be told apart.
+    """
+    from vllm import __version__ as found
+    from vllm.v1.worker.gpu_worker import Worker
+
+    theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
+    if theirs is None:
+        raise RuntimeError(
+            f"vLLM {found} can't give back its KV cache while the weights stay: set vllm_enable_sleep_mode: false, or "
+            "install vLLM 0.31."
+        )
+
+    def pool(self: Any, tag: str) -> Any:
+        return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
+
+    return replaced(Worker, "_maybe_get_memory_pool_context", pool)
+
+
+def live_weights() -> AbstractContextManager[None]:
     """While an engine is built on a CPU, keep its linear layers' weights in place.
 
     vLLM's CPU backend packs each linear layer's weight into a private layout and empties the parameter, after which new
@@ -21,11 +58,7 @@ def live_weights() -> Iterator[None]:
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    packed, utils.dispatch_cpu_unquantized_gemm = utils.dispatch_cpu_unquantized_gemm, keep
-    try:
-        yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = packed
+    return replaced(utils, "dispatch_cpu_unquantized_gemm", keep)
 
 
 def ranks_without_compiling() -> None:
@@ -43,8 +76,7 @@ def ranks_without_compiling() -> None:
         sampler.batched_count_greater_than = count
 
 
-@contextlib.contextmanager
-def one_draw_per_token() -> Iterator[None]:
+def one_draw_per_token() -> AbstractContextManager[None]:
     """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.
 
     For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of
@@ -65,15 +97,10 @@ def one_draw_per_token() -> Iterator[None]:
         tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
         return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
 
-    ops.TopKTopPSampler.forward_cpu = forward_cpu
-    try:
-        yield
-    finally:
-        ops.TopKTopPSampler.forward_cpu = theirs
+    return replaced(ops.TopKTopPSampler, "forward_cpu", forward_cpu)
 
 
-@contextlib.contextmanager
-def one_adapter() -> Iterator[None]:
+def one_adapter() -> AbstractContextManager[None]:
     """While an engine with LoRA is built on a CPU, give it plain matrix products for its one adapter.
 
     vLLM's CPU kernels copy the adapter's matrices once per *token* of the batch: 1.7 ms for 64 rows and one layer of
@@ -106,8 +133,4 @@ def one_adapter() -> Iterator[None]:
             columns = y[:, y_offset : y_offset + y_slice_size]
             columns.add_(product) if add_inputs else columns.copy_(product)
 
-    punica_cpu.PunicaWrapperCPU = OneAdapter
-    try:
-        yield
-    finally:
-        punica_cpu.PunicaWrapperCPU = theirs
+    return replaced(punica_cpu, "PunicaWrapperCPU", OneAdapter)

@@ -1,4 +1,4 @@
-"""What loading and tokenising both check."""
+"""What loading and tokenising ask of a dataset: its kind, its columns, and that nothing of it is lost in silence."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from datasets import Dataset, IterableDataset
 
 
 def check_has_length(dataset: Any, name: str) -> None:
+    """Raises ValueError where it isn't a dataset whose rows can be counted."""
     if not isinstance(dataset, Dataset):
         raise ValueError(f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset.")
 
 
 def check_dataset(dataset: Any, name: str) -> None:
+    """Raises ValueError where it is no dataset, be it whole or streamed."""
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
             f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset, or an IterableDataset."
@@ -20,12 +22,12 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """The columns; of a stream that doesn't know them, the first row's."""
+    """The columns; where a stream doesn't know them, those of its first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
-    """Nothing of the dataset may be lost in silence: images, or what a transform would make of its rows.
+    """Refuse what would be lost in silence: images, and what a transform makes of the rows when they are read.
 
     Raises:
         ValueError: with the remedy.
@@ -43,4 +45,5 @@ def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
 
 
 def listed(names: Any) -> str:
+    """The names for a message, quoted."""
     return ", ".join(repr(name) for name in names) or "none"

@@ -1,0 +1,102 @@
+"""The engine: its memory, its share of the ranks, and how it gets new weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainingArguments
+
+from ..parallel.layout import RankLayout
+from ..runtime import process
+from ..runtime.importing import is_import_path
+from .knob import knob, one_of
+
+
+@dataclass
+class EngineKnobs(TrainingArguments):
+    """The engine."""
+
+    use_vllm: bool = knob(True, "Kept for TRL's files: generation always runs in vLLM.")
+    vllm_mode: str = knob("colocate", "Kept for TRL's files: always `colocate`.")
+    vllm_model_impl: str = knob(
+        "auto",
+        "`vllm`: its own implementation of the model; `transformers`: that of transformers, in vLLM; `auto`: its own "
+        "where it has one (TRL's default, `vllm`, is an error where it has none).",
+    )
+    vllm_max_model_length: int | None = knob(
+        None, "The engine's context in tokens; default: the model's, or what is needed if less."
+    )
+    vllm_tensor_parallel_size: int = knob(1, "Ranks that share one engine. Only 1 in this version.")
+    vllm_gpu_memory_utilization: float | None = knob(
+        None,
+        "Share of a GPU's memory for the engine: its weights, its activations and the KV cache. Unset, the KV cache is "
+        "planned: what policy, gradients, optimizer and a micro-batch leave, up to what one generation can use (TRL "
+        "takes 0.3 of the GPU, whatever the model).",
+    )
+    vllm_enable_sleep_mode: bool = knob(
+        False,
+        "On a GPU, give the KV cache's memory back while the policy trains. The engine's weights stay (TRL moves or "
+        "discards them too). Does nothing on a CPU.",
+    )
+    offload_optimizer: bool = knob(
+        False,
+        "On a GPU, keep the optimizer's state in pinned host memory while the engine samples. Does nothing on a CPU.",
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = knob(
+        None,
+        "Anything else for `vllm.LLM`, such as `max_num_seqs`, `enforce_eager`, `kv_cache_memory_bytes` or `dtype` "
+        "(default: the policy's).",
+    )
+    weights: str = knob(
+        "auto",
+        "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), `copied` (one "
+        "pass over the bytes), `adapter` (LoRA: the adapter's tensors only), `auto` (shared where that can be had; "
+        "adapter for LoRA where vLLM serves it, else copied and merged on the way), or the import path of a class of "
+        "your own; see docs/weights.md.",
+    )
+
+    @property
+    def layout(self) -> RankLayout:
+        """This rank's place among the others."""
+        return RankLayout(
+            self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size()
+        )
+
+    def _check_engine(self) -> None:
+        if not self.use_vllm:
+            raise ValueError("use_vllm is false, but generation always runs in vLLM in this process: remove the key.")
+        one_of(self, "vllm_mode", ("colocate",), " (there is no server: each rank has its own engine)")
+        one_of(self, "vllm_model_impl", ("auto", "vllm", "transformers"))
+        if not is_import_path(str(self.weights)):
+            one_of(self, "weights", ("auto", "shared", "copied", "adapter"), " in this version")
+        share = self.vllm_gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(
+                f"vllm_gpu_memory_utilization is {share}, but must be in (0, 1]: remove it to have the KV cache "
+                "planned."
+            )
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """The ranks that were started have found each other, and the engines divide them."""
+        launched = int(os.environ.get("WORLD_SIZE") or 1)
+        if self.world_size != launched:
+            raise ValueError(
+                f"The launcher started {launched} ranks (WORLD_SIZE), but only {self.world_size} would train together: "
+                "start with `torchrun` or `accelerate launch`, and make the GRPOConfig in the process that was "
+                "launched."
+            )
+        per_engine = self.vllm_tensor_parallel_size
+        if per_engine < 1 or self.world_size % per_engine:
+            divisors = [str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+            raise ValueError(
+                f"vllm_tensor_parallel_size is {per_engine}, but must divide the number of ranks "
+                f"({self.world_size}): choose one of {', '.join(divisors)}."
+            )
+        if per_engine > 1:
+            raise ValueError(
+                f"vllm_tensor_parallel_size is {per_engine}: engines over several ranks aren't available in this "
+                "version. Set it to 1: every rank then has an engine of its own."
+            )

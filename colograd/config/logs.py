@@ -1,0 +1,34 @@
+"""What a run shows and keeps for people: the log of completions, and other packages' messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .knob import knob
+
+
+@dataclass
+class LogKnobs:
+    """Logs."""
+
+    log_completions: bool = knob(
+        False,
+        "Write every completion to `completions/completions_<step>.parquet` (`colograd show` prints it), print a "
+        "sample now and then, and send that step's to wandb or trackio. Of an evaluation too.",
+    )
+    log_completions_steps: int | None = knob(
+        None, "Steps between two tables, printed and sent; default `logging_steps`."
+    )
+    num_completions_to_print: int | None = knob(None, "Rows of the table; default all.")
+    log_completions_hub_repo: str | None = knob(
+        None, "A dataset on the Hub to which the files of `log_completions` go, every two minutes."
+    )
+    log_unique_prompts: bool = knob(False, "Show and send one completion per prompt only.")
+    verbose: bool = knob(False, "Let vLLM and transformers log as they like.")
+
+    def _check_logs(self) -> None:
+        if self.log_completions_hub_repo is not None and not self.log_completions:
+            raise ValueError(
+                f"log_completions_hub_repo is {self.log_completions_hub_repo!r}, but no completions are logged: set "
+                "log_completions: true, or remove it."
+            )

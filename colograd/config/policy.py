@@ -1,0 +1,95 @@
+"""The policy: how it is loaded, in which precision it trains, and that every rank holds all of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from .knob import knob
+
+# What `accelerate launch` sets for a configuration whose ranks share one model. transformers takes it without a word.
+SHARDING = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+
+
+@dataclass
+class PolicyKnobs(TrainingArguments):
+    """The policy."""
+
+    model_init_kwargs: dict[str, Any] | str | None = knob(
+        None, "Keyword arguments of `from_pretrained`, when the model is given by name."
+    )
+    trust_remote_code: bool = knob(False, "Allow code that comes with a model.")
+    disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
+
+    def _check_policy(self) -> None:
+        if self.fp16:
+            raise ValueError("fp16 is true, but policies train in bfloat16 or float32: set dtype instead.")
+        if self.deepspeed is not None or self.fsdp:
+            raise ValueError(
+                "DeepSpeed and FSDP aren't available in this version: remove deepspeed/fsdp (ranks hold full copies)."
+            )
+        if self.parallelism_config is not None:
+            raise ValueError(
+                "parallelism_config is set, but ranks hold full copies of the policy and train whole sequences: remove "
+                "it."
+            )
+        if self.torch_compile:
+            raise ValueError(
+                "torch_compile is true, but packed rows have other lengths in each micro-batch, for which the policy "
+                "would be compiled again and again: remove it (the engine and adamw_split compile what they can by "
+                "themselves)."
+            )
+
+    @property
+    def policy_dtype(self) -> str:
+        """`bfloat16`, `float32` or `auto`: what the user asked for. Where nothing was said: `bfloat16`, or TRL's
+        `float32` for an optimizer that was named and keeps no float32 master of bfloat16 weights."""
+        kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
+        given = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
+        default = "bfloat16" if self.optim in ("auto", "adamw_split") else "float32"
+        return default if given is None else str(given).removeprefix("torch.")
+
+    def torch_dtype(self) -> torch.dtype | str:
+        """The dtype argument for `from_pretrained`.
+
+        Raises:
+            ValueError: there is no such dtype.
+        """
+        found = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
+        if not isinstance(found, str | torch.dtype):
+            raise ValueError(f"dtype {self.policy_dtype!r} isn't one: choose bfloat16, float32 or auto.")
+        return found
+
+    def settle_precision(self, dtype: torch.dtype) -> None:
+        """Resolve ``optim`` and ``bf16``, once the policy is loaded and its dtype known."""
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"The policy's dtype is {str(dtype).removeprefix('torch.')}, but policies train in bfloat16 or "
+                "float32: set dtype, or convert the model."
+            )
+        if self.optim == "auto":
+            self.optim: str = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
+        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
+        self.mixed_precision = "bf16" if self.bf16 else "no"
+
+
+def check_launcher() -> None:
+    """Refuse a launcher that asks for sharding. Called first, before transformers acts on the same variables.
+
+    Raises:
+        ValueError: naming the variable.
+    """
+    for variable, backend in SHARDING.items():
+        if os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on"):
+            raise ValueError(
+                f"{variable} is set, but {backend} isn't available in this version (ranks hold full copies): launch "
+                "with `--config_file recipes/accelerate_configs/ddp.yaml` or `torchrun`."
+            )

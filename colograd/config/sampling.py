@@ -1,0 +1,54 @@
+"""How the engine samples completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .knob import at_least, knob
+
+# Parameters of vLLM by which it samples from another distribution than the model's at the temperature, and the values
+# at which they change nothing. Of those that aren't named, these are None, 0 and what is empty.
+SHAPING = (
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
+)  # fmt: skip
+NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}
+
+
+@dataclass
+class SamplingKnobs:
+    """Sampling."""
+
+    max_completion_length: int | None = knob(512, "Tokens a completion may have.")
+    temperature: float = knob(1.0, "Sampling temperature; the loss uses the same.")
+    top_p: float = knob(1.0, "Nucleus sampling; 1.0 is off.")
+    top_k: int = knob(0, "Top-k sampling; 0 is off.")
+    min_p: float | None = knob(None, "Minimum probability relative to the top token's.")
+    repetition_penalty: float = knob(1.0, "Penalty on tokens already present; 1.0 is off.")
+    generation_kwargs: dict[str, Any] | str | None = knob(
+        None,
+        "More `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words` or `structured_outputs` (a mapping: "
+        "`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`).",
+    )
+    vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
+
+    def _check_sampling(self) -> None:
+        at_least(self, 1, "max_completion_length")
+        if self.max_completion_length is None:
+            raise ValueError("max_completion_length is None, but memory is planned by it: give a number of tokens.")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature is {self.temperature}, but completions of a group must differ: set it above 0 (1.0 is "
+                "usual). For greedy evaluation use temperature_eval: 0."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, but must be in (0, 1]: 1.0 turns it off.")
+
+    def _shaping(self) -> dict[str, object]:
+        """The settings that make the engine sample from another distribution than the model's at the temperature."""
+        given = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        given["vllm_structured_outputs_regex"] = self.vllm_structured_outputs_regex
+        more = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        given |= {name: more[name] for name in SHAPING if name in more}
+        return {name: value for name, value in given.items() if value not in NEUTRAL.get(name, (None, 0, [], {}))}

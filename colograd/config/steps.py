@@ -1,0 +1,172 @@
+"""What an optimizer step takes: how many prompts in groups of completions, how often, and in which micro-batches.
+
+TRL says it in rows per device and accumulated batches. Here ``gradient_accumulation_steps`` is folded into
+``per_device_train_batch_size`` (which then means *completions per rank and optimizer step*), because micro-batches are
+cut by tokens and not by rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainingArguments
+
+from .knob import at_least, knob, one_of
+
+
+@dataclass
+class StepKnobs(TrainingArguments):
+    """Prompts, groups and steps."""
+
+    num_generations: int | None = knob(8, "G: completions per prompt; at least 2.")
+    prompts_per_step: int | None = knob(
+        None,
+        "Prompts (groups) per optimizer step over all ranks, in place of TRL's product `per_device_train_batch_size * "
+        "gradient_accumulation_steps * ranks / num_generations`.",
+    )
+    steps_per_generation: int | None = knob(
+        None,
+        "TRL's meaning: batches of `per_device_train_batch_size` sampled together; default "
+        "`gradient_accumulation_steps`, that is one optimizer step per generation. A divisor of it is that too: what "
+        "one step trains on is sampled by the same weights, so it is sampled together.",
+    )
+    generation_batch_size: int | None = knob(
+        None, "TRL's alternative to `steps_per_generation`: completions sampled together."
+    )
+    num_iterations: int = knob(1, "Times each generation's batches are trained on.")
+    max_tokens_per_microbatch: int | str | None = knob(
+        "auto",
+        "Tokens in one forward and backward. `auto`: on a GPU measured before the first step, on a CPU 4096. It is "
+        "halved for the rest of the run where memory runs out; the update doesn't depend on it.",
+    )
+    balance_ranks: bool = knob(
+        True,
+        "After scoring, move groups (their token ids) from the rank whose training would take longest to others, where "
+        "that shortens the step by more than a tenth. The update is the same up to rounding.",
+    )
+    shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
+    max_prompt_tokens: int | None = knob(
+        None, "Longest prompt; default: the engine's context less `max_completion_length`."
+    )
+    overlong_prompts: str = knob("drop", "Prompts over the limit: `drop` (counted, said once) or `error`.")
+    chat_template_path: str | None = knob(
+        None, "A file with a chat template to use in place of the tokenizer's; saved with the model."
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
+
+    def _check_steps(self) -> None:
+        if self.num_generations is None or self.num_generations < 2:
+            raise ValueError(
+                f"num_generations is {self.num_generations}, but a group needs at least 2 completions: an advantage "
+                "compares completions of the same prompt. Set num_generations to 2 or more (8 is common)."
+            )
+        at_least(self, 1, "num_iterations")
+        one_of(self, "overlong_prompts", ("drop", "error"))
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size would cut groups apart: remove it and lower max_tokens_per_microbatch instead."
+            )
+
+    @property
+    def groups_per_rank(self) -> int:
+        """Groups of one optimizer step on one rank."""
+        return self.per_device_train_batch_size // self.num_generations  # type: ignore[operator]
+
+    @property
+    def round_length(self) -> int:
+        """Optimizer steps between two generations."""
+        return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
+
+    def _fold_batch(self, ranks: int) -> None:
+        """Give the fields of the batch their final values, where ``ranks`` share the prompts. Idempotent.
+
+        Raises:
+            ValueError: a group would not stay whole on one rank, or two fields say different things.
+        """
+        group = self.num_generations or 1
+        accumulation = self.gradient_accumulation_steps
+        per_rank = self.per_device_train_batch_size * accumulation
+        if self.prompts_per_step is not None:
+            self._check_no_contradiction(self.prompts_per_step * group, per_rank, ranks)
+            if self.prompts_per_step < 1 or self.prompts_per_step % ranks:
+                low = max(ranks, self.prompts_per_step // ranks * ranks)
+                raise ValueError(
+                    f"prompts_per_step is {self.prompts_per_step}, but every rank takes the same number of whole "
+                    f"groups, so it must be a multiple of the {ranks} ranks: {low} or {low + ranks} would do."
+                )
+            per_rank = self.prompts_per_step // ranks * group
+            accumulation = 1
+        elif per_rank % group:
+            low = per_rank // group * group
+            near = " or ".join(str(n) for n in (low, low + group) if n)
+            raise ValueError(
+                f"per_device_train_batch_size * gradient_accumulation_steps = {self.per_device_train_batch_size} * "
+                f"{accumulation} = {per_rank} completions per rank and step, but a group of num_generations = {group} "
+                f"stays on one rank: make it a multiple of {group} ({near} would do)."
+            )
+        self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
+        self.gradient_accumulation_steps: int = 1
+        self.per_device_train_batch_size: int = per_rank
+        self.prompts_per_step = per_rank // group * ranks
+        self.generation_batch_size = None
+
+    def _check_no_contradiction(self, completions: int, per_rank: int, ranks: int) -> None:
+        """Refuse TRL's product where it isn't the ``completions`` of ``prompts_per_step``. At its factors' defaults
+        it says nothing."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        given = [name for name in factors if getattr(self, name) != defaults[name]]
+        if given and per_rank * ranks != completions:
+            raise ValueError(
+                f"prompts_per_step is {self.prompts_per_step}, which is {completions} completions per step, but "
+                "per_device_train_batch_size * gradient_accumulation_steps * ranks = "
+                f"{self.per_device_train_batch_size} * {self.gradient_accumulation_steps} * {ranks} = "
+                f"{per_rank * ranks}: remove prompts_per_step or {' and '.join(given)}."
+            )
+
+    def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
+        """Optimizer steps whose prompts are sampled together, from TRL's two ways of saying it.
+
+        TRL also takes a part of a step, such that one step has several generations: of the same weights, and so sampled
+        together here.
+
+        Args:
+            completions: those of one optimizer step over all ranks.
+        """
+        if self.generation_batch_size is None:
+            name, given, whole = "steps_per_generation", self.steps_per_generation, accumulation
+            rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
+        else:
+            if self.steps_per_generation is not None:
+                raise ValueError("generation_batch_size and steps_per_generation say the same thing: give one of them.")
+            name, given, whole = "generation_batch_size", self.generation_batch_size, completions
+            rule, reason = f"the completions of one optimizer step over all ranks ({whole})", ""
+        if given is None:
+            return 1
+        if given >= 1 and given % whole == 0:
+            return given // whole
+        if given >= 1 and whole % given == 0 and self.num_iterations == 1:
+            return 1
+        divisor = ", or a divisor" if self.num_iterations == 1 else ""
+        raise ValueError(f"{name} is {given}, but must be a multiple of {rule}{divisor}{reason}.")
+
+
+def token_budget(given: int | str | None, on_cpu: bool) -> int | str:
+    """``max_tokens_per_microbatch``: a number of tokens, or `auto` where a GPU is to be measured.
+
+    Raises:
+        ValueError: neither a positive number nor `auto`.
+    """
+    if given in (None, "auto"):
+        return 4096 if on_cpu else "auto"
+    try:
+        tokens = int(given or 0)
+    except ValueError:
+        raise ValueError(
+            f"max_tokens_per_microbatch is {given!r}, but must be a number of tokens or `auto`: remove it for `auto`."
+        ) from None
+    if tokens < 1:
+        raise ValueError(f"max_tokens_per_microbatch is {tokens}, but must be at least 1: raise it.")
+    return tokens

@@ -1,0 +1,117 @@
+"""One dataset by its name: a local file or folder, a Hub id, or the import path of a function that returns it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset, load_from_disk
+
+from .columns import check_dataset
+
+FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
+    """A dataset, or a dict of its splits.
+
+    Args:
+        splits: what a function with a parameter ``split`` is asked for.
+        streaming: give what is read while training.
+    """
+    function = _function(name)
+    if function is not None:
+        loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
+    else:
+        loaded = _load_stored(name, config, kwargs | ({"streaming": True} if streaming else {}))
+    if streaming and isinstance(loaded, dict):
+        return {split: _streamed(part) for split, part in loaded.items()}
+    return _streamed(loaded) if streaming else loaded
+
+
+def _streamed(dataset: Any) -> Any:
+    """A dataset that is loaded already, as one that is read while training."""
+    return dataset.to_iterable_dataset() if isinstance(dataset, Dataset) else dataset
+
+
+def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
+    """A dataset from a local file or folder, or from the Hub."""
+    path = Path(name)
+    builder = FILE_BUILDERS.get(path.suffix.lower())
+    try:
+        if path.is_dir():
+            if any((path / mark).exists() for mark in ("dataset_info.json", "state.json", "dataset_dict.json")):
+                return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
+            return load_dataset(name, config, **kwargs)
+        if path.is_file():
+            if builder is None:
+                raise ValueError(f"it ends in {path.suffix!r}; files may be {', '.join(FILE_BUILDERS)}")
+            return load_dataset(builder, data_files=name, **kwargs)
+        if builder is not None:
+            raise ValueError(f"there is no such file (looked from {os.getcwd()})")
+        return load_dataset(name, config, **kwargs)
+    except (OSError, ValueError, TypeError) as error:  # what is missing or unreachable is an OSError too
+        raise ValueError(
+            f"The dataset {name!r} can't be loaded: {error}. It may be a local file or folder, an import path "
+            "`package.module:function`, or the id of a dataset on the Hub (which needs a connection or a filled "
+            "cache)."
+        ) from error
+
+
+def _function(name: str) -> Callable[..., Any] | None:
+    """The function that an import path names; None where ``name`` isn't an import path."""
+    if Path(name).exists():
+        return None
+    explicit = ":" in name and "://" not in name
+    module_name, _, attribute = name.partition(":") if explicit else name.rpartition(".")
+    if not explicit and (not all(part.isidentifier() for part in name.split(".")) or "." not in name):
+        return None
+    if os.getcwd() not in sys.path:  # a launched script's path starts at the script's folder, not where the user stands
+        sys.path.append(os.getcwd())
+    try:
+        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    except ModuleNotFoundError as error:
+        is_absent = f"{module_name}.".startswith(f"{error.name}.")
+        if not is_absent:  # the module is there and what it imports isn't, which the error itself says best
+            raise
+        if explicit:
+            raise ValueError(f"The dataset {name!r}: there is no module {error.name!r} to import.") from error
+        return None
+    except AttributeError as error:
+        if explicit:
+            raise ValueError(f"The dataset {name!r}: {error}.") from error
+        return None
+    if callable(found):
+        return found
+    raise ValueError(
+        f"The dataset {name!r} is of type {type(found).__name__}; it must be a function returning a Dataset."
+    )
+
+
+def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], splits: Sequence[str]) -> Any:
+    """What the function returns. One with a parameter ``split`` is called for each of ``splits``, and makes a dict."""
+    signature = inspect.signature(function)
+    takes_split = "split" in signature.parameters and "split" not in kwargs
+    results: dict[str, Any] = {}
+    for split in splits if takes_split else splits[:1]:
+        given = {**kwargs, "split": split} if takes_split else kwargs
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"The dataset function {name}{signature} was given {given}: {error}. Set dataset_kwargs."
+            ) from error
+        result = function(**given)
+        if isinstance(result, dict):  # DatasetDict is one
+            return result
+        if result is None and results:  # there is no test split
+            continue
+        check_dataset(result, f"The result of the dataset function {name}")
+        results[split] = result
+    return results if takes_split else results[splits[0]]

@@ -1,0 +1,120 @@
+"""What the groups of a step or of an evaluation say, counted on each rank and joined: TRL's metrics of completions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..batch import FinishReason, ScoredGroup
+from ..losses.advantages import group_std
+from ..policy.packing import loss_tokens
+
+Combine = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class RolloutStatistics:
+    """Counts and lists of one rank's groups: small, and exact when joined over ranks."""
+
+    lengths: list[int] = field(default_factory=list)  # sampled tokens per completion
+    ended: list[bool] = field(default_factory=list)  # False: truncated
+    rewards: list[list[float]] = field(default_factory=list)  # [completion][function]
+    totals: list[float] = field(default_factory=list)  # weighted sums, NaN: nobody judged it
+    flat_groups: list[bool] = field(default_factory=list)  # no reward difference
+    prompt_tokens: int = 0
+    loss_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # further metrics that add up
+    logged: dict[str, list[float]] = field(default_factory=dict)  # sum and number of what rewards log, by metric
+
+    def add(self, group: ScoredGroup, combine: Combine, mask_truncated: bool) -> None:
+        """Count a group in; ``combine`` makes one reward of several: [G, R] -> [G], NaN where nobody judged."""
+        totals = combine(group.rewards)
+        for rollout in group.group.rollouts:
+            self.lengths.append(int(rollout.sampled.sum()))
+            self.ended.append(rollout.finish_reason is FinishReason.STOP)
+            self.prompt_tokens += len(rollout.input)
+            self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
+            if unscored := int((rollout.sampled & rollout.sampler_logprobs.isnan()).sum()):
+                self.counts["sampling/unscored_tokens"] += unscored
+        self.rewards += group.rewards.tolist()
+        self.totals += totals.tolist()
+        self.flat_groups.append(bool(group_std(totals) < 1e-8))
+        self._add_logged(group.logged.metrics)
+
+    def _add_logged(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        for name, (total, number) in metrics.items():
+            entry = self.logged.setdefault(name, [0.0, 0.0])
+            entry[0], entry[1] = entry[0] + total, entry[1] + number
+
+    @classmethod
+    def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
+        """The statistics of some groups; see `add`."""
+        found = cls()
+        for group in groups:
+            found.add(group, combine, mask_truncated)
+        return found
+
+    @classmethod
+    def join(cls, parts: Iterable[RolloutStatistics]) -> RolloutStatistics:
+        """The statistics of all ranks together."""
+        whole = cls()
+        for part in parts:
+            whole.lengths += part.lengths
+            whole.ended += part.ended
+            whole.rewards += part.rewards
+            whole.totals += part.totals
+            whole.flat_groups += part.flat_groups
+            whole.prompt_tokens += part.prompt_tokens
+            whole.loss_tokens += part.loss_tokens
+            whole.counts.update(part.counts)
+            whole._add_logged(part.logged)
+        return whole
+
+    def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
+        """TRL's metrics of a batch of completions, and the means of those that reward functions log."""
+        lengths = torch.tensor(self.lengths, dtype=torch.float32)
+        ended = torch.tensor(self.ended, dtype=torch.bool)
+        result = {name: total / number for name, (total, number) in self.logged.items()}
+        if len(lengths):
+            result |= _spread("completions/{}_length", lengths)
+            result |= _spread("completions/{}_terminated_length", lengths[ended])
+            result["completions/clipped_ratio"] = 1.0 - float(ended.float().mean())
+        rewards = torch.tensor(self.rewards, dtype=torch.float32).view(-1, len(reward_names))
+        for name, column in zip(reward_names, rewards.unbind(1), strict=True):
+            judged = column[~column.isnan()]
+            if len(judged):
+                result[f"rewards/{name}/mean"] = float(judged.mean())
+                result[f"rewards/{name}/std"] = float(group_std(column))
+            result[f"rewards/{name}/abstained"] = float(column.isnan().sum())
+        totals = torch.tensor(self.totals, dtype=torch.float32)
+        if (~totals.isnan()).any():
+            result["reward"] = float(totals.nanmean())
+            result["reward_std"] = float(group_std(totals))
+        result |= {name: float(value) for name, value in self.counts.items()}
+        if "tools/calls" in self.counts:
+            calls = self.counts["tools/calls"]
+            result["tools/call_frequency"] = calls / max(len(self.lengths), 1)
+            result["tools/failure_frequency"] = self.counts["tools/failures"] / calls if calls else 0.0
+        if self.flat_groups:
+            result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)
+        return result
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Mean, minimum and maximum; nothing for no values."""
+    if not len(values):
+        return {}
+    found = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+    return {name.format(key): float(value) for key, value in found.items()}
+
+
+def share_counts(counts: Mapping[str, float], steps: Sequence[RolloutStatistics]) -> None:
+    """Give a round's counts to its steps: those of rewards to the first; of tool calls, which are no step's, each has
+    its share."""
+    for name, number in counts.items():
+        among = steps if name.startswith("tools/") else steps[:1]
+        for part in among:
+            part.counts[name] += number / len(among)  # type: ignore[assignment]

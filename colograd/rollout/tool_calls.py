@@ -1,0 +1,208 @@
+"""Runs the calls of tools, and brings back what they returned.
+
+    sync tools                in a worker process, where there are workers and the tool can travel; else in a thread
+    async tools               on the event loop that async rewards have, all conversations together
+    an environment's methods  in the environment's own thread, one conversation's calls in their order (the async ones
+                              on the event loop)
+    declared to need          in the thread that asks for the outcome, which is the main one, between two engine steps
+    the main thread
+
+A conversation's slow tool stalls nobody else. A late call is answered with an error, which the model sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+from ..usercode.event_loop import GRACE, awaited_outcome, event_loop
+from ..usercode.outcome import Outcome, raised_outcome
+from ..usercode.threads import MainThreadAdvice, UserCall
+from ..usercode.worker_pool import WorkerPool, travelling
+from .environments import Environment
+from .tool_format import ToolCall
+
+PARTS = ("text", "image", "image_url", "audio", "video")  # of a message's content, as chat templates know them
+
+
+@dataclass(slots=True)
+class RunningCall:
+    """A call that has begun, or that the thread which asks for its outcome runs."""
+
+    name: str
+    future: Future[Outcome]
+    deadline: float = math.inf  # of `time.monotonic`: then whoever waits for it gives it up
+    asker_runs: UserCall | None = None  # where it needs the main thread
+    environment: Environment | None = None  # whose method it is
+    declarable: str | None = None  # the name that main_thread_tools could have, and hasn't
+
+    @classmethod
+    def failed(cls, name: str, line: str) -> RunningCall:
+        """A call that never begins, and why."""
+        future = Future[Outcome]()
+        future.set_result(Outcome("raised", (line, ""), 0.0))
+        return cls(name, future)
+
+    def done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
+
+    def outcome(self) -> Outcome | None:
+        """How it ended; None where it hasn't."""
+        if self.asker_runs is not None:
+            self.asker_runs.run()
+        if not self.future.done():
+            return None
+        try:
+            return self.future.result()
+        except (Exception, CancelledError) as error:  # a worker that can't be started, an answer that can't be read
+            return raised_outcome(error)
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        if self.environment is not None and self.asker_runs is None and not self.future.done():
+            self.environment.stuck = True
+        self.future.cancel()
+
+
+@dataclass(slots=True)
+class Answers:
+    """The outcomes of a turn's calls, on their way."""
+
+    calls: list[RunningCall]
+    timeout: float | None
+    advice: MainThreadAdvice
+
+    def done(self) -> bool:
+        """Whether `outcomes` has all it will get, without waiting."""
+        return all(call.done() for call in self.calls)
+
+    def outcomes(self) -> list[tuple[str, Outcome]]:
+        """Each call's name and outcome, in the order of the calls; ``late`` for one that isn't back."""
+        found = []
+        for call in self.calls:
+            outcome = call.outcome()
+            if outcome is None:
+                if call.environment is not None:
+                    call.environment.stuck = True
+                outcome = Outcome("late", None, self.timeout or 0.0)
+            if call.declarable is not None:
+                self.advice.give(call.declarable, outcome)
+            found.append((call.name, outcome))
+        return found
+
+    def abandon(self) -> None:
+        """Nobody waits for them any more."""
+        for call in self.calls:
+            call.abandon()
+
+
+class ToolRunner:
+    """Starts each call where its tool belongs. See `Toolbox` for the arguments."""
+
+    def __init__(
+        self, tools: Mapping[str, Callable[..., Any]], main_thread: Collection[str], workers: int, timeout: float | None
+    ) -> None:
+        self._tools, self._main_thread, self._timeout = tools, main_thread, timeout
+        self.notes: list[str] = []
+        self._numbers: dict[str, int] = {}  # of the tools that run in workers
+        self._pool: WorkerPool | None = None
+        if workers:
+            self._open_workers(workers)
+
+    def start(self, call: ToolCall) -> RunningCall:
+        """Begin to run a tool."""
+        name, function = call.name, self._tools[call.name]
+        if self._pool is not None and name in self._numbers:  # the pool says itself what is late
+            return RunningCall(name, self._pool.submit(self._numbers[name], call.arguments, None))
+        if inspect.iscoroutinefunction(function):
+            running = asyncio.run_coroutine_threadsafe(self._await(function, call.arguments), event_loop())
+            return RunningCall(name, running, self._deadline() + GRACE)  # it ends in time, unless it blocks the loop
+        user_call = UserCall(function, call.arguments)
+        if name in self._main_thread:
+            return RunningCall(name, user_call.future, asker_runs=user_call)
+        user_call.start_thread()
+        return RunningCall(name, user_call.future, self._deadline(), declarable=name)
+
+    def start_method(
+        self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
+    ) -> RunningCall:
+        """Begin to run an environment's method, behind ``earlier`` others of the same turn."""
+        user_call = UserCall(getattr(environment.instance, name), arguments)
+        if environment.thread is None:
+            return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
+        environment.thread.ask(user_call.run)
+        deadline = self._deadline(1 + earlier)
+        declarable = None if inspect.iscoroutinefunction(user_call.function) else environment.name
+        return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _deadline(self, calls: int = 1) -> float:
+        """When the last of some calls that run one after the other is late."""
+        return math.inf if self._timeout is None else time.monotonic() + calls * self._timeout
+
+    async def _await(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+        return await awaited_outcome(function(**arguments), self._timeout)
+
+    def _open_workers(self, workers: int) -> None:
+        able, reasons = travelling(
+            {
+                name: function
+                for name, function in self._tools.items()
+                if not inspect.iscoroutinefunction(function) and name not in self._main_thread
+            }
+        )
+        if able:
+            self._pool = WorkerPool(list(able.values()), workers, self._timeout)
+            self._numbers = {name: number for number, name in enumerate(able)}
+            self.notes.append(f"tools: {', '.join(able)} in {workers} worker process(es)")
+        self.notes += [f"tools: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
+
+
+def answer_content(outcome: Outcome) -> Any:
+    """The content of a tool's message: a list stays one, as in TRL, for the reward functions; the model is shown its
+    text (`text_of`), and of anything else that is all there is.
+
+    Raises:
+        RuntimeError, ValueError: the call failed, or what it returned isn't text.
+    """
+    if outcome.kind == "late":
+        raise RuntimeError(f"timed out after {outcome.seconds:g} s")
+    if outcome.kind == "died":
+        raise RuntimeError(f"the tool's process ended with status {outcome.value}")
+    if outcome.kind != "value":
+        raise RuntimeError(str(outcome.value[0]).partition(": ")[2])
+    text = text_of(outcome.value)
+    if not isinstance(outcome.value, list):
+        return text
+    try:
+        return copy.deepcopy(outcome.value)  # so that nobody changes it behind the message's back
+    except Exception:  # whatever holds a lock or a connection
+        return text
+
+
+def text_of(content: Any) -> str:
+    """What a tool returned, as text; of a list of content parts the texts.
+
+    Raises:
+        ValueError: a part that isn't text.
+    """
+    parts: Sequence[Any] = content if isinstance(content, list) else []
+    if not parts or not all(isinstance(part, dict) and part.get("type") in PARTS for part in parts):
+        return str(content)
+    for part in parts:
+        if part["type"] != "text":
+            raise ValueError(f"A part of type {part['type']!r} can't be shown, only text.")
+    return "".join(str(part["text"]) for part in parts)

@@ -1,0 +1,71 @@
+"""The pass of a step's micro-batches through the loss: with a backward in training, without one in an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..batch import LossOutput, MicroBatch, StepBatch
+from ..reporting.metrics import Metrics
+from ..rollout.stage_checks import shown_value
+
+
+def loss_pass(
+    step: StepBatch,
+    compute_loss: Callable[[MicroBatch], LossOutput],
+    denominator: float,
+    autocast: Callable[[], AbstractContextManager],
+    backward: bool = True,
+) -> Metrics:
+    """Forward, and backward where asked for, of this rank's micro-batches. Gradients add up in the parameters.
+
+    Args:
+        denominator: what the step's sum is divided by, on all ranks alike.
+
+    Returns:
+        The loss's metrics, and `loss`, this rank's share of the step's loss.
+
+    Raises:
+        ValueError: ``compute_loss`` returned something else than a `LossOutput` (see `checked_loss`).
+        FloatingPointError: a loss to train on isn't finite.
+    """
+    metrics = Metrics()
+    metrics.total("loss", 0.0)
+    for index, micro_batch in enumerate(step.micro_batches):
+        with autocast():
+            output = checked_loss(compute_loss(micro_batch), differentiable=backward)
+        if backward:
+            if not math.isfinite(loss := output.loss.item()):
+                raise FloatingPointError(
+                    f"The loss of step {step.version + 1}, micro-batch {index} is {loss}: training stops before the "
+                    "weights are touched. Lower learning_rate or max_grad_norm, and look at the step's completions."
+                )
+            (output.loss / denominator).backward()
+        metrics.total("loss", output.loss.detach() / denominator)
+        metrics.update(output.sums, output.minima, output.maxima)
+    return metrics
+
+
+def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
+    """The output of ``compute_loss``, where gradients are needed or not.
+
+    Raises:
+        ValueError: no `LossOutput`, no scalar, or one that no gradient flows through.
+    """
+    if not isinstance(output, LossOutput):
+        raise ValueError(
+            f"compute_loss returned {shown_value(output)}, but must return a colograd.batch.LossOutput(loss, sums, "
+            "minima, maxima): dataclasses.replace(super().compute_loss(...), loss=...) keeps the metrics."
+        )
+    loss: Any = output.loss
+    if not isinstance(loss, torch.Tensor) or loss.shape != () or (differentiable and not loss.requires_grad):
+        detached = " without a graph" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
+        raise ValueError(
+            f"compute_loss returned a loss that is {shown_value(loss)}{detached}, but must return a differentiable "
+            "scalar: the SUM over the micro-batch's tokens, which the trainer divides by the step's denominator."
+        )
+    return output

@@ -1,0 +1,103 @@
+"""Scored groups -> optimizer steps: which groups are trained where, in which micro-batches, against which weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..batch import ScoredGroup, StepBatch
+from ..config import GRPOConfig
+from ..losses.objective import Objective
+from ..parallel.balance import balance, pair_cost
+from ..parallel.ranks import gather
+from ..policy.loading import Policy
+from ..policy.packing import PackingRules, has_signal, loss_tokens, pack_step
+from ..reporting.metrics import PhaseTimes
+from ..rollout.rounds import DrawnStep
+from ..rollout.statistics import RolloutStatistics
+
+
+def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective) -> PackingRules:
+    """How a run's groups become micro-batches; a budget of 0 is still to be measured."""
+    given = config.max_tokens_per_microbatch
+    return PackingRules(
+        max_tokens=0 if given == "auto" else int(given or 0),
+        mask_truncated=config.mask_truncated_completions,
+        skip_without_signal=not objective.every_group,
+        share_prompts=not policy.why_padded,
+        balance_ranks=config.balance_ranks and config.layout.data_size > 1,
+        equal_counts=False,  # ranks hold full copies: they meet at the exchange of gradients only
+        pair_cost=pair_cost(policy.model.config, policy.model.num_parameters()),
+        device=config.device,
+    )
+
+
+class _Share(NamedTuple):
+    """One rank's share of a step, in numbers that add up over ranks."""
+
+    loss_tokens: int
+    sequences: int
+    packed_tokens: int  # through the model in one forward
+    micro_batches: int
+    moved_groups: int  # trained here and sampled on another rank
+
+
+def step_batch(
+    step: DrawnStep, statistics: RolloutStatistics, rules: PackingRules, reward_names: Sequence[str], times: PhaseTimes
+) -> StepBatch:
+    """Balance and pack a step's groups, and count them over all ranks. A collective.
+
+    Args:
+        statistics: of all that this rank sampled for the step; the step's metrics are made of them.
+    """
+    with times.phase("pack"):
+        groups, moved = trainable(step.kept, rules), 0
+        if rules.balance_ranks:
+            groups, moved = balance(groups, rules.pair_cost, rules.share_prompts)
+        rows = pack_step(groups, rules)
+    rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
+    in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
+    share = _Share(in_loss, len(rollouts), sum(row.input_ids.numel() for row in rows), len(rows), moved)
+    ranks = gather((share, statistics))
+    whole = _Share(*(sum(numbers) for numbers in zip(*(share for share, _ in ranks), strict=True)))
+    sampled = RolloutStatistics.join(statistics for _, statistics in ranks)
+    metrics = sampled.metrics(reward_names) | {
+        "train/packed_tokens": float(whole.packed_tokens),
+        "train/micro_batches": float(whole.micro_batches),
+        "train/moved_groups": float(whole.moved_groups),
+        "train/sampled_tokens": float(sum(sampled.lengths)),
+        # TRL's `num_tokens` counts the same: prompts and what the model wrote, not what tools told it.
+        "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
+    }
+    return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups))
+
+
+def trainable(groups: Sequence[ScoredGroup], rules: PackingRules) -> list[ScoredGroup]:
+    """The groups that are packed. Those without a reward difference carry no gradient: they count in the denominators
+    and the metrics, and are not trained on."""
+    return [group for group in groups if has_signal(group) or not rules.skip_without_signal]
+
+
+def schedule(
+    steps: Sequence[StepBatch], version: int, iterations: int, with_old_logprobs: Callable[[StepBatch], StepBatch]
+) -> list[StepBatch]:
+    """A round's steps in the order in which they are trained, ``iterations`` times over.
+
+    A step whose rollouts come from other weights than those that it will train gets the log-probabilities of the
+    present ones, which sampled it: the policy will have moved on by then.
+
+    Args:
+        version: of the present weights. Each step makes the next version.
+    """
+    asked: dict[int, StepBatch] = {}  # steps with old log-probabilities, by their place
+    scheduled = []
+    for number in range(len(steps) * iterations):
+        place = number % len(steps)
+        step = dataclasses.replace(steps[place], version=version + number)
+        if not step.on_policy:
+            if place not in asked:
+                asked[place] = with_old_logprobs(steps[place])
+            step = dataclasses.replace(step, micro_batches=asked[place].micro_batches)
+        scheduled.append(step)
+    return scheduled

@@ -1,0 +1,203 @@
+"""Selects the way of publishing for a run, proves it, and says which and why: one function per way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..config import GRPOConfig
+from ..engine.arguments import engine_dtype
+from ..engine.vllm_engine import Engine
+from ..policy.loading import Policy
+from ..policy.lora import Adapter
+from ..runtime.importing import find_object, is_import_path
+from . import proof, shared
+from .adapter import AdapterWeights, Unserved, map_adapter
+from .copied import CopiedWeights
+from .mapping import Slice, map_parameters
+from .merged import MergedWeights
+from .shared import SharedWeights
+from .way import Publisher
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The policy and the engine, before a way is chosen."""
+
+    policy: torch.nn.Module
+    engine: Engine
+    slices: list[Slice]  # every parameter of the policy (with LoRA of its base) and its place in the engine
+    device: torch.device  # where the policy shall be
+    equal: bool  # every slice was found to hold its parameter's value, as both sides loaded one checkpoint
+
+    def place_policy(self) -> None:
+        """Move what isn't on the device yet."""
+        tensors = [*self.policy.parameters(), *self.policy.buffers()]
+        if any(tensor.device.type != self.device.type for tensor in tensors):
+            self.policy.to(self.device)  # only then: `.to("cpu:0")` copies tensors on "cpu", and would undo the sharing
+
+
+def check_choice(wanted: str, adapter: Adapter | None) -> Adapter | None:
+    """The adapter that the engine is to have slots for; None: there is none, or it is merged on its way.
+
+    Raises:
+        ValueError: what ``weights`` forces can't be had.
+    """
+    if is_import_path(wanted):
+        find_way(wanted)
+        if adapter is not None:
+            raise ValueError(
+                f"weights is {wanted!r}, but the policy trains a LoRA adapter, and a way of your own gets whole "
+                "weights: set use_peft: false (or give no peft_config), or set weights: auto."
+            )
+    if wanted == "adapter" and adapter is None:
+        raise ValueError(
+            "weights is 'adapter', but the policy is trained whole: set use_peft: true (or give peft_config), or set "
+            "weights: auto."
+        )
+    if adapter is None or wanted == "copied":
+        return None
+    if wanted != "auto" and adapter.why_merged:
+        raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto (merged copies).")
+    return None if adapter.why_merged else adapter
+
+
+def find_way(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice]], Publisher]:
+    """The user's way of publishing at ``path``.
+
+    Raises:
+        ValueError: there is none, or it lacks a method of `Publisher`.
+    """
+    way = find_object(path, "weights", lambda value: isinstance(value, type))
+    if missing := [name for name in ("publish", "describe", "differing") if not callable(getattr(way, name, None))]:
+        raise ValueError(
+            f"weights is {path!r}, which has no {missing[0]}, but must be a class with publish, describe and "
+            "differing: see docs/weights.md."
+        )
+    return way
+
+
+def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
+    """Whether the policy will share the engine's memory, as far as can be known before both are there."""
+    adapter, dtype = policy.adapter, policy.model.dtype
+    if config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged):
+        return False
+    return engine_dtype(config, dtype) == dtype and config.vllm_tensor_parallel_size == 1
+
+
+def publisher(
+    wanted: str,
+    policy: torch.nn.Module,
+    engine: Engine,
+    *,
+    untouched: bool,
+    device: torch.device,
+    adapter: Adapter | None = None,
+) -> Publisher:
+    """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
+
+    The policy comes on the CPU or wherever the user put it; the accelerator never holds two copies of what is shared.
+
+    Args:
+        wanted: ``auto``, ``shared``, ``copied``, ``adapter`` or the import path of a class (a `Publisher`). Of a LoRA
+            policy, ``shared`` speaks of its base.
+        untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
+        adapter: what the policy trains in place of its weights.
+
+    Raises:
+        ValueError: what is forced can't be had; or the policy isn't the checkpoint's shape.
+        RuntimeError: the engine doesn't read a parameter where it should be: publishing couldn't reach it.
+    """
+    _check_vocabulary(policy, engine)
+    slices = map_parameters(policy, engine.model)
+    equal = untouched and engine.dtype == next(policy.parameters()).dtype
+    if equal:
+        proof.check_equal(slices)
+    sides = Sides(policy, engine, slices, device, equal)
+    with_slots = check_choice(wanted, adapter)
+    if is_import_path(wanted):
+        return _own(wanted, sides)
+    if adapter is None:
+        return _whole(wanted, sides)
+    if with_slots is None:
+        return _merged(sides, adapter.why_merged or "as asked")
+    try:
+        return _adapter(wanted, sides)
+    except Unserved as unserved:
+        if wanted != "auto":
+            raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
+        return _merged(sides, str(unserved))
+
+
+def _own(path: str, sides: Sides) -> Publisher:
+    """The user's class."""
+    sides.place_policy()
+    proof.check_read(sides.slices, sides.policy, sides.engine)
+    return find_way(path)(sides.policy, sides.engine, sides.slices)
+
+
+def _whole(wanted: str, sides: Sides, constant: bool = False) -> SharedWeights | CopiedWeights:
+    """Shared or copied: a policy's own weights, or a LoRA's base.
+
+    Args:
+        constant: equal now and for good. Then they are right wherever the engine reads them from, and equality is proof
+            enough.
+    """
+    obstacles = {part.name: reason for part in sides.slices if (reason := shared.obstacle(part))}
+    if wanted == "shared" and obstacles:
+        name, reason = next(iter(obstacles.items()))
+        raise ValueError(
+            f"weights: shared can't be had for {len(obstacles)} of {len(sides.slices)} parameters ({name}: {reason}): "
+            "set weights: auto, or give policy and engine the same dtype."
+        )
+    if wanted == "copied":
+        return _copied(sides, "as asked", constant)
+    if len(obstacles) == len(sides.slices):
+        return _copied(sides, next(iter(obstacles.values())), constant)
+    return _shared(sides, obstacles, constant)
+
+
+def _copied(sides: Sides, why: str, constant: bool) -> CopiedWeights:
+    sides.place_policy()
+    if not constant:
+        proof.check_read(sides.slices, sides.policy, sides.engine)
+    return CopiedWeights(sides.policy, sides.engine, sides.slices, why)
+
+
+def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> SharedWeights:
+    """Shared but for the parameters that ``obstacles`` names, which are copied."""
+    able = [part for part in sides.slices if part.name not in obstacles]
+    rest = [(part, obstacles[part.name]) for part in sides.slices if part.name in obstacles]
+    shared.bind(able)
+    sides.place_policy()  # what isn't bound: buffers, and the parameters that are copied
+    for part in [] if constant else proof.check_read(able, sides.policy, sides.engine):
+        shared.unbind(part)
+        able.remove(part)
+        rest.append((part, "no output depends on it, so that sharing it can't be proved"))
+    return SharedWeights(sides.policy, sides.engine, able, rest)
+
+
+def _adapter(wanted: str, sides: Sides) -> AdapterWeights:
+    """LoRA in the engine's slots, on a base that is shared or, where that can't be and isn't forced, copied once."""
+    slots = map_adapter(sides.policy, sides.engine)
+    base = _whole("shared" if wanted == "shared" else "auto", sides, constant=sides.equal)
+    return AdapterWeights(sides.policy, sides.engine, slots, base)
+
+
+def _merged(sides: Sides, why: str) -> MergedWeights:
+    """LoRA that is merged into the engine's copy on its way."""
+    sides.place_policy()
+    merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
+    proof.check_read(merged.moving if sides.equal else sides.slices, sides.policy, sides.engine)
+    return merged
+
+
+def _check_vocabulary(policy: torch.nn.Module, engine: Engine) -> None:
+    rows = policy.get_input_embeddings().weight.shape[0]
+    if rows != engine.vocab_size:
+        raise ValueError(
+            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
+            "the resized model with save_pretrained and give its folder."
+        )
