@@ -277,6 +277,26 @@ def test_sampling_with_weights_of_another_version_raises(engine, config, prompts
         next(engine.generate(prompts, Sampling(2, 4, 1.0, {}), version=1, seed=0))
 
 
+def test_weights_of_no_known_step_are_not_sampled_from_until_they_are_stamped(engine, config, prompts) -> None:
+    engine.invalidate()
+    with pytest.raises(StaleWeights, match="weights of no known step, but the trainer is at step 0"):
+        next(engine.generate(prompts, Sampling(2, 4, 1.0, {}), version=0, seed=0))
+    engine.stamp(0)
+    assert sorted(sample(engine, config, prompts)) == [0, 1, 2, 3]
+
+
+def test_a_request_is_a_model_input_or_its_tokens(engine, prompts) -> None:
+    sampling, drawn = Sampling(1, 4, 1.0, {}), []
+    for asked in (prompts[1].input, list(prompts[1].prompt_ids)):
+        request, finished = engine.submit(asked, sampling, seed=1), []
+        while not finished:
+            finished = engine.advance()
+        ((name, (completion,)),) = finished
+        assert name == request
+        drawn.append((completion.ids, completion.logprobs))
+    assert drawn[0] == drawn[1]
+
+
 def test_a_generation_closed_early_leaves_nothing_in_flight(engine, config, prompts) -> None:
     groups = engine.generate(prompts, Sampling(4, 12, 1.0, {}), version=0, seed=7)
     next(groups)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -15,7 +17,7 @@ import torch
 from colograd import GRPOTrainer
 from colograd.engine.vllm_engine import Engine
 from colograd.weights import Slice, check_choice
-from colograd.weights.selection import expects_sharing
+from colograd.weights.selection import expects_sharing, find_way
 
 GATHERED = f"{__name__}:GatheredWeights"
 
@@ -103,6 +105,7 @@ def test_a_way_from_outside_publishes_the_same_bits_and_trains_to_the_same_losse
         assert type(weights).__name__ == "GatheredWeights"
         assert weights.gathered == ["", "model.layers.0", "model.layers.1"]
         assert all(first.numel() == second.numel() for first, second in weights.shards.values())
+        trainer.publish()
         with torch.no_grad():
             trainer.model.model.layers[1].mlp.up_proj.weight.add_(1)
         assert weights.differing() == ["model.layers.1.mlp.up_proj.weight"]
@@ -134,6 +137,20 @@ def test_its_slices_are_proved_to_be_read(tiny_model: Path, tmp_path: Path, monk
 def test_a_path_that_leads_to_no_way_is_an_error_before_anything_is_built(path: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_choice(path, None)
+
+
+def test_the_way_in_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (written,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs" / "weights.md").read_text(), re.S
+    )
+    (tmp_path / "my_ways.py").write_text(written)
+    monkeypatch.syspath_prepend(tmp_path)
+    calls: list[Any] = []
+    engine = SimpleNamespace(invalidate=lambda: calls.append("invalidate"), stamp=calls.append)
+    part = Slice("weight", torch.nn.Parameter(torch.ones(2, 3)), torch.zeros(2, 3, dtype=torch.bfloat16))
+    way = find_way("my_ways:OneByOne")(torch.nn.Module(), engine, [part])  # type: ignore[arg-type]
+    assert way.differing() == ["weight"] and way.publish(7) == 12 and calls == ["invalidate", 7]
+    assert way.differing() == [] and way.describe() == "weights: one by one, 1 parameters"
 
 
 def test_it_gets_whole_weights_of_its_own(tiny_model: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import trl_oracle
 from loss_cases import KNOBS, Step, gradients, make_objective, make_step, our_loss
 
 from colograd.batch import MicroBatch
-from colograd.config.objective import CORRECTIONS
+from colograd.config import objective as objective_knobs
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import Objective, SamplerCorrection
 from colograd.losses.token_losses import LOSSES
@@ -34,7 +34,7 @@ CORRECTIONS: list[tuple[str, float | None, float | None] | None] = [
     None, ("token_truncate", 0.8, 1.2), ("token_mask", 0.7, 1.2), ("sequence_truncate", 0.7, 1.3),
     ("sequence_mask", 0.6, 2.0),
 ]  # fmt: skip
-ONE_BOUND = [(mode, *bounds) for mode in CORRECTIONS for bounds in ((0.8, None), (None, 1.2))]
+ONE_BOUND = [(mode, *bounds) for mode in objective_knobs.CORRECTIONS for bounds in ((0.8, None), (None, 1.2))]
 NO_BOUND = [(mode, None, None) for mode in ("token_mask", "sequence_mask")]
 KL = ((0.0, False), (0.4, False), (0.4, True))  # beta, use_bias_correction_kl
 BONUS = ("none", "fixed", "adaptive")

@@ -269,9 +269,9 @@ def test_groups_are_scored_as_they_finish_while_others_decode(tiny_model, tmp_pa
                 events.append(("left", group.position))
                 yield group
 
-        def begin_score(self, groups: Any) -> Any:
+        def _begin_score(self, groups: Any) -> Any:
             events.append(("begun", groups[0].position))
-            return super().begin_score(groups)
+            return super()._begin_score(groups)
 
     config = tiny.config(
         tmp_path, max_steps=1, prompts_per_step=8, num_generations=2, max_completion_length=60, reward_workers=1,

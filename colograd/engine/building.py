@@ -1,4 +1,4 @@
-"""What has to hold while vLLM is built: a supported version, weights that can be written, an untouched random state."""
+"""What must hold while vLLM is built: a supported version, weights that can be written, an untouched random state."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_vllm() -> None:
 
 
 @contextlib.contextmanager
-def weights_in_place(on_cpu: bool, sleeps: bool, has_adapter: bool) -> Iterator[None]:
-    """While an engine is built, see to it that its weights can be written, and stay where they are while it sleeps."""
+def build_conditions(on_cpu: bool, sleeps: bool, has_adapter: bool) -> Iterator[None]:
+    """While an engine is built: its weights can be written, no sleep will move them, and the random state is kept."""
     with contextlib.ExitStack() as while_built:
         while_built.enter_context(random_state_kept())
         if on_cpu:

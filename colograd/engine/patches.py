@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
         setattr(owner, name, theirs)
 
 
-def weights_stay() -> AbstractContextManager[None]:
+def weights_stay() -> contextlib.AbstractContextManager[None]:
     """While an engine that sleeps is built, keep its weights out of the memory that sleeping unmaps.
 
     vLLM would load them into a pool of its allocator under the tag "weights". There a sleep of level 1 or 2 would take
@@ -47,7 +46,7 @@ def weights_stay() -> AbstractContextManager[None]:
     return replaced(Worker, "_maybe_get_memory_pool_context", pool)
 
 
-def live_weights() -> AbstractContextManager[None]:
+def live_weights() -> contextlib.AbstractContextManager[None]:
     """While an engine is built on a CPU, keep its linear layers' weights in place.
 
     vLLM's CPU backend packs each linear layer's weight into a private layout and empties the parameter, after which new
@@ -76,7 +75,7 @@ def ranks_without_compiling() -> None:
         sampler.batched_count_greater_than = count
 
 
-def one_draw_per_token() -> AbstractContextManager[None]:
+def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
     """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.
 
     For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of
@@ -100,7 +99,7 @@ def one_draw_per_token() -> AbstractContextManager[None]:
     return replaced(ops.TopKTopPSampler, "forward_cpu", forward_cpu)
 
 
-def one_adapter() -> AbstractContextManager[None]:
+def one_adapter() -> contextlib.AbstractContextManager[None]:
     """While an engine with LoRA is built on a CPU, give it plain matrix products for its one adapter.
 
     vLLM's CPU kernels copy the adapter's matrices once per *token* of the batch: 1.7 ms for 64 rows and one layer of

@@ -20,7 +20,7 @@ from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
 from .arguments import engine_kwargs, lora_kwargs
-from .building import check_vllm, weights_in_place
+from .building import build_conditions, check_vllm
 from .patches import replaced
 from .sampling import Sampling, request_seed
 
@@ -85,7 +85,7 @@ class Engine:
         self._set_num_threads = torch.set_num_threads  # vLLM may replace it
         self._requests = 0  # so far
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes) | lora_kwargs(model_path, config, adapter)
-        with weights_in_place(config.on_cpu, self.sleeps, adapter is not None):
+        with build_conditions(config.on_cpu, self.sleeps, adapter is not None):
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
@@ -95,6 +95,7 @@ class Engine:
         self.context = int(found.max_model_len)  # longest sequence in tokens, prompt and completion together
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # that the KV cache holds
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each counted once
         self.build_seconds = time.perf_counter() - started
 
     @property
@@ -111,11 +112,6 @@ class Engine:
     def vllm_config(self) -> Any:
         """The settings that vLLM arrived at."""
         return self.core.vllm_config
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of the model's parameters, each counted once."""
-        return sum(p.nbytes for p in self.model.parameters())
 
     def describe(self) -> str:
         """One line: model, dtype, KV tokens, memory."""
@@ -258,9 +254,9 @@ class Engine:
         """Raise `StaleWeights` unless the engine's weights are of ``version``."""
         assert not self.asleep, "the engine has no KV cache: wake it first"
         if self.version != version:
+            held = "no known step" if self.version is None else f"step {self.version}"
             raise StaleWeights(
-                f"The engine holds the weights of step {self.version}, but the trainer is at step {version}: publish "
-                "first."
+                f"The engine holds the weights of {held}, but the trainer is at step {version}: publish first."
             )
 
     def submit(

@@ -1,4 +1,4 @@
-"""Who has the device: the KV cache sleeps while the policy trains, the optimizer's state leaves while the engine samples.
+"""Who has the device: the KV cache sleeps in training, the optimizer's state is on the host while the engine samples.
 
 Both are asked for (`vllm_enable_sleep_mode`, `offload_optimizer`) and are for a GPU; on a CPU nothing would be gained,
 so nothing happens there and a line says so. Weights never move: the policy may share them with the engine.

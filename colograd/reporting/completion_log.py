@@ -57,7 +57,7 @@ class CompletionLog:
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
-            rows = _rows_of_all_ranks(groups, decode, step)
+            rows = _gather_rows(groups, decode, step)
             if not config.layout.is_main:
                 continue
             write_log(str(config.output_dir), rows, self.names, step)
@@ -76,13 +76,13 @@ class CompletionLog:
             name: its metrics' prefix, and the file's.
         """
         step = state.global_step
-        rows = [dataclasses.replace(row, advantage=math.nan) for row in _rows_of_all_ranks(groups, decode, step)]
+        rows = [dataclasses.replace(row, advantage=math.nan) for row in _gather_rows(groups, decode, step)]
         if self.config.layout.is_main and rows:
             write_log(str(self.config.output_dir), rows, self.names, step, re.sub(r"[^\w.-]", "_", name))
             self._show(rows, f"Step {step}, {name}", f"{name}_completions")
 
     def _show(self, rows: Sequence[CompletionRow], title: str, key: str) -> None:
-        """The table, printed and sent to the trackers."""
+        """Print the table, and send it to the trackers."""
         config = self.config
         sent = chosen_rows(rows, None, config.log_unique_prompts)
         send_to_trackers(list(config.report_to or ()), sent, self.names, key)
@@ -95,9 +95,8 @@ class CompletionLog:
             self._uploads.stop()
 
 
-def _rows_of_all_ranks(
-    groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
-) -> list[CompletionRow]:
+def _gather_rows(groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int) -> list[CompletionRow]:
+    """The rows of all ranks, by position."""
     parts = gather(completion_rows(groups, [decode(group.group) for group in groups], step))
     return sorted((row for part in parts for row in part), key=lambda row: row.position)
 

@@ -157,7 +157,7 @@ def _shorten(text: str, limit: int) -> str:
 
 
 def _mean_advantage(scored: ScoredGroup, index: int) -> float:
-    """The completion's advantage; the mean over its tokens where there is one per token."""
+    """The completion's advantage; where there is one per token, their mean."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     if len(scored.advantages) == len(lengths):
         return float(scored.advantages[index])

@@ -21,7 +21,7 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generato
         for group in groups:
             if not isinstance(group, Group):
                 raise ValueError(
-                    f"generate yielded {shown_value(group)}, but must yield a colograd.batch.Group for each prompt."
+                    f"generate yielded {shown(group)}, but must yield a colograd.batch.Group for each prompt."
                 )
             if group.position not in waiting:
                 raise ValueError(
@@ -47,7 +47,7 @@ def _check_rollouts(group: Group) -> None:
         raise ValueError(f"{where}: the group has no rollouts, but needs at least one: keep one.")
     for index, rollout in enumerate(group.rollouts):
         if not isinstance(rollout, Rollout):
-            raise ValueError(f"{where}: rollout {index} is {shown_value(rollout)}, but must be a colograd.batch.Rollout.")
+            raise ValueError(f"{where}: rollout {index} is {shown(rollout)}, but must be a colograd.batch.Rollout.")
         length = len(rollout.completion_ids)
         if not length or not rollout.input.ids:
             raise ValueError(
@@ -57,7 +57,7 @@ def _check_rollouts(group: Group) -> None:
             value = getattr(rollout, name)
             if not isinstance(value, torch.Tensor) or value.shape != (length,):
                 raise ValueError(
-                    f"{where}: {name} of rollout {index} is {shown_value(value)}, but must be a tensor with one entry for "
+                    f"{where}: {name} of rollout {index} is {shown(value)}, but must be a tensor with one entry for "
                     f"each of its {length} completion tokens."
                 )
 
@@ -71,7 +71,7 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         raise ValueError(
-            f"score returned {shown_value(rewards)}, but must return a tensor [completions, reward functions] = "
+            f"score returned {shown(rewards)}, but must return a tensor [completions, reward functions] = "
             f"{list(wanted)}: one column for each of reward_funcs, NaN where one has no opinion."
         )
     if rewards.float().isinf().any():
@@ -89,7 +89,7 @@ def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
         raise ValueError(
-            f"compute_advantages returned {shown_value(advantages)}, but must return a tensor with one entry per completion "
+            f"compute_advantages returned {shown(advantages)}, but must return a tensor with one entry per completion "
             f"([{completions}]) or one per completion token ([{tokens}])."
         )
     if not advantages.float().isfinite().all():
@@ -100,7 +100,7 @@ def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
     return advantages.float()
 
 
-def shown_value(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}"

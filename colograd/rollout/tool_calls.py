@@ -4,7 +4,7 @@
     async tools               on the event loop that async rewards have, all conversations together
     an environment's methods  in the environment's own thread, one conversation's calls in their order (the async ones
                               on the event loop)
-    declared to need          in the thread that asks for the outcome, which is the main one, between two engine steps
+    what is declared to need  in the thread that asks for the outcome: the main one, between two engine steps
     the main thread
 
 A conversation's slow tool stalls nobody else. A late call is answered with an error, which the model sees.
@@ -38,10 +38,10 @@ class RunningCall:
 
     name: str
     future: Future[Outcome]
-    deadline: float = math.inf  # of `time.monotonic`: then whoever waits for it gives it up
-    asker_runs: UserCall | None = None  # where it needs the main thread
+    deadline: float = math.inf  # of `time.monotonic`: nobody waits longer
+    asker_runs: UserCall | None = None  # where it is declared to need the main thread
     environment: Environment | None = None  # whose method it is
-    declarable: str | None = None  # the name that main_thread_tools could have, and hasn't
+    declarable: str | None = None  # the name by which it can be declared so, where it isn't
 
     @classmethod
     def failed(cls, name: str, line: str) -> RunningCall:
@@ -172,8 +172,8 @@ class ToolRunner:
 
 
 def answer_content(outcome: Outcome) -> Any:
-    """The content of a tool's message: a list stays one, as in TRL, for the reward functions; the model is shown its
-    text (`text_of`), and of anything else that is all there is.
+    """The content of a tool's message. A list stays a list, as in TRL, for the reward functions, and the model is shown
+    its text; anything else becomes text here.
 
     Raises:
         RuntimeError, ValueError: the call failed, or what it returned isn't text.

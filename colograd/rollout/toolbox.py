@@ -42,7 +42,7 @@ class Toolbox:
 
     Raises:
         ValueError: a tool that isn't one, two with one name, an environment without ``reset``, or a name in
-            ``main_thread`` of which there is neither.
+            ``main_thread`` that no sync tool and no environment has.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Toolbox:
         environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | str | None = None,
         workers: int = 0,
         timeout: float | None = None,
-        main_thread: Sequence[str] = (),
+        main_thread: Sequence[str] | None = None,
     ) -> None:
         self.timeout = timeout
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
@@ -62,6 +62,7 @@ class Toolbox:
         self._factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
             self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
+        main_thread = main_thread or ()
         _check_main_thread(main_thread, self._tools, self._factories)
         self._advice = MainThreadAdvice()
         self.environments = Environments(self._factories, main_thread, self._advice)

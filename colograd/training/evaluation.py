@@ -29,7 +29,8 @@ def evaluation_metrics(
     """
     own = RolloutStatistics.of(groups, combine, config.mask_truncated_completions)
     own.counts.update(counts)
-    passes = [count_passes(combine(group.rewards), config.pass_threshold_eval) for group in groups]
+    totals = torch.tensor(own.totals).split([len(scored.group.rollouts) for scored in groups])
+    passes = [count_passes(of_group, config.pass_threshold_eval) for of_group in totals]
     ranks = gather((own, passes))
     whole = RolloutStatistics.join(statistics for statistics, _ in ranks)
     return (

@@ -11,7 +11,7 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
 from ..reporting.metrics import Metrics
-from ..rollout.stage_checks import shown_value
+from ..rollout.stage_checks import shown
 
 
 def loss_pass(
@@ -58,14 +58,14 @@ def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
     """
     if not isinstance(output, LossOutput):
         raise ValueError(
-            f"compute_loss returned {shown_value(output)}, but must return a colograd.batch.LossOutput(loss, sums, "
+            f"compute_loss returned {shown(output)}, but must return a colograd.batch.LossOutput(loss, sums, "
             "minima, maxima): dataclasses.replace(super().compute_loss(...), loss=...) keeps the metrics."
         )
     loss: Any = output.loss
     if not isinstance(loss, torch.Tensor) or loss.shape != () or (differentiable and not loss.requires_grad):
         detached = " without a graph" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
         raise ValueError(
-            f"compute_loss returned a loss that is {shown_value(loss)}{detached}, but must return a differentiable "
+            f"compute_loss returned a loss that is {shown(loss)}{detached}, but must return a differentiable "
             "scalar: the SUM over the micro-batch's tokens, which the trainer divides by the step's denominator."
         )
     return output

@@ -48,10 +48,18 @@ def longest_completion(args: GRPOConfig) -> int:
 
 
 def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbox | None:
-    """The run's tools and environments, if it has any."""
-    if not tools and environment_factory is None:
-        return None
-    return Toolbox(tools, environment_factory, args.tool_workers, args.tool_timeout)
+    """The run's tools and environments, if it has any.
+
+    Raises:
+        ValueError: a tool or environment that isn't one, or settings of tools without any.
+    """
+    if tools or environment_factory is not None:
+        return Toolbox(tools, environment_factory, args.tool_workers, args.tool_timeout, args.main_thread_tools)
+    if args.main_thread_tools:
+        raise ValueError(
+            f"main_thread_tools is {args.main_thread_tools}, but there are neither tools nor environments: remove it."
+        )
+    return None
 
 
 def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:

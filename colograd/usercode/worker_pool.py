@@ -36,7 +36,13 @@ DROP_SECONDS = 1.0  # that a call which nobody needs gets to end by itself: a ne
 
 
 class WorkerCall(Future[Outcome]):
-    """A call that is queued or runs in a worker; see `Worker.call` for its arguments."""
+    """A call that is queued or runs in a worker.
+
+    Args:
+        index: of the function among those that the worker has.
+        state: a key and the pickled trainer state, which is sent only where the key is new to the process. None: no
+            reward function, ``keywords`` are all that it gets.
+    """
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
@@ -120,27 +126,19 @@ class Worker:
         finally:
             self.stop()
 
-    def call(
-        self,
-        index: int,
-        keywords: dict[str, Any],
-        state: tuple[Any, bytes] | None,
-        timeout: float | None,
-        unneeded: Callable[[], bool] = lambda: False,
-    ) -> Outcome:
-        """Call function ``index`` with ``keywords``.
+    def run(self, call: WorkerCall, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome:
+        """How a call ends, waited for.
 
         Args:
-            state: a key and the pickled trainer state, which is sent only where the key is new to the process. None: no
-                reward function, ``keywords`` are all that it gets.
             timeout: seconds; None waits for ever.
             unneeded: asked while it runs; once true, the call is ended with its process.
         """
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
-        key, pickled = state or (self._state_key, None)
-        message = pickle.dumps((index, None if key == self._state_key else pickled, keywords, state is not None))
+        key, pickled = call.state or (self._state_key, None)
+        new_state = None if key == self._state_key else pickled
+        message = pickle.dumps((call.index, new_state, call.keywords, call.state is not None))
         try:
             self._connection.send_bytes(message)
             if (ended := self._wait_for_answer(self._connection, timeout, unneeded)) is not None:
@@ -208,26 +206,21 @@ class WorkerPool:
             thread.start()
 
     def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> WorkerCall:
-        """Queue a call; see `Worker.call`. The future fails only where the worker can't be started or sent to."""
+        """Queue a call. The future fails only where the worker can't be started or sent to."""
         call = WorkerCall(index, keywords, state)
         self._queue.put(call)
         return call
 
     def _serve(self, worker: Worker) -> None:
-        try:
-            self._serve_queue(worker)
-        finally:
-            worker.stop()  # which `close` may have called while it was starting
-
-    def _serve_queue(self, worker: Worker) -> None:
         while (call := self._queue.get()) is not None:
             if not call.set_running_or_notify_cancel():
                 continue
             try:
                 unneeded = functools.partial(self._stands_in_the_way, call)
-                call.set_result(worker.call(call.index, call.keywords, call.state, self._timeout, unneeded))
+                call.set_result(worker.run(call, self._timeout, unneeded))
             except BaseException as error:
                 call.set_exception(error)
+        worker.stop()  # which `close` may have called while it was starting
 
     def _stands_in_the_way(self, call: WorkerCall) -> bool:
         """Whether nobody waits for the call, and another one waits for its worker."""
