@@ -37,7 +37,7 @@ from .memory import token_budget
 from .parallel.gradients import sum_gradients, zero_gradients
 from .parallel.ranks import together
 from .policy.loading import load_policy
-from .policy.logprobs import policy_logprobs, with_old_logprobs
+from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
@@ -48,7 +48,7 @@ from .rollout.stages import Stages
 from .rollout.statistics import RolloutStatistics, share_counts
 from .rollout.tool_format import with_messages
 from .training.adamw_split import accumulate_in_float32, optimizer_class
-from .training.assembly import assemble, dropped_prompts, rollout_source
+from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source
 from .training.evaluation import evaluation_metrics
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, schedule, step_batch
@@ -153,14 +153,20 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
         built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
-        self.engine, self.weights, self.residency = built.engine, built.weights, built.residency
+        self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
         self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
+        self._describe(built, prompts)
+        self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
+
+    def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
+        """Say what the user should know at start."""
+        args: GRPOConfig = self.args
         lines = [*args.notes, *advice(args), *built.describe(), *self.scorer.notes]
         lines += [*(self.tools.notes if self.tools else []), *self.policy.describe(args, self.rules.max_tokens)]
-        for line in (*lines, *dropped_prompts(prompts), f"ready in {time.perf_counter() - started:.0f} s"):
+        for line in (*lines, *dropped_prompts(prompts)):
             self.console.say(line)
 
     # -- stages: a subclass replaces any of these
@@ -283,7 +289,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             return extra_prompts(self.train_prompts, args, self.state.global_step, drawn, count)
 
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
-        with self.residency.sampling(self.optimizer), together("the rollout"):
+        with self.device_turns.sampling(self.optimizer), together("the rollout"):
             return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
 
     def _statistics(self, groups: Sequence[ScoredGroup]) -> RolloutStatistics:
@@ -479,7 +485,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         args: GRPOConfig = self.args
         started = time.perf_counter()
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
-        with self.residency.sampling(self.optimizer), together("the evaluation"):
+        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
             self.publish()
             groups = roll_out(mine, self._stages(), self.times, args.reward_call == "all")
             counts = self._take_counts()
@@ -502,14 +508,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if self.reference is not None:
             with together("the reference's log-probabilities"), self.compute_loss_context_manager():
                 (step,) = with_ref_logprobs(self.reference, [step], self.args.temperature)
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluation_mode(self.model):
             step = self._with_entropy(step)
             with together("the evaluation's forward"), torch.no_grad():
                 metrics = self._loss_pass(self.model, step, backward=False)
-        finally:
-            self.model.train(training)
         reduced = metrics.reduce()
         self.entropy.show(reduced, reduced["loss"])
         return reduced

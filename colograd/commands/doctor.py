@@ -215,7 +215,7 @@ def sample(trainer: GRPOTrainer) -> tuple[tuple, int]:
     sampling = dataclasses.replace(sampling, options={})
     prompts = trainer.train_prompts.first(PROMPTS)
     version, seed = trainer.state.global_step, trainer.args.seed
-    with trainer.residency.sampling(trainer.optimizer):
+    with trainer.device_turns.sampling(trainer.optimizer):
         groups = [*trainer.engine.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]
     scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
     rows = pack(

@@ -132,16 +132,13 @@ _small_mask = functools.lru_cache(maxsize=256)(_make_mask)
 
 
 @functools.cache
-def _flash() -> tuple[Any, dict[str, Any]] | None:
-    """torch's variable-length flash attention and its way of saying "causal", or None where it is missing."""
+def _flash() -> tuple[Any, frozenset[str]] | None:
+    """torch's variable-length flash attention and the names of its parameters, or None where it is missing."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    parameters = inspect.signature(varlen_attn).parameters
-    if "window_size" in parameters:
-        return varlen_attn, {"window_size": (-1, 0)}
-    return varlen_attn, {"is_causal": True}
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _flash_attention(
@@ -155,28 +152,28 @@ def _flash_attention(
     """One flash call over all segments, keys gathered per segment; (1, T, H, D)."""
     found = _flash()
     assert found is not None
-    attend, causal = found[0], dict(found[1])
+    attend, takes = found
     plan = _gather_plan(layout, query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
-    parameters = inspect.signature(attend).parameters
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in parameters:
-            causal["enable_gqa"] = True
-        else:
-            repeat = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    if window is not None:
-        if "window_size" not in parameters:
-            raise ValueError("This torch's variable-length attention has no sliding windows: use torch 2.11 or newer.")
-        causal["window_size"] = (window - 1, 0)
-    head_dim = q.shape[-1]
+    options: dict[str, Any] = {}
+    if "window_size" in takes:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None:
+        options["is_causal"] = True
+    else:
+        raise ValueError("This torch's variable-length attention has no sliding windows: use torch 2.11 or newer.")
+    repeat, head_dim = q.shape[1] // k.shape[1], q.shape[-1]
+    if repeat > 1 and "enable_gqa" in takes:
+        options["enable_gqa"] = True
+    elif repeat > 1:
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     scale = scaling if scaling is not None else head_dim**-0.5
-    if "scale" in parameters:
-        causal["scale"] = scale
+    if "scale" in takes:
+        options["scale"] = scale
     else:
         q = q * (scale * head_dim**0.5)  # the kernel divides by sqrt(head_dim) itself
-    return attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **causal).unsqueeze(0)
+    return attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **options).unsqueeze(0)
 
 
 class _GatherPlan:

@@ -95,6 +95,17 @@ def _calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[Non
             module.forward = own
 
 
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout while the context lasts."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """The last hidden states of a packed row, (1, T, hidden), of all of the model but its head. A model with any other
     attention than the packed one runs its sequences padded."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from ..batch import MicroBatch, StepBatch
 from ..config import GRPOConfig
 from .loading import Policy
-from .logprobs import policy_logprobs
+from .logprobs import evaluation_mode, policy_logprobs
 from .lora import base_name
 
 FILE = "reference.safetensors"  # in a checkpoint, where the reference follows the policy
@@ -90,14 +90,13 @@ class FrozenCopy:
     @contextmanager
     def present(self) -> Iterator[torch.nn.Module]:
         """The model on the policy's device; offloaded weights have a second place there meanwhile."""
-        at_home = [(parameter, parameter.data) for parameter in self.model.parameters()] if self.offload else []
-        try:
-            for parameter, home in at_home:
-                parameter.data = torch.empty_like(home, device=self.device).copy_(home, non_blocking=True)
-            yield self.model  # what is computed with them waits for the copies: it is on the same stream
-        finally:
-            for parameter, home in at_home:
-                parameter.data = home
+        # What is computed with the moved weights waits for the copies: it is on the same stream.
+        moved = (
+            (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
+            for parameter in self.model.parameters()
+        )
+        with torch.no_grad(), _values_in_place(moved if self.offload else ()):
+            yield self.model
 
     @torch.no_grad()
     def mix(self, policy: torch.nn.Module, alpha: float) -> None:
@@ -129,15 +128,6 @@ class _OfAdapter:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[Any]:
-        training = self.model.training
-        self.model.eval()
-        try:
-            yield self.model
-        finally:
-            self.model.train(training)
-
     def save(self, checkpoint: str | Path) -> None:
         """Nothing."""
 
@@ -153,8 +143,8 @@ class WithoutAdapter(_OfAdapter):
 
     @contextmanager
     def present(self) -> Iterator[Any]:
-        with self._evaluating() as model, model.disable_adapter():
-            yield model
+        with evaluation_mode(self.model), self.model.disable_adapter():
+            yield self.model
 
 
 class InitialAdapter(_OfAdapter):
@@ -170,15 +160,23 @@ class InitialAdapter(_OfAdapter):
 
     @contextmanager
     def present(self) -> Iterator[Any]:
-        trained = [(parameter, parameter.data) for parameter, _ in self.initial]
-        try:
-            for parameter, values in self.initial:
-                parameter.data = values
-            with self._evaluating() as model:
-                yield model
-        finally:
-            for parameter, values in trained:
-                parameter.data = values  # the same memory as before: pointers to it stay right
+        with _values_in_place(self.initial), evaluation_mode(self.model):
+            yield self.model
+
+
+@contextmanager
+def _values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
+    """Other values in the place of parameters while the context lasts; then the same memory as before, to which
+    pointers stay right."""
+    own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    try:
+        for parameter, value in values:
+            own.append((parameter, parameter.data))
+            parameter.data = value
+        yield
+    finally:
+        for parameter, value in own:
+            parameter.data = value
 
 
 def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> torch.nn.Module:

@@ -14,7 +14,7 @@ import torch
 
 from ..batch import FinishReason, Group, MicroBatch, ModelInput, Rollout, ScoredGroup
 from . import attention
-from .logprobs import policy_logprobs
+from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap
 from .packing import pack, sequences
 
@@ -33,11 +33,8 @@ def choose_rows(model: Any) -> str:
     Raises:
         ValueError: not even padded rows give the model's own probabilities.
     """
-    was_training = model.training
-    try:
-        return _choose_rows(unwrap(model.eval()))
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model):
+        return _choose_rows(unwrap(model))
 
 
 def _choose_rows(model: Any) -> str:
@@ -145,19 +142,17 @@ def differences(model: Any, rows: Sequence[MicroBatch], temperature: float) -> t
     Returns:
         Two (N,) float32 of absolute differences in nats: to the sampler's, to the model's own.
     """
-    was_training, chosen = model.training, model.config._attn_implementation
-    to_sampler, to_own = [], []
-    try:
-        model.eval()
+    chosen, to_sampler, to_own = model.config._attn_implementation, [], []
+    with evaluation_mode(model):
         trained = [policy_logprobs(model, row, temperature)[0] for row in rows]
-        model.set_attn_implementation(_own_attention(model))
-        for row, found in zip(rows, trained, strict=True):
-            own = [_own_of(model, part.prompt_ids, part.completion_ids, temperature) for part in sequences(row)]
-            to_own.append(found - torch.cat(own))
-            to_sampler.append(found - row.sampler_logprobs)
-    finally:
-        model.set_attn_implementation(chosen)
-        model.train(was_training)
+        try:
+            model.set_attn_implementation(_own_attention(model))
+            for row, found in zip(rows, trained, strict=True):
+                own = [_own_of(model, part.prompt_ids, part.completion_ids, temperature) for part in sequences(row)]
+                to_own.append(found - torch.cat(own))
+                to_sampler.append(found - row.sampler_logprobs)
+        finally:
+            model.set_attn_implementation(chosen)
     return torch.cat(to_sampler).abs(), torch.cat(to_own).abs()
 
 

@@ -11,8 +11,8 @@ from ..data import PromptDataset, PromptStream
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
 from ..memory import plan as memory
+from ..memory.device_turns import DeviceTurns
 from ..memory.plan import MemoryPlan
-from ..memory.residency import Residency
 from ..parallel.ranks import together
 from ..policy.loading import Policy
 from ..policy.reference import Reference, reference_bytes, reference_of
@@ -37,7 +37,7 @@ class Assembly:
 
     engine: Engine
     weights: Publisher  # gives the engine the policy's weights
-    residency: Residency  # says who has the device's memory when
+    device_turns: DeviceTurns  # says who has the device's memory when
     memory: MemoryPlan
     reference: Reference | None  # of the KL term; None where `beta` is 0
 
@@ -46,7 +46,7 @@ class Assembly:
         yield self.engine.describe()
         yield self.weights.describe()
         yield from self.memory.table().splitlines()
-        yield from self.residency.notes
+        yield from self.device_turns.notes
         if self.reference is not None:
             yield self.reference.describe()
 
@@ -107,7 +107,7 @@ def assemble(
     with together("the reference model"):
         reference = reference_of(config, policy)
     plan = plan.with_engine(engine.weight_bytes, bytes_apart(policy.model, engine.model), engine.kv_tokens)
-    return Assembly(engine, weights, Residency(engine, config, times), plan, reference)
+    return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
 
 
 def needed_context(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> int:

@@ -14,7 +14,7 @@ import torch
 from colograd import GRPOTrainer
 from colograd.engine.patches import weights_stay
 from colograd.engine.vllm_engine import Engine
-from colograd.memory.residency import OptimizerOffload, Residency
+from colograd.memory.device_turns import DeviceTurns, OptimizerOffload
 from colograd.reporting.metrics import PhaseTimes
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
@@ -172,30 +172,30 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
     config = tiny.config(tmp_path, offload_optimizer=True, vllm_enable_sleep_mode=True)
     monkeypatch.setattr(type(config), "on_cpu", False)
     times = PhaseTimes()
-    residency = Residency(sleeping_engine(Core(calls)), config, times)
+    turns = DeviceTurns(sleeping_engine(Core(calls)), config, times)
     assert calls == ["forget", "sleep 0", "release"], "the first micro-batch is measured without it"
     _, optimizer = trained()
-    assert residency.offload is not None
-    monkeypatch.setattr(residency.offload, "to_host", lambda given: calls.append("out"))
-    monkeypatch.setattr(residency.offload, "to_device", lambda: calls.append("back"))
+    assert turns.offload is not None
+    monkeypatch.setattr(turns.offload, "to_host", lambda given: calls.append("out"))
+    monkeypatch.setattr(turns.offload, "to_device", lambda: calls.append("back"))
     calls.clear()
-    with residency.sampling(optimizer):
+    with turns.sampling(optimizer):
         calls.append("sample")
     assert calls == ["out", "empty cache", "wake ['kv_cache']", "sample", "forget", "sleep 0", "release", "back"]
     assert set(times.take()) == {"time/offload", "time/wake", "time/sleep"}
-    with pytest.raises(KeyError), residency.sampling(None):
+    with pytest.raises(KeyError), turns.sampling(None):
         raise KeyError("requests are in flight")
-    assert residency.engine.asleep is False
+    assert turns.engine.asleep is False
 
 
 def test_on_a_cpu_nothing_moves_and_a_line_says_so(calls: list[str], tmp_path: Path) -> None:
     config = tiny.config(tmp_path, offload_optimizer=True, vllm_enable_sleep_mode=True)
-    residency = Residency(sleeping_engine(Core(calls), sleeps=False), config, PhaseTimes())
-    with residency.sampling(trained()[1]):
+    turns = DeviceTurns(sleeping_engine(Core(calls), sleeps=False), config, PhaseTimes())
+    with turns.sampling(trained()[1]):
         pass
-    assert calls == [] and residency.offload is None
-    assert [note.split()[1] for note in residency.notes] == ["vllm_enable_sleep_mode", "offload_optimizer"]
-    quiet = Residency(sleeping_engine(Core(calls), sleeps=False), tiny.config(tmp_path), PhaseTimes())
+    assert calls == [] and turns.offload is None
+    assert [note.split()[1] for note in turns.notes] == ["vllm_enable_sleep_mode", "offload_optimizer"]
+    quiet = DeviceTurns(sleeping_engine(Core(calls), sleeps=False), tiny.config(tmp_path), PhaseTimes())
     assert not quiet.notes
 
 
@@ -207,7 +207,7 @@ def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: P
     class Watched(GRPOTrainer):
         def look(self, what: str) -> None:
             what = f"evaluate: {what}" if self.evaluating else what
-            offload = self.residency.offload
+            offload = self.device_turns.offload
             seen.append((what, self.engine.asleep, offload is not None and bool(offload._away)))
 
         def generate(self, prompts: Any) -> Any:
@@ -230,7 +230,7 @@ def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: P
                 None if method in ("discard", "wake_up") else theirs(method, *args, **kwargs)
             )
             trainer.engine.sleeps = True
-            trainer.residency.offload = OptimizerOffload()
+            trainer.device_turns.offload = OptimizerOffload()
             trainer.engine.sleep()
         trainer.train()
         assert not sleeping or trainer.engine.asleep, "also after the evaluation"

@@ -73,7 +73,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return list(found.values())
 
 
-class Residency:
+class DeviceTurns:
     """Gives the device's memory to the engine while it samples, and back to the policy."""
 
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:

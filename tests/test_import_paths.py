@@ -1,0 +1,51 @@
+"""Every import path that a page, recipe or notebook names leads somewhere; so do those that published cards name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import colograd
+
+ROOT = Path(__file__).resolve().parents[1]
+# Of the state before the modules had folders: in recipes on the Hub, in notebooks that people keep.
+PUBLISHED = (
+    "colograd.batch:LossOutput", "colograd.calculator:calculator", "colograd.calculator:products",
+    "colograd.config:GRPOConfig", "colograd.data:load_datasets", "colograd.logprobs:policy_logprobs",
+    "colograd.losses:LOSSES", "colograd.losses:TokenLoss", "colograd.losses:Tokens", "colograd.quickstart:sums",
+    "colograd.rewards:last_number", "colograd.rewards:RewardError", "colograd.sampling:Sampling",
+    "colograd.train:main",
+)  # fmt: skip
+
+
+def named_paths() -> set[str]:
+    """`module:name` of all that the pages, recipes and notebooks name."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.yaml")]
+    texts = [page.read_text() for page in pages]
+    for notebook in ROOT.glob("docs/notebooks/*.ipynb"):
+        texts += ["".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"]]
+    found = set()
+    for text in texts:
+        found |= set(re.findall(r"\bcolograd(?:\.\w+)*:[A-Za-z_]\w*", text))
+        for module, names in re.findall(r"from (colograd[\w.]*) import ([\w, ]+)", text):
+            found |= {f"{module}:{name.strip()}" for name in names.split(",")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted({*named_paths(), *PUBLISHED}))
+def test_it_can_be_imported(path: str) -> None:
+    module, _, name = path.partition(":")
+    assert functools.reduce(getattr, name.split("."), importlib.import_module(module)) is not None
+
+
+@pytest.mark.parametrize(("old", "new"), colograd.MOVED.items())
+def test_a_former_path_gives_the_same_module(old: str, new: str) -> None:
+    """And leaves it what it was: its own name and spec."""
+    module = importlib.import_module(new)
+    assert importlib.import_module(old) is module
+    assert module.__name__ == new and module.__spec__ is not None and module.__spec__.name == new
