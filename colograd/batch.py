@@ -1,6 +1,6 @@
 """The types that data has on its way from a prompt to an optimizer step. Imports torch only.
 
-    Prompt -> Rollout -> Group -> ScoredGroup -> StepBatch[MicroBatch ...] -> LossOutput
+    Prompt -> Rollout -> Group -> ScoredGroup -> DrawnStep -> StepBatch[MicroBatch ...] -> LossOutput
 
 One frozen type per stage; a field is there from the start or belongs to a later type. Shape letters: P prompt tokens, C
 completion tokens, G completions of a group, R reward functions, T tokens of a packed row, N predicted completion tokens
@@ -16,7 +16,7 @@ import dataclasses
 import enum
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,8 @@ class FinishReason(str, enum.Enum):
 class ModelInput:
     """All that the model reads before it writes. Tokens now; images will be a further field.
 
-    Completions share a prompt in a packed row exactly where their inputs are equal.
+    Completions share a prompt in a packed row exactly where their inputs are equal, so all fields must be hashable and
+    comparable (of an image a digest beside its pixels, say).
 
         ModelInput(ids=(11, 12, 13))
     """
@@ -48,6 +49,10 @@ class ModelInput:
     def __len__(self) -> int:
         """P: the tokens."""
         return len(self.ids)
+
+    def followed_by(self, ids: Sequence[int]) -> ModelInput:
+        """The input of a further turn: all of this one, and what was written behind it."""
+        return dataclasses.replace(self, ids=(*self.ids, *ids))
 
     @property
     def key(self) -> str:
@@ -98,9 +103,11 @@ class Prompt(_Asked):
 class Rollout(_Asked):
     """One completion, with what the sampler knew of it.
 
-    input.ids         11 12 13
-    completion_ids              22   23   24    2
-    sampler_logprobs          -1.2 -0.3 -0.9 -0.1    log-probability of each token given all before it
+    The second completion; each log-probability is that of the token given all before it:
+
+        input.ids         11 12 13
+        completion_ids              22   23   24    2
+        sampler_logprobs          -1.2 -0.3 -0.9 -0.1
     """
 
     input: ModelInput  # or [P] ids, which become one
@@ -117,8 +124,10 @@ class Rollout(_Asked):
 class Group:
     """The G completions of one prompt. All are sampled and scored on one rank; another may train them.
 
-    rollouts       21 2 | 22 23 24 2
-    rollout_ids    (0, 0), (0, 1)      the first prompt's two completions
+    The first prompt's two completions:
+
+        rollouts       21 2 | 22 23 24 2
+        rollout_ids    (0, 0), (0, 1)
     """
 
     example: dict[str, Any]
@@ -143,8 +152,10 @@ class Logged:
 class ScoredGroup:
     """A group with its rewards and advantages.
 
-    rewards       [[1.0], [0.0]]
-    advantages    [0.71, -0.71]     or one per token: 2 + 4 of them
+    One reward function, and one advantage per completion (or one per token, 2 + 4 of them):
+
+        rewards       [[1.0], [0.0]]
+        advantages    [0.71, -0.71]
     """
 
     group: Group
@@ -153,18 +164,30 @@ class ScoredGroup:
     logged: Logged = field(default_factory=lambda: Logged({}, {}))
 
     def for_training(self) -> ScoredGroup:
-        """The group without what only rewards and logs read: what another rank needs to train it."""
+        """The group without what only rewards and logs read, to be sent to another rank."""
         rollouts = tuple(dataclasses.replace(rollout, messages=(), columns={}) for rollout in self.group.rollouts)
         group = dataclasses.replace(self.group, example={}, rollouts=rollouts)
-        return dataclasses.replace(self, group=group, logged=Logged({}, {}))
+        # Clones, because a view of a larger tensor is sent with all of it.
+        return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStep:
+    """The groups of one optimizer step on this rank. The two differ with dynamic sampling only."""
+
+    kept: tuple[ScoredGroup, ...]  # what the step is about: its denominators count them
+    sampled: tuple[ScoredGroup, ...]  # this step's share of all that was sampled: metrics and logs count them
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
     """Which tokens of a packed row see which: each segment sees itself (causally) and the earlier segments it names.
 
-    row      11 12 13 | 21  2 | 22 23 24  2
-    lengths = (3, 2, 4)    sees = ((), (0,), (0,)): both completions see the prompt
+    Both completions see the prompt:
+
+        row        11 12 13 | 21  2 | 22 23 24  2
+        lengths    (3, 2, 4)
+        sees       ((), (0,), (0,))
     """
 
     lengths: tuple[int, ...]  # [S] tokens, in the order of the row

@@ -110,11 +110,8 @@ def run(trainer: GRPOTrainer) -> None:
     else:
         trainer.create_model_card()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    ends = (
-        f", mean reward {rewards[0]:.3f} at first, {sum(rewards[-5:]) / len(rewards[-5:]):.3f} at last"
-        if rewards
-        else ""
-    )
+    last = rewards[-5:]
+    ends = f", mean reward {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} at last" if rewards else ""
     trainer.console.say(f"saved to {os.path.relpath(config.output_dir)}{ends}")
     trainer.close()
 

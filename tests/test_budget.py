@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -51,39 +52,42 @@ def make_step(*lengths: tuple[int, ...], rules: PackingRules = RULES) -> StepBat
 # -- Measuring
 
 
-def memory(base: int, per_token: int, largest: int = 10**9) -> tuple[Callable[[int], int | None], list[int]]:
+def memory(base: int, per_token: int, largest: int = 10**9) -> tuple[Callable[[int], float], list[int]]:
     """A model that needs ``base + per_token * tokens`` bytes, and dies above ``largest`` tokens; what was tried."""
     tried: list[int] = []
 
-    def peak(tokens: int) -> int | None:
+    def peak(tokens: int) -> float:
         tried.append(tokens)
-        return None if tokens > largest else base + per_token * tokens
+        return math.inf if tokens > largest else base + per_token * tokens
 
     return peak, tried
 
 
 def test_the_budget_fills_the_limit_and_the_measuring_stays_below_it() -> None:
     peak, tried = memory(base=10_000_000, per_token=1000)
-    assert budget.fill(peak, 30_000_000) == 20_000 // 256 * 256
+    tokens = 20_000 // 256 * 256
+    assert budget.fill(peak, 30_000_000) == (tokens, 10_000_000 + 1000 * tokens)
     assert tried == [1024, 2048, 4096, 8192, 16384], "32768 tokens would have needed more than the limit"
 
 
 def test_one_size_gives_a_careful_estimate() -> None:
     peak, tried = memory(base=1_000_000, per_token=1000)
-    found = budget.fill(peak, 3_000_000)
-    assert tried == [1024] and found == 1280 and 1_000_000 + 1000 * found <= 3_000_000
+    found, size = budget.fill(peak, 3_000_000)
+    assert tried == [1024] and found == 1280 and 1_000_000 + 1000 * found <= size <= 3_000_000
 
 
 def test_what_ran_out_of_memory_is_not_offered() -> None:
     peak, _ = memory(base=0, per_token=1, largest=5000)
-    assert budget.fill(peak, 10**9) == 8192 - 256, "between what fitted and what didn't; the rest is for back-off"
+    assert budget.fill(peak, 10**9) == (8192 - 256, 8192 - 256), (
+        "between what fitted and what didn't; the rest is for back-off"
+    )
     peak, _ = memory(base=0, per_token=1, largest=10)
-    assert budget.fill(peak, 10**9) == 512
+    assert budget.fill(peak, 10**9) == (512, 0)
 
 
 def test_a_budget_has_bounds() -> None:
-    assert budget.fill(memory(0, 1)[0], 10**12) == budget.LARGEST
-    assert budget.fill(memory(10**9, 0)[0], 10**8) == budget.STEP, "not even the smallest row fits"
+    assert budget.fill(memory(0, 1)[0], 10**12)[0] == budget.LARGEST
+    assert budget.fill(memory(10**9, 0)[0], 10**8)[0] == budget.STEP, "not even the smallest row fits"
 
 
 def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +118,9 @@ def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch
 
 
 def test_bytes_are_read_off_the_line_through_the_last_sizes() -> None:
-    assert budget.bytes_at(3000, {0: 0, 1024: 2000, 2048: 3000}) == 3000 + (3000 - 2048) * 1000 // 1024
-    assert budget.bytes_at(512, {0: 0, 1024: 2000}) == 1000 and budget.bytes_at(512, {0: 0}) == 0
+    sizes = {1024: 2000, 2048: 3000, 4096: math.inf}
+    assert budget.fill(sizes.__getitem__, 10**9) == (3840, 3000 + (3840 - 2048) * 1000 // 1024)
+    assert budget.fill(sizes.__getitem__, 1500) == (768, 1500), "through the origin and one size"
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (1, 1, 2), (300, 40, 8)])

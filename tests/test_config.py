@@ -268,7 +268,7 @@ def test_a_command_line_that_says_nothing_clear_is_refused(argv: list[str], mess
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rate: fast\n", "learning_rate: 'fast' isn't a valid float"),
+        ("learning_rate: fast\n", "argument --learning_rate.* invalid float value: 'fast'"),
         ("- a\n- b\n", "must be a mapping of keys to values, not a list"),
         ("a: [1\n", "isn't valid YAML"),
         ("epsilon_hi: 0.3\n", "Unknown configuration key `epsilon_hi`. Did you mean `epsilon_high`"),

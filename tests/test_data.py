@@ -92,7 +92,7 @@ def test_a_function_with_a_split_is_asked_for_both(module: str) -> None:
         ({"dataset_name": "MODULE:wrong"}, "MODULE:wrong is of type list; it must be a datasets.Dataset"),
         ({"dataset_name": "MODULE:number"}, "is of type int; it must be a function"),
         ({"dataset_name": "MODULE:absent"}, "has no attribute 'absent'"),
-        ({"dataset_name": "no_module_here:f"}, "no module 'no_module_here'"),
+        ({"dataset_name": "no_module_here:f"}, "module 'no_module_here' can't be imported"),
         ({"dataset_name": "MODULE:strange"}, "no split 'train'; it has 'dev'"),
         (
             {"dataset_name": "MODULE:plain", "dataset_prompt_column": "question"},

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.engine.patches import weights_stay
+from colograd.engine.building import weights_stay
 from colograd.engine.vllm_engine import Engine
 from colograd.memory.device_turns import DeviceTurns, OptimizerOffload
 from colograd.reporting.metrics import PhaseTimes

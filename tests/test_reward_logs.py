@@ -96,10 +96,8 @@ def test_bad_use_is_an_error_with_the_functions_name_and_leaves_nothing_logged(s
     assert score(scorer).isnan().all() and scorer.take_logged(17) == Logged({}, {})
     scorer.on_error = "raise"
     rewards = scorer.rewards
-    for index, (function, message) in enumerate(said.items()):
-        scorer.rewards = [rewards[index]]
-        if workers:
-            scorer._numbers = {0: index}
+    for reward, (function, message) in zip(rewards, said.items(), strict=True):
+        scorer.rewards = [reward]
         with pytest.raises(RewardError, match=message) as caught:
             score(scorer)
         assert repr(function.__name__) in str(caught.value)

@@ -170,8 +170,8 @@ def test_what_cannot_travel_stays_and_a_line_says_so(scorer_of) -> None:
 def test_a_function_that_hangs_in_this_process_ends_with_its_name(scorer_of, stuck, monkeypatch) -> None:
     """An endless loop is interrupted; a call that can't be is left with the process (here: seen, and not done)."""
     left: list[int] = []
-    monkeypatch.setattr("colograd.usercode.time_limit.GRACE", 0.5)
-    monkeypatch.setattr("colograd.usercode.time_limit.os._exit", left.append)
+    monkeypatch.setattr("colograd.usercode.calls.GRACE", 0.5)
+    monkeypatch.setattr("colograd.usercode.calls.os._exit", left.append)
     if stuck is not hanging:
         monkeypatch.setattr(time, "sleep", lambda seconds, wait=time.sleep: wait(1.5))
     scorer = scorer_of(stuck, workers=0, timeout=0.3)
@@ -192,17 +192,17 @@ def test_an_async_function_that_is_late_abstains(scorer_of) -> None:
 def test_a_call_that_nobody_needs_any_more_gives_its_worker_back(scorer_of) -> None:
     """It may end by itself. Its worker is replaced where another call has waited for it."""
     scorer = scorer_of(process_id, when_told)
-    (quick, slow), numbers = scorer.rewards, dict(scorer._numbers)
+    quick, slow = scorer.rewards
     scorer.rewards = [quick]
     (first, *_) = run(scorer)[0]
-    scorer.rewards, scorer._numbers = [slow], {0: numbers[1]}
+    scorer.rewards = [slow]
     running, queued = (scorer.submit([make_group()], [texts()]) for _ in range(2))
     while not running._calls[0].running():
         time.sleep(0.01)
     queued.cancel()
     running.cancel()
     assert queued._calls[0].cancelled() and not running._calls[0].done(), "nobody else waits"
-    scorer.rewards, scorer._numbers = [quick], numbers
+    scorer.rewards = [quick]
     started = time.monotonic()
     ((second, *_),) = run(scorer)
     assert second != first and time.monotonic() - started < 20

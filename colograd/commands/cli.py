@@ -16,26 +16,27 @@ USAGE = """usage: colograd COMMAND ...
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] == "train":
+    command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if command == "train":
         from ..train import main as train
 
-        return train(words[1:])
-    if words and words[0] == "doctor":
+        return train(rest)
+    if command == "doctor":
         from .doctor import main as doctor
 
-        return doctor(words[1:])
-    if words and words[0] == "show":
+        return doctor(rest)
+    if command == "show":
         from .show import main as show
 
-        return show(words[1:])
-    if words and words[0] in ("version", "--version"):
+        return show(rest)
+    if command in ("version", "--version"):
         from .. import __version__
 
         print(__version__)
         return 0
-    print(USAGE, end="", file=sys.stdout if words and words[0] in ("-h", "--help") else sys.stderr)
-    return 0 if words and words[0] in ("-h", "--help") else 2
+    asked = command in ("-h", "--help")
+    print(USAGE, end="", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ trainer's rows with the model's own forward of each sequence. The exit status is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -94,10 +95,8 @@ def versions() -> Iterator[str]:
     """One line of versions, of the packages that are installed."""
     found = [f"python {platform.python_version()}"]
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
     yield f"versions: {', '.join(found)}"
 
 
@@ -111,7 +110,7 @@ def devices() -> Iterator[str]:
         f"{process.local_world_size()} rank(s), {torch.get_num_threads()} threads each, memory "
         f"{memory.total / gib:.1f} GiB, {memory.available / gib:.1f} free"
     )
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         yield f"GPU {index}: {name}, memory {total / gib:.1f} GiB, {free / gib:.1f} free, CUDA {torch.version.cuda}"
@@ -133,10 +132,9 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     from ..memory.plan import PHASES
 
     plan = trainer.memory
-    left = {phase: plan.remains(phase) for phase in PHASES}
     yield Check(
         "memory",
-        ", ".join(f"{size / 2**30:.2f} GiB remain while {phase}" for phase, size in left.items()),
+        ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),
         plan.fits or trainer.args.on_cpu,  # where pages can be swapped and caches dropped
         "Lower max_tokens_per_microbatch, vllm_max_model_length or vllm_gpu_memory_utilization.",
     )
@@ -211,8 +209,8 @@ def sample(trainer: GRPOTrainer) -> tuple[tuple, int]:
     from ..policy.packing import pack
 
     asked = Sampling.for_training(trainer.args)
-    sampling = dataclasses.replace(asked, n=min(asked.n, COMPLETIONS), max_tokens=min(asked.max_tokens, TOKENS))
-    sampling = dataclasses.replace(sampling, options={})
+    n, max_tokens = min(asked.n, COMPLETIONS), min(asked.max_tokens, TOKENS)
+    sampling = dataclasses.replace(asked, n=n, max_tokens=max_tokens, options={})
     prompts = trainer.train_prompts.first(PROMPTS)
     version, seed = trainer.state.global_step, trainer.args.seed
     with trainer.device_turns.sampling(trainer.optimizer):

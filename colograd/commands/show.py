@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..reporting.completion_log import logged_steps, read_log
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = max(steps) if options.step is None else options.step
     if step not in steps:
         print(
-            f"colograd show: step {step} isn't in the log of {options.run}, which has {_ranges(list(steps))}.",
+            f"colograd show: step {step} isn't in the log of {options.run}, which has {_ranges(steps)}.",
             file=sys.stderr,
         )
         return 2
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _ranges(steps: Sequence[int]) -> str:
+def _ranges(steps: Iterable[int]) -> str:
     """[1, 2, 3, 7] -> "1-3, 7"."""
     parts: list[list[int]] = []
     for step in steps:

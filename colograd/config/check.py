@@ -40,10 +40,9 @@ def _check_best(config: GRPOConfig) -> None:
     if length == 1 or not (best or config.load_best_model_at_end):
         return
     reason = "save_strategy is best" if best else "load_best_model_at_end is true"
-    strategies = {"eval_steps": config.eval_strategy, "save_steps": config.save_strategy}
-    for name in (name for name, strategy in strategies.items() if strategy == "steps"):
+    for name, strategy in (("eval_steps", config.eval_strategy), ("save_steps", config.save_strategy)):
         steps = getattr(config, name)
-        if steps < 1 or steps % length:
+        if strategy == "steps" and (steps < 1 or steps % length):
             raise ValueError(
                 f"{name} is {steps} and {reason}, but checkpoints fall on the ends of rounds of {length} optimizer "
                 f"steps (steps_per_generation x num_iterations), so the best model might not be in one: make {name} a "

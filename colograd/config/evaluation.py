@@ -29,8 +29,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
 
     def eval_generations(self) -> int:
         """Completions per prompt in `evaluate`."""
-        greedy = self.temperature_eval == 0
-        return int(self.num_generations_eval or (1 if greedy else self.num_generations) or 1)
+        return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _settle_best_metric(self) -> None:
         """``metric_for_best_model`` is `reward` where nothing is said: an evaluation has no loss unless asked for one.

@@ -21,26 +21,15 @@ from .objective import ObjectiveKnobs
 from .policy import PolicyKnobs, check_launcher
 from .reference import ReferenceKnobs
 from .rewards import RewardKnobs
-from .sampling import SamplingKnobs
-from .steps import StepKnobs, token_budget
 
 
 @names_checked
 @dataclass
 class GRPOConfig(  # a dataclass has the fields of its last base first: output_dir
-    LogKnobs,
-    ReferenceKnobs,
-    ObjectiveKnobs,
-    AdvantageKnobs,
-    RewardKnobs,
-    EngineKnobs,
-    EvaluationKnobs,
-    SamplingKnobs,
-    StepKnobs,
-    PolicyKnobs,
-    TrainingArguments,
+    LogKnobs, ReferenceKnobs, ObjectiveKnobs, AdvantageKnobs, RewardKnobs, EngineKnobs, EvaluationKnobs, PolicyKnobs
 ):
-    """Arguments of `GRPOTrainer`: the groups of knobs above, and the fields of `transformers.TrainingArguments`.
+    """Arguments of `GRPOTrainer`: the groups of knobs above, the sampling and steps that evaluation derives from, and
+    the fields of `transformers.TrainingArguments`.
 
     After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
     and ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values; the
@@ -92,7 +81,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self.logging_nan_inf_filter = False  # a NaN loss must be seen
         given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
-        self.max_tokens_per_microbatch = token_budget(self.max_tokens_per_microbatch, self.on_cpu)
+        self._settle_budget(self.on_cpu)
         self._check_policy()
         self._check_steps()
         self._check_sampling()

@@ -62,14 +62,11 @@ class ModelConfig:
                     f"{name}: true isn't available in this version (the engine would sample from other weights than "
                     "the quantised ones): remove it; use_peft: true trains an adapter on the base as it is."
                 )
-        self._check_lora()
         attention = self.attn_implementation
         if attention is not None and not attention.startswith(KNOWN_ATTENTION):
             raise ValueError(
                 f"attn_implementation {attention!r} is unknown: remove it (training runs the packed attention)."
             )
-
-    def _check_lora(self) -> None:
         if self.lora_r < 1:
             raise ValueError(f"lora_r is {self.lora_r}, but a rank is at least 1: raise it (16 is usual).")
         if not 0 <= self.lora_dropout < 1:

@@ -69,11 +69,6 @@ class ObjectiveKnobs(SamplingKnobs):
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         at_least(self, 0, "epsilon", "epsilon_high")
         one_of(self, "importance_sampling_level", ("token", "sequence"))
-        self._check_loss()
-        self._check_entropy()
-        self._check_correction()
-
-    def _check_loss(self) -> None:
         if self.loss_type not in LOSSES and not is_import_path(self.loss_type):
             near = difflib.get_close_matches(self.loss_type, LOSSES, n=1, cutoff=0.0)[0]
             raise ValueError(
@@ -84,8 +79,6 @@ class ObjectiveKnobs(SamplingKnobs):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be positive: 1.0 is usual.")
         at_least(self, 0, "delta", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")
-
-    def _check_entropy(self) -> None:
         at_least(self, 0, "entropy_coef_delta")
         if not 0 <= self.top_entropy_quantile <= 1:
             raise ValueError(
@@ -97,6 +90,7 @@ class ObjectiveKnobs(SamplingKnobs):
                 f"entropy_coef_min ({self.entropy_coef_min}) must be at most entropy_coef_max "
                 f"({self.entropy_coef_max})."
             )
+        self._check_correction()
 
     def _check_correction(self) -> None:
         one_of(self, "vllm_importance_sampling_mode", CORRECTIONS)

@@ -32,28 +32,21 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     Raises:
         ValueError: an unknown key, a value of the wrong type, an unreadable file.
     """
-    argv, nested = _take_dotted(list(argv))
+    argv, nested = _take_dotted(argv)
+    recipe, flags, argv = _take_config(argv)
     parser = HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")
-    known = {f.name: f for group in GROUPS for f in dataclasses.fields(group) if f.init}
-    recipe, argv = _take_config(argv)
-    argv, flags = _take_foreign(argv)
+    known = {f.name for group in GROUPS for f in dataclasses.fields(group) if f.init}
     settings, notes = without_effect((_read_recipe(recipe) if recipe else {}) | flags)
-    for name, entries in nested.items():
+    for name in [*nested, *settings]:
         if name not in known:
             raise ValueError(unknown_name(name, known))
+    for name, entries in nested.items():
         if name not in MAPPINGS:
             raise ValueError(f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't one.")
         if any(word.partition("=")[0] == f"--{name}" for word in argv):
             raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
-        settings[name] = {**(_as_mapping(name, settings.get(name))), **entries}
-    for name in settings:
-        if name not in known:
-            raise ValueError(unknown_name(name, known))
-    for action in parser._actions:
-        if action.dest in settings:
-            action.required = False
-            settings[action.dest] = _typed(action, settings[action.dest])
-    parser.set_defaults(**settings)
+        settings[name] = _as_mapping(name, settings.get(name)) | entries
+    parser.set_defaults(**settings)  # texts among them get their field's type (YAML 1.1 reads ``1e-5`` as one)
     try:
         *groups, rest = parser.parse_args_into_dataclasses(
             args=argv, look_for_args_file=False, return_remaining_strings=True
@@ -67,37 +60,23 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     return script, config, model, recipe
 
 
-def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """Split ``--config FILE`` (or ``--config=FILE``) from the rest."""
-    for index, word in enumerate(argv):
-        if word == "--config":
-            if index + 1 == len(argv):
-                raise ValueError("--config needs the path of a YAML file.")
-            return Path(argv[index + 1]), argv[:index] + argv[index + 2 :]
-        if word.startswith("--config="):
-            return Path(word.partition("=")[2]), argv[:index] + argv[index + 1 :]
-    return None, argv
+def _take_config(argv: Sequence[str]) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """Split ``--config FILE``, and flags of TRL's that no group has (see `without_effect`), from the rest."""
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--config", type=Path)
+    for name in (*UNUSED, *INERT, *RENAMED):
+        parser.add_argument(f"--{name}", type=yaml.safe_load, nargs="?", const=True)
+    try:
+        found, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError:
+        raise ValueError("--config needs the path of a YAML file.") from None
+    flags = vars(found)
+    return flags.pop("config", None), flags, rest
 
 
-def _take_foreign(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split flags of TRL's that no group has (see `without_effect`) from the rest; values are read as YAML."""
-    rest: list[str] = []
-    found: dict[str, Any] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        name = flag.removeprefix("--")
-        if not flag.startswith("--") or name not in {*UNUSED, *INERT, *RENAMED}:
-            rest.append(word)
-            continue
-        if not equals:  # a flag without a value switches on
-            value = words.pop(0) if words and not words[0].startswith("--") else "true"
-        found[name] = yaml.safe_load(value)
-    return rest, found
-
-
-def _take_dotted(argv: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """Split ``--field.key value`` pairs from the rest; values are read as YAML."""
     rest: list[str] = []
     nested: dict[str, dict[str, Any]] = {}
@@ -141,15 +120,3 @@ def _as_mapping(name: str, value: Any) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"--{name}.key sets an entry of a mapping, but {name} is {value!r}.")
     return value or {}
-
-
-def _typed(action: argparse.Action, value: Any) -> Any:
-    """Give a YAML scalar its field's type (YAML 1.1 reads ``1e-5`` as text)."""
-    if not isinstance(value, str) or not callable(action.type):
-        return value
-    try:
-        return action.type(value)
-    except (ValueError, TypeError, argparse.ArgumentTypeError):
-        raise ValueError(
-            f"{action.dest}: {value!r} isn't a valid {getattr(action.type, '__name__', 'value')}."
-        ) from None

@@ -47,8 +47,8 @@ class SamplingKnobs:
 
     def _shaping(self) -> dict[str, object]:
         """The settings that make the engine sample from another distribution than the model's at the temperature."""
-        given = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        given["vllm_structured_outputs_regex"] = self.vllm_structured_outputs_regex
+        own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
+        given = {name: getattr(self, name) for name in own}
         more = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
         given |= {name: more[name] for name in SHAPING if name in more}
         return {name: value for name, value in given.items() if value not in NEUTRAL.get(name, (None, 0, [], {}))}

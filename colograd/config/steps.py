@@ -7,7 +7,6 @@ cut by tokens and not by rows.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +68,21 @@ class StepKnobs(TrainingArguments):
                 "auto_find_batch_size would cut groups apart: remove it and lower max_tokens_per_microbatch instead."
             )
 
+    def _settle_budget(self, on_cpu: bool) -> None:
+        """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` where a GPU is to be measured."""
+        given = self.max_tokens_per_microbatch
+        if given is None or given == "auto":
+            self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
+            return
+        try:
+            self.max_tokens_per_microbatch = int(given)
+        except ValueError:
+            raise ValueError(
+                f"max_tokens_per_microbatch is {given!r}, but must be a number of tokens or `auto`: remove it for "
+                "`auto`."
+            ) from None
+        at_least(self, 1, "max_tokens_per_microbatch")
+
     @property
     def groups_per_rank(self) -> int:
         """Groups of one optimizer step on one rank."""
@@ -115,9 +129,8 @@ class StepKnobs(TrainingArguments):
     def _check_no_contradiction(self, completions: int, per_rank: int, ranks: int) -> None:
         """Refuse TRL's product where it isn't the ``completions`` of ``prompts_per_step``. At its factors' defaults
         it says nothing."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
-        given = [name for name in factors if getattr(self, name) != defaults[name]]
+        given = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
         if given and per_rank * ranks != completions:
             raise ValueError(
                 f"prompts_per_step is {self.prompts_per_step}, which is {completions} completions per step, but "
@@ -151,22 +164,3 @@ class StepKnobs(TrainingArguments):
             return 1
         divisor = ", or a divisor" if self.num_iterations == 1 else ""
         raise ValueError(f"{name} is {given}, but must be a multiple of {rule}{divisor}{reason}.")
-
-
-def token_budget(given: int | str | None, on_cpu: bool) -> int | str:
-    """``max_tokens_per_microbatch``: a number of tokens, or `auto` where a GPU is to be measured.
-
-    Raises:
-        ValueError: neither a positive number nor `auto`.
-    """
-    if given in (None, "auto"):
-        return 4096 if on_cpu else "auto"
-    try:
-        tokens = int(given or 0)
-    except ValueError:
-        raise ValueError(
-            f"max_tokens_per_microbatch is {given!r}, but must be a number of tokens or `auto`: remove it for `auto`."
-        ) from None
-    if tokens < 1:
-        raise ValueError(f"max_tokens_per_microbatch is {tokens}, but must be at least 1: raise it.")
-    return tokens

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-
-
-def check_has_length(dataset: Any, name: str) -> None:
-    """Raises ValueError where it isn't a dataset whose rows can be counted."""
-    if not isinstance(dataset, Dataset):
-        raise ValueError(f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset.")
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -24,6 +19,15 @@ def check_dataset(dataset: Any, name: str) -> None:
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
     """The columns; where a stream doesn't know them, those of its first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
+
+
+def check_prompt_column(columns: Iterable[str], name: str) -> None:
+    """Raises ValueError where none of the columns holds the prompts."""
+    if "prompt" not in columns:
+        raise ValueError(
+            f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the one that holds the prompts "
+            "(dataset_prompt_column in a recipe)."
+        )
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
@@ -44,6 +48,6 @@ def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
         )
 
 
-def listed(names: Any) -> str:
+def listed(names: Iterable[str]) -> str:
     """The names for a message, quoted."""
     return ", ".join(repr(name) for name in names) or "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -15,13 +16,27 @@ from .prompts import PromptDataset
 EXTRA = 2**40  # positions of prompts drawn beyond the stream, whose own positions stay far below
 
 
+@dataclass(eq=False)
 class StepOrder(Sampler[list[tuple[int, int]]]):
     """Which prompts each optimizer step takes on this rank; one item is [(row, position), ...] of one step.
 
     An epoch is a row of rounds. A round is ``steps_per_generation`` different steps, taken ``num_iterations`` times.
     Example with 2 prompts a step, steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. What doesn't
     fill a round is left out of the epoch (another remainder in each, if shuffled).
+
+    Raises:
+        ValueError: the rows don't fill one round.
     """
+
+    num_rows: int
+    prompts_per_step: int  # of all ``data_size`` shares, of which this rank takes one
+    data_rank: int
+    data_size: int
+    steps_per_generation: int = 1
+    num_iterations: int = 1
+    shuffle: bool = True
+    seed: int = 0
+    epoch: int = field(default=0, init=False)
 
     @classmethod
     def of(cls, config: GRPOConfig, num_prompts: int) -> StepOrder:
@@ -37,35 +52,17 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
             seed=seed_of(config),
         )
 
-    def __init__(
-        self,
-        num_rows: int,
-        prompts_per_step: int,
-        data_rank: int,
-        data_size: int,
-        steps_per_generation: int = 1,
-        num_iterations: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        """``prompts_per_step`` counts those of all ``data_size`` shares, of which this rank takes one.
-
-        Raises:
-            ValueError: the rows don't fill one round.
-        """
-        assert prompts_per_step % data_size == 0, f"{prompts_per_step} prompts in {data_size} shares"
-        assert 0 <= data_rank < data_size, (data_rank, data_size)
-        self.num_rounds = num_rows // (prompts_per_step * steps_per_generation)
+    def __post_init__(self) -> None:
+        assert self.prompts_per_step % self.data_size == 0, (self.prompts_per_step, self.data_size)
+        assert 0 <= self.data_rank < self.data_size, (self.data_rank, self.data_size)
+        round_size = self.prompts_per_step * self.steps_per_generation
+        self.num_rounds = self.num_rows // round_size
         if self.num_rounds == 0:
             raise ValueError(
-                f"The dataset has {num_rows} prompts; one generation takes {prompts_per_step * steps_per_generation} "
-                f"(prompts_per_step={prompts_per_step} times steps_per_generation={steps_per_generation}). Lower one "
-                "of the two, or add prompts."
+                f"The dataset has {self.num_rows} prompts; one generation takes {round_size} (prompts_per_step="
+                f"{self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). Lower one of the "
+                "two, or add prompts."
             )
-        self.num_rows, self.prompts_per_step = num_rows, prompts_per_step
-        self.data_rank, self.data_size = data_rank, data_size
-        self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
-        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order and the positions of this epoch, counted from 0."""

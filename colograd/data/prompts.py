@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from ..batch import ModelInput, Prompt
-from .columns import check_columns, check_has_length, listed
+from .columns import check_columns, check_dataset, check_prompt_column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,34 +110,29 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     Raises:
         ValueError: no usable dataset, what `PromptRules.encode` finds, or no prompt left.
     """
+    name = rules.name
+    check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):
         dataset = Dataset.from_list(list(dataset.with_format(None)))
-    name = rules.name
-    check_has_length(dataset, name)
     check_columns(dataset, name)
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows: there is nothing to sample from.")
-    if "prompt" not in dataset.column_names:
-        raise ValueError(
-            f"{name} has no column 'prompt'; it has {listed(dataset.column_names)}. Rename the one that holds the "
-            "prompts (dataset_prompt_column in a recipe)."
-        )
+    check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in COLUMNS if c in dataset.column_names])
-    kept, chunks, lengths = [], [], [0]
+    kept, chunks = [], []
     for first in range(0, len(dataset), ROWS_AT_ONCE):
         for row, ids in enumerate(rules.encode(wanted[first : first + ROWS_AT_ONCE], first), start=first):
             if ids is not None:
                 kept.append(row)
                 chunks.append(np.asarray(ids, dtype=np.int32))
-                lengths.append(len(ids))
     if not kept:
         raise ValueError(
             f"{name}: all {len(dataset)} prompts are over the limit of {rules.max_prompt_tokens} tokens. Raise "
             "max_prompt_tokens or vllm_max_model_length."
         )
     rows = dataset.select(kept) if len(kept) < len(dataset) else dataset
-    ends = np.cumsum(lengths, dtype=np.int64)
+    ends = np.cumsum([0, *map(len, chunks)], dtype=np.int64)
     return PromptDataset(rows, np.concatenate(chunks), ends, num_dropped=len(dataset) - len(kept))
 
 
@@ -145,27 +140,20 @@ def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list
     """Token ids of each row of a batch whose first row has the number ``first``."""
     prompts = batch["prompt"]
     ids: dict[int, list[int]] = {}
-    texts: list[int] = []
-    # Rows with equal arguments go through the template together: (the arguments, the rows' places in the batch).
-    alike: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    # Rows with equal arguments go through the template together, and so do texts, which have none (None), through the
+    # tokenizer: (the arguments, the rows' places in the batch).
+    alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
     for index, prompt in enumerate(prompts):
-        where = f"{rules.name}, row {first + index}"
-        if isinstance(prompt, str):
-            if rules.tools is not None:
-                raise ValueError(
-                    f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such "
-                    'as [{"role": "user", "content": "..."}].'
-                )
-            texts.append(index)
+        _check_prompt(prompt, f"{rules.name}, row {first + index}", rules.tools is not None)
+        arguments = None if isinstance(prompt, str) else _template_arguments(batch, index, rules)
+        alike.setdefault(repr(sorted((arguments or {}).items())), (arguments, []))[1].append(index)
+    for arguments, places in alike.values():
+        given = [prompts[i] for i in places]
+        if arguments is None:
+            encoded = rules.tokenizer(given).input_ids
         else:
-            _check_conversation(prompt, where)
-            arguments = _template_arguments(batch, index, rules)
-            alike.setdefault(repr(sorted(arguments.items())), (arguments, []))[1].append(index)
-    if texts:
-        ids.update(zip(texts, rules.tokenizer([prompts[i] for i in texts]).input_ids, strict=True))
-    for arguments, rows in alike.values():
-        encoded = _apply_template(rules, [prompts[i] for i in rows], arguments, [first + i for i in rows])
-        ids.update(zip(rows, encoded, strict=True))
+            encoded = _apply_template(rules, given, arguments, [first + i for i in places])
+        ids.update(zip(places, encoded, strict=True))
     return [ids[index] for index in range(len(prompts))]
 
 
@@ -207,14 +195,21 @@ def _apply_template(
         ) from error
 
 
-def _check_conversation(prompt: Any, where: str) -> None:
+def _check_prompt(prompt: Any, where: str, tools: bool) -> None:
+    if isinstance(prompt, str):
+        if tools:
+            raise ValueError(
+                f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such as "
+                '[{"role": "user", "content": "..."}].'
+            )
+        return
     messages = prompt if isinstance(prompt, list) else []
     if not messages or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
     ):
-        example = '[{"role": "user", "content": "..."}]'
         raise ValueError(
-            f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as {example}."
+            f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as "
+            '[{"role": "user", "content": "..."}].'
         )
     parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
     if other := [part["type"] for part in parts if isinstance(part, dict) and part.get("type") not in (None, "text")]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
 
+from ..runtime.importing import find_object
 from .columns import check_dataset
 
 FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -30,14 +28,14 @@ def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: S
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
     else:
         loaded = _load_stored(name, config, kwargs | ({"streaming": True} if streaming else {}))
-    if streaming and isinstance(loaded, dict):
-        return {split: _streamed(part) for split, part in loaded.items()}
     return _streamed(loaded) if streaming else loaded
 
 
-def _streamed(dataset: Any) -> Any:
-    """A dataset that is loaded already, as one that is read while training."""
-    return dataset.to_iterable_dataset() if isinstance(dataset, Dataset) else dataset
+def _streamed(loaded: Any) -> Any:
+    """A dataset or its splits, where they are loaded already, as what is read while training."""
+    if isinstance(loaded, dict):
+        return {split: _streamed(part) for split, part in loaded.items()}
+    return loaded.to_iterable_dataset() if isinstance(loaded, Dataset) else loaded
 
 
 def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
@@ -45,15 +43,13 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
     path = Path(name)
     builder = FILE_BUILDERS.get(path.suffix.lower())
     try:
-        if path.is_dir():
-            if any((path / mark).exists() for mark in ("dataset_info.json", "state.json", "dataset_dict.json")):
-                return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
-            return load_dataset(name, config, **kwargs)
+        if any((path / mark).exists() for mark in ("dataset_info.json", "state.json", "dataset_dict.json")):
+            return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
         if path.is_file():
             if builder is None:
                 raise ValueError(f"it ends in {path.suffix!r}; files may be {', '.join(FILE_BUILDERS)}")
             return load_dataset(builder, data_files=name, **kwargs)
-        if builder is not None:
+        if builder is not None and not path.is_dir():
             raise ValueError(f"there is no such file (looked from {os.getcwd()})")
         return load_dataset(name, config, **kwargs)
     except (OSError, ValueError, TypeError) as error:  # what is missing or unreachable is an OSError too
@@ -66,26 +62,17 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
 
 def _function(name: str) -> Callable[..., Any] | None:
     """The function that an import path names; None where ``name`` isn't an import path."""
-    if Path(name).exists():
-        return None
     explicit = ":" in name and "://" not in name
-    module_name, _, attribute = name.partition(":") if explicit else name.rpartition(".")
-    if not explicit and (not all(part.isidentifier() for part in name.split(".")) or "." not in name):
+    dotted = "." in name and all(part.isidentifier() for part in name.split("."))
+    if Path(name).exists() or not (explicit or dotted):
         return None
-    if os.getcwd() not in sys.path:  # a launched script's path starts at the script's folder, not where the user stands
-        sys.path.append(os.getcwd())
     try:
-        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        is_absent = f"{module_name}.".startswith(f"{error.name}.")
-        if not is_absent:  # the module is there and what it imports isn't, which the error itself says best
+        found = find_object(name, "The dataset", callable)
+    except ValueError as error:
+        why = error.__cause__  # None: the module is there, without such an attribute
+        absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
+        if explicit or not absent:
             raise
-        if explicit:
-            raise ValueError(f"The dataset {name!r}: there is no module {error.name!r} to import.") from error
-        return None
-    except AttributeError as error:
-        if explicit:
-            raise ValueError(f"The dataset {name!r}: {error}.") from error
         return None
     if callable(found):
         return found

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..batch import ModelInput, Prompt
 from ..config import GRPOConfig
-from .columns import check_columns, listed
+from .columns import check_columns, check_prompt_column
 from .order import seed_of
 from .prompts import PromptRules
 
@@ -111,11 +111,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         self.dataset.set_epoch(epoch)
         rows, number = iter(self.dataset), 0
         while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
-            if "prompt" not in block[0]:
-                raise ValueError(
-                    f"{self.rules.name} has no column 'prompt'; it has {listed(block[0])}. Rename the one that holds "
-                    "the prompts (dataset_prompt_column in a recipe)."
-                )
+            check_prompt_column(block[0], self.rules.name)
             columns = {name: [row.get(name) for row in block] for name in block[0]}
             for index, ids in enumerate(self.rules.encode(columns, number)):
                 if ids is None:

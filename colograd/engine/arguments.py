@@ -45,21 +45,17 @@ def engine_kwargs(
         "model_impl": config.vllm_model_impl,
         "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
         "use_tqdm_on_load": False,
+        "revision": (config.model_init_kwargs or {}).get("revision"),  # type: ignore[union-attr]
+        "max_model_len": context,
+        "kv_cache_memory_bytes": kv_bytes or None,
     }
-    if revision := (config.model_init_kwargs or {}).get("revision"):  # type: ignore[union-attr]
-        kwargs["revision"] = revision
-    if context is not None:
-        kwargs["max_model_len"] = context
-    if kv_bytes:
-        kwargs["kv_cache_memory_bytes"] = kv_bytes
     if config.on_cpu:
         kwargs["block_size"] = CPU_BLOCK
     else:
         # With a size given, the share decides nothing, but vLLM still refuses to start where less of the GPU is free.
-        if share := config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None):
-            kwargs["gpu_memory_utilization"] = share
+        kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
-    return kwargs | given
+    return {name: value for name, value in kwargs.items() if value is not None} | given
 
 
 def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:

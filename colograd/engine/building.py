@@ -1,4 +1,7 @@
-"""What must hold while vLLM is built: a supported version, weights that can be written, an untouched random state."""
+"""What must hold while vLLM is built: a supported version, weights that can be written, an untouched random state.
+
+To that end parts of vLLM are replaced: what moves or hides the weights, and CPU kernels that are slow.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from packaging.version import Version
-
-from .patches import live_weights, one_adapter, one_draw_per_token, ranks_without_compiling, weights_stay
 
 SUPPORTED_VLLM = ("0.25", "0.33")
 
@@ -43,7 +45,10 @@ def check_vllm() -> None:
 def build_conditions(on_cpu: bool, sleeps: bool, has_adapter: bool) -> Iterator[None]:
     """While an engine is built: its weights can be written, no sleep will move them, and the random state is kept."""
     with contextlib.ExitStack() as while_built:
-        while_built.enter_context(random_state_kept())
+        # vLLM reseeds python, numpy and torch; the user's seed must still mean something afterwards.
+        while_built.callback(random.setstate, random.getstate())
+        while_built.callback(np.random.set_state, np.random.get_state())
+        while_built.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
         if on_cpu:
             ranks_without_compiling()
             while_built.enter_context(live_weights())
@@ -56,12 +61,126 @@ def build_conditions(on_cpu: bool, sleeps: bool, has_adapter: bool) -> Iterator[
 
 
 @contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """vLLM reseeds python, numpy and torch while it is built; the user's seed must still mean something afterwards."""
-    python, numpy_state = random.getstate(), np.random.get_state()
+def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
+    """While the context lasts, ``owner`` (a module or a class of vLLM's) has ``ours`` for its attribute ``name``."""
+    theirs = getattr(owner, name)
+    setattr(owner, name, ours)
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
+        setattr(owner, name, theirs)
+
+
+def weights_stay() -> contextlib.AbstractContextManager[None]:
+    """While an engine that sleeps is built, keep its weights out of the memory that sleeping unmaps.
+
+    vLLM would load them into a pool of its allocator under the tag "weights". There a sleep of level 1 or 2 would take
+    them from a policy whose parameters are views of them, and a second engine in the process would be refused for as
+    long as such views live. In torch's ordinary memory no sleep reaches them; only the KV cache is in the pool.
+
+    Raises:
+        RuntimeError: this vLLM doesn't let the two be told apart.
+    """
+    from vllm import __version__ as found
+    from vllm.v1.worker.gpu_worker import Worker
+
+    theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
+    if theirs is None:
+        raise RuntimeError(
+            f"vLLM {found} can't give back its KV cache while the weights stay: set vllm_enable_sleep_mode: false, or "
+            "install vLLM 0.31."
+        )
+
+    def pool(self: Any, tag: str) -> Any:
+        return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
+
+    return replaced(Worker, "_maybe_get_memory_pool_context", pool)
+
+
+def live_weights() -> contextlib.AbstractContextManager[None]:
+    """While an engine is built on a CPU, keep its linear layers' weights in place.
+
+    vLLM's CPU backend packs each linear layer's weight into a private layout and empties the parameter, after which new
+    weights can't be written. Plain `torch.nn.functional.linear` on the parameter is as fast within noise.
+    """
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    return replaced(utils, "dispatch_cpu_unquantized_gemm", keep)
+
+
+def ranks_without_compiling() -> None:
+    """Let vLLM count how many tokens are likelier than the sampled one, which nobody here reads, in plain torch.
+
+    It has that one line compiled at the first request that asks for log-probabilities: some seconds, and on a machine
+    without a C++ compiler an error. Stays in force for the process.
+    """
+    from vllm.v1.sample import sampler
+
+    def count(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return (x >= values).sum(-1)
+
+    if hasattr(sampler, "batched_count_greater_than"):  # a later vLLM may have it elsewhere
+        sampler.batched_count_greater_than = count
+
+
+def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
+    """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.
+
+    For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of
+    the time of a small model's decoding. Inverting the distribution function takes one uniform number, and draws from
+    the same distribution.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler as ops
+
+    theirs = ops.TopKTopPSampler.forward_cpu
+
+    def forward_cpu(self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any) -> Any:
+        if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
+            return theirs(self, logits, generators, k, p)
+        logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
+        draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
+        distribution = logprobs.exp().cumsum(-1)
+        # The first entry whose cumulative probability exceeds the draw: never one of probability 0.
+        tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
+        return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
+
+    return replaced(ops.TopKTopPSampler, "forward_cpu", forward_cpu)
+
+
+def one_adapter() -> contextlib.AbstractContextManager[None]:
+    """While an engine with LoRA is built on a CPU, give it plain matrix products for its one adapter.
+
+    vLLM's CPU kernels copy the adapter's matrices once per *token* of the batch: 1.7 ms for 64 rows and one layer of
+    576 to 1,536 at rank 16 on two cores, 13.6 ms for 512 rows; plain products take 0.25 and 1.7 ms. Here there is one
+    adapter and every request carries it, so slot 0 multiplies the whole batch: first in float32, then rounded once into
+    the layer's output, as peft does it.
+    """
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    theirs: Any = punica_cpu.PunicaWrapperCPU
+
+    class OneAdapter(theirs):
+        def _apply_shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
+            """y (tokens, rank) = scale * x (tokens, in) A', A' of the slots (slots, 1, rank, in)."""
+            y.copy_(torch.nn.functional.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype)))
+            if scale != 1.0:
+                y.mul_(scale)
+
+        def _apply_expand(
+            self,
+            y: torch.Tensor,
+            x: torch.Tensor,
+            w_t_all: torch.Tensor,
+            y_offset: int,
+            y_slice_size: int,
+            add_inputs: bool = True,
+        ) -> None:
+            """Columns y_offset ... of y (tokens, out) += x (tokens, rank) B', B' of the slots (slots, 1, out, rank)."""
+            product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
+            columns = y[:, y_offset : y_offset + y_slice_size]
+            columns.add_(product) if add_inputs else columns.copy_(product)
+
+    return replaced(punica_cpu, "PunicaWrapperCPU", OneAdapter)

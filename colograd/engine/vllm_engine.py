@@ -20,8 +20,7 @@ from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
 from .arguments import engine_kwargs, lora_kwargs
-from .building import build_conditions, check_vllm
-from .patches import replaced
+from .building import build_conditions, check_vllm, replaced
 from .sampling import Sampling, request_seed
 
 
@@ -302,8 +301,7 @@ class Engine:
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         """One step of the engine: the requests that it finished, each with its n completions."""
-        finished = [output for output in self.core.step() if output.finished]
-        return [(output.request_id, _sampled(output)) for output in finished]
+        return [(output.request_id, _sampled(output)) for output in self.core.step() if output.finished]
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop requests, and drain the engine."""

@@ -33,13 +33,13 @@ class OptimizerOffload:
         """Move the state to the host. Returns the bytes moved: 0 if it is there already, or not made yet."""
         if self._away:
             return 0
-        state = _state_tensors(optimizer)
-        self._host = {id(tensor): self._host[id(tensor)] for tensor in state if id(tensor) in self._host}
-        for tensor in state:
-            copy = self._host.get(id(tensor))
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = {id(value): value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0}
+        self._host = {key: copy for key, copy in self._host.items() if key in tensors}
+        for key, tensor in tensors.items():
+            copy = self._host.get(key)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                self._host[id(tensor)] = copy
+                copy = self._host[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             copy.copy_(tensor, non_blocking=True)
             self._away.append((tensor, tensor.device))
         self._wait()
@@ -62,19 +62,8 @@ class OptimizerOffload:
             torch.cuda.synchronize()
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of the state, each once, without scalars."""
-    found = {
-        id(value): value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    }
-    return list(found.values())
-
-
 class DeviceTurns:
-    """Gives the device's memory to the engine while it samples, and back to the policy."""
+    """The engine and the policy take turns on the device: its memory is the engine's while it samples."""
 
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
@@ -90,17 +79,14 @@ class DeviceTurns:
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
         """The body samples. After an error in it the engine keeps the memory, as requests may be in flight."""
-        self._lend_to_engine(optimizer)
-        yield
-        self._return_to_policy()
-
-    def _lend_to_engine(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.offload is not None and optimizer is not None:
             with self.times.phase("offload"):
                 self.offload.to_host(optimizer)
         if self.engine.asleep:
             with self.times.phase("wake"):
                 self.engine.wake()
+        yield
+        self._return_to_policy()
 
     def _return_to_policy(self) -> None:
         if self.engine.sleeps:

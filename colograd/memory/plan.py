@@ -121,16 +121,12 @@ def optimizer_bytes(model: torch.nn.Module, name: str) -> int:
     `adamw_split` keeps 10 bytes per bfloat16 parameter (two float32 moments, 16 bits of remainder) and 8 per float32
     one; torch's AdamW keeps two moments in the parameter's dtype; those named 8bit one byte each.
     """
-    total = 0
-    for parameter in model.parameters():
-        if not parameter.requires_grad or name == "sgd":
-            continue
-        if name == "adamw_split":
-            each = 10 if parameter.dtype == torch.bfloat16 else 8
-        else:
-            each = 2 if "8bit" in name else 2 * parameter.dtype.itemsize
-        total += each * parameter.numel()
-    return total
+    if name == "sgd":
+        return 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if name == "adamw_split":
+        return sum((10 if p.dtype == torch.bfloat16 else 8) * p.numel() for p in trained)
+    return sum(2 * (1 if "8bit" in name else p.itemsize) * p.numel() for p in trained)
 
 
 # -- the KV cache
@@ -221,9 +217,11 @@ class MemoryPlan:
             ValueError: not even one sequence at full length fits.
         """
         if self.room < need.least:
+            parts = [(name, max(sampling, training)) for name, sampling, training in self.rows()]
+            beside = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size >= GIB // 200)
             raise ValueError(
                 f"The KV cache of one full sequence takes {_gib(need.least)} GiB, but {_gib(max(self.room, 0))} of "
-                f"{_gib(self.total)} GiB are left beside {self._beside()}: at least one must fit. Lower "
+                f"{_gib(self.total)} GiB are left beside {beside}: at least one must fit. Lower "
                 f"vllm_max_model_length or max_tokens_per_microbatch{self._switches()}, or set "
                 "vllm_gpu_memory_utilization to overrule the plan."
             )
@@ -239,10 +237,6 @@ class MemoryPlan:
         return dataclasses.replace(
             self, engine_weights=weights, policy_weights=apart, kv_bytes=kv_bytes, kv_tokens=kv_tokens
         )
-
-    def _beside(self) -> str:
-        parts = [(name, max(sampling, training)) for name, sampling, training in self.rows()]
-        return ", ".join(f"{name} {_gib(size)}" for name, size in parts if size >= GIB // 200)
 
     def _switches(self) -> str:
         off = [
@@ -317,7 +311,7 @@ def plan(
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     shape, device = Shape.of(model.config), config.device.type
     weights = sum(p.numel() for p in model.parameters())
-    in_policy = sum(p.numel() * p.element_size() for p in model.parameters())
+    in_policy = sum(p.nbytes for p in model.parameters())
     name, total, available = device_memory(config.device, in_policy)
     sequences = min(sequences, int(given.get("max_num_seqs") or sequences))
     of_policy, of_engine = model.dtype.itemsize, engine_dtype(config, model.dtype).itemsize

@@ -6,8 +6,10 @@ fills `SHARE` of what is free beside the policy, the engine and the optimizer's 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,21 +24,21 @@ SMALLEST, LARGEST = 1024, 65536  # measured sizes, in tokens; a row of LARGEST k
 STEP = 256  # budgets are multiples of it
 
 
-def fill(peak: Callable[[int], int | None], limit: int) -> int:
+def fill(peak: Callable[[int], float], limit: int) -> tuple[int, int]:
     """The most tokens whose peak memory stays under ``limit`` bytes, by a line through the last two sizes measured.
 
     Args:
-        peak: tokens -> bytes that a forward and backward needs at most; None: it ran out of memory.
+        peak: tokens -> bytes that a forward and backward needs at most; infinite: it ran out of memory.
 
     Returns:
-        A multiple of `STEP`, at least `STEP`.
+        The tokens, a multiple of `STEP` and at least `STEP`, and the bytes that the line gives them.
     """
     # Starting at the origin makes a single size an upper estimate of the slope.
-    x, y, slope, most = 0, 0, 0.0, LARGEST
+    x, y, slope, most = 0, 0.0, 0.0, LARGEST
     tokens = SMALLEST
     while tokens <= LARGEST:
         used = peak(tokens)
-        if used is None:
+        if used == math.inf:
             most = tokens - STEP
             break
         x, y, slope = tokens, used, (used - y) / (tokens - x)
@@ -44,9 +46,10 @@ def fill(peak: Callable[[int], int | None], limit: int) -> int:
             break
         tokens *= 2
     if not x:
-        return SMALLEST // 2
+        return SMALLEST // 2, 0
     best = x + (limit - y) / slope if slope > 0 else most
-    return max(STEP, int(min(best, most)) // STEP * STEP)
+    tokens = max(STEP, int(min(best, most)) // STEP * STEP)
+    return tokens, int(y + (tokens - x) * slope)
 
 
 def measure(
@@ -63,53 +66,35 @@ def measure(
         shape: tokens of the longest prompt and of the longest completion, and completions per group.
         pending_bytes: what will be allocated later, by the optimizer at its first step.
     """
-    device, peaks = rules.device, {0: 0}
+    device = rules.device
     if not rules.share_prompts:
         shape = (*shape[:2], 1)  # rows that are padded have a prompt for each completion
 
-    def peak(tokens: int) -> int | None:
+    def peak(tokens: int) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        used: int | None = None
-        try:
+        used = math.inf
+        with contextlib.suppress(torch.OutOfMemoryError):
             loss(dummy_row(tokens, shape, device)).backward()
             used = torch.cuda.max_memory_allocated(device) - before
-        except torch.OutOfMemoryError:
-            pass
         free_memory(model)
-        reports = gather(used)
-        found = [report for report in reports if report is not None]
-        if len(found) < len(reports):
-            return None
-        peaks[tokens] = max(found)
-        return peaks[tokens]
+        return max(gather(used))
 
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
-    tokens = fill(peak, int(SHARE * min(gather(free))))
-    return tokens, bytes_at(tokens, peaks)
-
-
-def bytes_at(tokens: int, peaks: dict[int, int]) -> int:
-    """The peak memory at ``tokens``, on the line through the last two of ``peaks`` (tokens -> bytes)."""
-    if len(peaks) < 2:
-        return 0
-    (x0, y0), (x1, y1) = sorted(peaks.items())[-2:]
-    return int(y1 + (tokens - x1) * (y1 - y0) / (x1 - x0))
+    return fill(peak, int(SHARE * min(gather(free))))
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> MicroBatch:
     """A row of ``tokens`` tokens without a signal, of groups as long as they can be; the last one is cut short."""
+    longest_prompt, longest, count = shape
     groups: list[tuple[int, list[int]]] = []
     left = tokens
     while left > 1:
-        prompt = min(shape[0], left - 1)
-        left -= prompt
-        completions: list[int] = []
-        while left and len(completions) < shape[2]:
-            completions.append(min(shape[1], left))
-            left -= completions[-1]
-        groups.append((prompt, completions))
+        prompt = min(longest_prompt, left - 1)
+        room = min(left - prompt, longest * count)
+        groups.append((prompt, [min(longest, room - start) for start in range(0, room, longest)]))
+        left -= prompt + room
     if left:  # a single token is no group
         groups[-1][1][-1] += left
     return dummy(device, groups)

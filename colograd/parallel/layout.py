@@ -14,7 +14,7 @@ class RankLayout:
         rank           0 1 2 3 | 4 5 6 7
         data_rank      0 0 1 1 | 2 2 3 3    of data_size 4: which share of each step's prompts
         engine_place   0 1 0 1 | 0 1 0 1    which part of the engine
-        shard_group    0 2 4 6 are one, 1 3 5 7 the other: they hold equal parts of the weights
+        shard_group    0 2 4 6 are one, 1 3 5 7 the other: each group has one part of the weights to share out
         node           0 0 0 0 | 1 1 1 1
     """
 
@@ -50,7 +50,8 @@ class RankLayout:
 
     @property
     def shard_group(self) -> tuple[int, ...]:
-        """The ranks that hold the same part of the weights, one of each engine."""
+        """One rank of each engine, all with the same part of the weights: gradients are summed among them, and each may
+        own a share of what that part needs (ZeRO)."""
         return tuple(range(self.engine_place, self.world_size, self.ranks_per_engine))
 
     @property

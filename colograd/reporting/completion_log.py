@@ -27,9 +27,7 @@ from ..parallel.ranks import gather
 from .completion_table import CompletionRow, chosen_rows, completion_rows, extra_names, print_table
 
 FOLDER = "completions"
-FIXED = (
-    "step", "position", "prompt", "completion", "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
-)  # fmt: skip
+FIXED = tuple(field.name for field in dataclasses.fields(CompletionRow) if field.name not in ("rewards", "extra"))
 UPLOAD_MINUTES = 2  # as TRL
 NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
 EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
@@ -120,23 +118,19 @@ def _start_uploads(folder: Path, config: GRPOConfig) -> Any:
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[str, list[Any]]:
     """Rows as columns; a reward function's column has its name, and so has one that was logged."""
     found = {name: [getattr(row, name) for row in rows] for name in FIXED}
-    for index, name in enumerate(column_names(reward_names)):
-        found[name] = [row.rewards[index] for row in rows]
     extra = extra_names(rows)
-    for name, column in zip(extra, extra_columns(extra, reward_names), strict=True):
+    of_rewards, of_extra = _column_names(reward_names, extra)
+    for index, column in enumerate(of_rewards):
+        found[column] = [row.rewards[index] for row in rows]
+    for name, column in zip(extra, of_extra, strict=True):
         found[column] = _storable([row.extra.get(name) for row in rows])
     return found
 
 
-def column_names(reward_names: Sequence[str]) -> list[str]:
-    """The rewards' columns: their names, unless a fixed column has it."""
-    return [f"rewards/{name}" if name in FIXED else name for name in reward_names]
-
-
-def extra_columns(extra: Sequence[str], reward_names: Sequence[str]) -> list[str]:
-    """The columns of what was logged: their names, unless another column has it."""
-    taken = {*FIXED, *column_names(reward_names)}
-    return [f"extra/{name}" if name in taken else name for name in extra]
+def _column_names(reward_names: Sequence[str], extra: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The columns of rewards and of what was logged: their names, unless an earlier column has it."""
+    rewards = [f"rewards/{name}" if name in FIXED else name for name in reward_names]
+    return rewards, [f"extra/{name}" if name in (*FIXED, *rewards) else name for name in extra]
 
 
 def _storable(values: list[Any]) -> list[Any]:
@@ -178,29 +172,23 @@ def write_log(
 def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
     """The rows of a file, and the names of their rewards."""
     table = pq.read_table(path)
-    names = json.loads((table.schema.metadata or {}).get(NAMES_KEY, b"[]"))
-    data = table.to_pydict()
-    rewards = [data[name] for name in column_names(names)]
-    extra = json.loads((table.schema.metadata or {}).get(EXTRA_KEY, b"[]"))
-    logged = {name: data[column] for name, column in zip(extra, extra_columns(extra, names), strict=True)}
+    metadata = table.schema.metadata or {}
+    names, extra = (json.loads(metadata.get(key, b"[]")) for key in (NAMES_KEY, EXTRA_KEY))
+    of_rewards, of_extra = _column_names(names, extra)
     return [
         CompletionRow(
-            **{name: data[name][i] for name in FIXED},
-            rewards=tuple(float("nan") if column[i] is None else column[i] for column in rewards),
-            extra={name: column[i] for name, column in logged.items()},
+            **{name: row[name] for name in FIXED},
+            rewards=tuple(math.nan if row[column] is None else row[column] for column in of_rewards),
+            extra={name: row[column] for name, column in zip(extra, of_extra, strict=True)},
         )
-        for i in range(table.num_rows)
+        for row in table.to_pylist()
     ], names
 
 
 def logged_steps(run_dir: Path) -> dict[int, Path]:
     """The steps whose completions a run has logged, in order."""
-    found = {}
-    for path in (run_dir / FOLDER).glob("completions_*.parquet"):
-        number = path.stem.removeprefix("completions_")
-        if number.isdigit():
-            found[int(number)] = path
-    return dict(sorted(found.items()))
+    paths = {path.stem.removeprefix("completions_"): path for path in (run_dir / FOLDER).glob("completions_*.parquet")}
+    return dict(sorted((int(number), path) for number, path in paths.items() if number.isdigit()))
 
 
 def send_to_trackers(
@@ -209,10 +197,7 @@ def send_to_trackers(
     """Log a table with wandb and trackio, where the run reports to them."""
     import pandas as pd
 
-    frame = None
     for name in ("wandb", "trackio"):
         tracker = sys.modules.get(name)  # transformers' callback has imported and started it
-        if name not in report_to or tracker is None or (name == "wandb" and tracker.run is None):
-            continue
-        frame = pd.DataFrame(columns(rows, reward_names)) if frame is None else frame
-        tracker.log({key: tracker.Table(dataframe=frame)})
+        if name in report_to and tracker is not None and (name != "wandb" or tracker.run is not None):
+            tracker.log({key: tracker.Table(dataframe=pd.DataFrame(columns(rows, reward_names)))})

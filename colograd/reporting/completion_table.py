@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +46,7 @@ def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]
     """The rows of a step's groups; ``texts[g][i]`` is the decoded completion i of group g."""
     rows = []
     for scored, of_group in zip(groups, texts, strict=True):
-        group = scored.group
+        group, advantages = scored.group, _mean_advantages(scored)
         for i, (rollout, text) in enumerate(zip(group.rollouts, of_group, strict=True)):
             rows.append(
                 CompletionRow(
@@ -56,7 +58,7 @@ def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]
                     completion_tokens=len(rollout.completion_ids),
                     finish_reason=rollout.finish_reason.value,
                     rewards=tuple(scored.rewards[i].tolist()),
-                    advantage=_mean_advantage(scored, i),
+                    advantage=advantages[i],
                     extra={name: values[i] for name, values in scored.logged.columns.items()},
                 )
             )
@@ -69,7 +71,7 @@ def completions_table(
     title: str,
     limit: int | None,
     unique_prompts: bool,
-    width: int | None = None,
+    width: int = DEFAULT_WIDTH,
 ) -> Table:
     """A table of completions with their rewards and advantages.
 
@@ -79,9 +81,8 @@ def completions_table(
         title: whose completions they are.
         limit: rows at most, one of each group before the second of any; None is all.
         unique_prompts: show one completion per group only.
-        width: characters; None is 120. Long texts are shortened in the middle to fit.
+        width: characters. Long texts are shortened in the middle to fit.
     """
-    width = width or DEFAULT_WIDTH
     extra = extra_names(rows)
     # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.
     room = max(width - 40 - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
@@ -129,13 +130,10 @@ def print_table(
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
     """The rows to show, by group; those chosen first are the first of each group."""
-    turns: dict[int, int] = {}  # completions of each group so far
-    by_turn = []
-    for index, row in enumerate(rows):
-        turn = turns[row.position] = turns.get(row.position, -1) + 1
-        if not (unique_prompts and turn):
-            by_turn.append((turn, index))
-    return [rows[index] for index in sorted(index for _, index in sorted(by_turn)[:limit])]
+    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of each group
+    by_turn = sorted((next(turns[row.position]), index) for index, row in enumerate(rows))
+    chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]
+    return [rows[index] for index in sorted(chosen)]
 
 
 def _prompt_text(prompt: Any) -> str:
@@ -156,12 +154,12 @@ def _shorten(text: str, limit: int) -> str:
     return f"{text[:head]} … {text[len(text) - max(limit - head - 3, 0) :]}"
 
 
-def _mean_advantage(scored: ScoredGroup, index: int) -> float:
-    """The completion's advantage; where there is one per token, their mean."""
+def _mean_advantages(scored: ScoredGroup) -> list[float]:
+    """The completions' advantages; where there is one per token, their means."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     if len(scored.advantages) == len(lengths):
-        return float(scored.advantages[index])
-    return float(torch.split(scored.advantages, lengths)[index].mean())
+        return scored.advantages.tolist()
+    return [float(part.mean()) for part in torch.split(scored.advantages, lengths)]
 
 
 def extra_names(rows: Sequence[CompletionRow]) -> list[str]:

@@ -41,7 +41,7 @@ class Console(TrainerCallback):
         """Print the line of one optimizer step."""
         if not self.enabled:
             return
-        phases = [f"{name} {metrics.get(f'time/{name}', 0.0):.2f}" for name in PHASES if f"time/{name}" in metrics]
+        phases = [f"{name} {metrics[f'time/{name}']:.2f}" for name in PHASES if f"time/{name}" in metrics]
         sampled, trained = metrics.get("train/sampled_tokens", 0.0), metrics.get("train/packed_tokens", 0.0)
         rates = []
         if metrics.get("time/generate"):
@@ -61,11 +61,10 @@ class Console(TrainerCallback):
         self._training = tqdm(**bar, disable=not self.bars)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._training.disable:
-            self._training.update(state.global_step - self._training.n)
+        self._training.update(state.global_step - self._training.n)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not self._training.disable and logs and "reward" in logs:
+        if logs and "reward" in logs:
             self._training.set_postfix(reward=f"{logs['reward']:.3f}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

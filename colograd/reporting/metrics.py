@@ -62,9 +62,9 @@ class Metrics:
             total, count = (sum(column) for column in zip(*parts, strict=True))
             if count:
                 result[name] = total / count
-        result |= {name: sum(parts) for name, parts in totals.items()}
-        result |= {name: min(parts) for name, parts in minima.items()}
-        return result | {name: max(parts) for name, parts in maxima.items()}
+        for found, joined in ((totals, sum), (minima, min), (maxima, max)):
+            result |= {name: joined(parts) for name, parts in found.items()}
+        return result
 
 
 def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

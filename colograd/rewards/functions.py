@@ -27,8 +27,7 @@ class RewardFunction:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives an awaitable: of an async function, of a partial of one, of an object whose call is one."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -52,6 +51,12 @@ class RewardError(RuntimeError):
         return f"reward function {self.function!r}, {where}: {self.problem}"
 
 
+def as_list(reward_funcs: Any) -> list[Any]:
+    """One or several of what users give as reward functions."""
+    single = isinstance(reward_funcs, str) or callable(reward_funcs)
+    return [reward_funcs] if single else list(reward_funcs or ())
+
+
 def resolve_rewards(
     reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]], weights: list[float] | None
 ) -> list[RewardFunction]:
@@ -66,8 +71,7 @@ def resolve_rewards(
     Raises:
         ValueError: there is no function, one can't be found or isn't a function, or the number of weights differs.
     """
-    single = isinstance(reward_funcs, str) or callable(reward_funcs)
-    given: list[Any] = [reward_funcs] if single else list(reward_funcs or ())  # type: ignore[arg-type]
+    given = as_list(reward_funcs)
     if not given:
         raise ValueError(
             "there is no reward function, but GRPO needs at least one: set reward_funcs to a built-in "
@@ -82,13 +86,12 @@ def resolve_rewards(
     resolved: list[RewardFunction] = []
     for item, function, weight in zip(given, functions, weights or [1.0] * len(given), strict=True):
         _check_function(item, function)
-        name = _unique_name(_function_name(function), [r.name for r in resolved])
+        name = _unique_name(function_name(function), [r.name for r in resolved])
         resolved.append(RewardFunction(name, function, float(weight)))
     return resolved
 
 
 def _find_function(spec: str) -> Any:
-    """The built-in or the object at the import path ``spec``."""
     if spec in BUILTIN_REWARDS:
         return BUILTIN_REWARDS[spec]
     if not is_import_path(spec):
@@ -117,10 +120,16 @@ def _check_function(item: Any, function: Any) -> None:
         )
 
 
-def _function_name(function: Any) -> str:
+def function_name(function: Any) -> str:
+    """What a function is called, a partial of one as that, an object as its class."""
+    function = _unwrapped(function)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _unwrapped(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
+    return function
 
 
 def _unique_name(name: str, taken: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from ..config import GRPOConfig
 from .builtin import BUILTIN_REWARDS
+from .functions import as_list
 
 BATCH_TOKENS = {"cpu": 512}  # in one forward, padding included
 GPU_BATCH_TOKENS = 16384
@@ -34,8 +35,7 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
     Raises:
         ValueError: their number differs from that of the functions, or a model can't give rewards.
     """
-    single = isinstance(reward_funcs, str) or callable(reward_funcs)
-    given = [reward_funcs] if single else list(reward_funcs or ())
+    given = as_list(reward_funcs)
     classes = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
     classes = [None] * len(given) if processing_classes is None else list(classes)
     if len(classes) != len(given):
@@ -130,7 +130,6 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 
 def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
-    """A sequence classifier from a folder or the Hub."""
     trust = config.trust_remote_code
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)

@@ -16,6 +16,7 @@ import pickle
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,10 @@ from typing import Any
 import torch
 
 from ..batch import Group, Logged
-from ..usercode.event_loop import GRACE, awaited_outcome, event_loop
-from ..usercode.outcome import Outcome
-from ..usercode.time_limit import time_limit
-from ..usercode.worker_pool import CannotTravel, WorkerCall, WorkerPool, travelling
+from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit
+from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import check_log, checked_values, error_of_raised, error_of_text, keywords_for, takes_environments
+from .calling import check_log, checked_values, keywords_for, parameters_of
 from .functions import RewardError, RewardFunction, is_async
 from .models import RewardModel
 
@@ -41,7 +40,6 @@ class Scoring:
         self._position = groups[0].position
         self._sizes = {group.position: len(group.rollouts) for group in groups}
         self._size = sum(self._sizes.values())
-        self.seconds: dict[str, float] = {}  # in each function, known once the result is
 
     def done(self) -> bool:
         """Whether `result` wouldn't have to wait."""
@@ -87,14 +85,23 @@ class Scoring:
 
     def _column(self, reward: RewardFunction, call: Future[Outcome], log: CallLog) -> list[float]:
         """What one function returned; what it logged is added to ``log``, if it returned rewards."""
-        outcome = self._outcome(reward, call)
-        self.seconds[reward.name] = outcome.seconds
+        timeout = self._scorer.timeout
+        # An async call ends itself in time, unless it blocks the loop on which that would happen.
+        limit = None if isinstance(call, WorkerCall) or timeout is None else timeout + GRACE
+        try:
+            outcome = call.result(limit)
+        except futures.TimeoutError:
+            raise self._error(
+                reward,
+                f"it blocks the event loop: reward_timeout ({timeout:g} s) is long over. Await what takes time, or "
+                "make it a plain function and set reward_workers.",
+            ) from None
         self._scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
         if outcome.kind == "late":
             self._scorer.counts[f"rewards/{reward.name}/timeouts"] += 1
             return [float("nan")] * self._size
         if outcome.kind == "raised":
-            raise error_of_text(reward, self._position, *outcome.value)
+            raise _raised_error(reward, self._position, outcome)
         if outcome.kind == "died":
             raise self._error(
                 reward,
@@ -111,40 +118,16 @@ class Scoring:
             log.metrics.setdefault(name, []).extend(values)
         return column
 
-    def _outcome(self, reward: RewardFunction, call: Future[Outcome]) -> Outcome:
-        """How a call ended, waited for."""
-        timeout = self._scorer.timeout
-        # An async call ends itself in time, unless it blocks the loop on which that would happen.
-        limit = None if isinstance(call, WorkerCall) or timeout is None else timeout + GRACE
-        try:
-            return call.result(limit)
-        except Exception as error:
-            if not isinstance(error, TimeoutError) or call.done():
-                raise error_of_raised(reward, self._position, error) from None
-            raise self._error(
-                reward,
-                f"it blocks the event loop: reward_timeout ({timeout:g} s) is long over. Await what takes time, or "
-                "make it a plain function and set reward_workers.",
-            ) from None
-
     def _error(self, reward: RewardFunction, problem: str) -> RewardError:
         return RewardError(reward.name, self._position, None, problem)
 
 
-class Ready:
+class Ready(Future[torch.Tensor]):
     """Rewards that are there already: `PendingRewards` with nothing to wait for."""
 
     def __init__(self, rewards: torch.Tensor) -> None:
-        self._rewards = rewards
-
-    def done(self) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        """There is nothing to drop."""
-
-    def result(self) -> torch.Tensor:
-        return self._rewards
+        super().__init__()
+        self.set_result(rewards)
 
 
 class Scorer:
@@ -163,13 +146,16 @@ class Scorer:
         self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
-        self.notes: list[str] = []  # for the user
-        self._numbers: dict[int, int] = {}  # of the functions that run in workers: their numbers there
-        self._pool: WorkerPool | None = None
         self._state: tuple[Any, bytes] = (None, b"")
         self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # calls that wait for them
+        sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
+        here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
+        able = {reward.name: reward.function for reward in sync if reward not in here}
+        self._pool = WorkerPool("rewards", able, workers, timeout)
+        self.notes = self._pool.notes  # for the user
         if workers:
-            self._open_workers(workers)
+            why = "it takes environments, which live here"
+            self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
 
     def submit(self, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any = None) -> Scoring:
         """Begin to score some groups with one call of each function; see `keywords_for` for the arguments.
@@ -182,8 +168,8 @@ class Scorer:
         calls: list[Future[Outcome]] = []
         scoring = Scoring(self, groups, calls)
         try:
-            for index in range(len(self.rewards)):
-                calls.append(self._begin_call(index, groups, texts, trainer_state))
+            for reward in self.rewards:
+                calls.append(self._begin_call(reward, groups, texts, trainer_state))
         except RewardError:
             scoring.cancel()
             raise
@@ -203,8 +189,7 @@ class Scorer:
         """Let the reward models score everything that waits for them."""
         waiting, self._for_models = self._for_models, []
         for model in dict.fromkeys(model for model, _, _ in waiting):
-            calls = [(keywords, call) for m, keywords, call in waiting if m is model]
-            calls = [(keywords, call) for keywords, call in calls if call.set_running_or_notify_cancel()]
+            calls = [(k, call) for m, k, call in waiting if m is model and call.set_running_or_notify_cancel()]
             prompts = [prompt for keywords, _ in calls for prompt in keywords["prompts"]]
             completions = [completion for keywords, _ in calls for completion in keywords["completions"]]
             started = time.perf_counter()
@@ -212,7 +197,7 @@ class Scorer:
                 values = model(prompts, completions)
             except Exception as error:
                 for _, call in calls:
-                    call.set_exception(error)
+                    call.set_result(raised_outcome(error))
                 continue
             each = (time.perf_counter() - started) / max(len(values), 1)
             start = 0
@@ -223,36 +208,15 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-    def _open_workers(self, workers: int) -> None:
-        functions, reasons = {}, {}
-        for index, reward in enumerate(self.rewards):
-            if is_async(reward.function) or isinstance(reward.function, RewardModel):
-                continue
-            if takes_environments(reward):
-                reasons[index] = CannotTravel("it takes environments, which live here")
-            else:
-                functions[index] = reward.function
-        able, unable = travelling(functions)
-        if able:
-            self._pool = WorkerPool(list(able.values()), workers, self.timeout)
-            self._numbers = {index: number for number, index in enumerate(able)}
-            names = ", ".join(self.rewards[index].name for index in able)
-            self.notes.append(f"rewards: {names} in {workers} worker process(es)")
-        for index, reason in (reasons | unable).items():
-            self.notes.append(f"rewards: {self.rewards[index].name} runs in the trainer's process ({reason})")
+        self._pool.close()
 
     def _begin_call(
-        self, index: int, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any
+        self, reward: RewardFunction, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any
     ) -> Future[Outcome]:
-        reward = self.rewards[index]
-        if self._pool is not None and index in self._numbers:
+        if reward.name in self._pool:
             keywords = keywords_for(reward, groups, texts, None)
             keywords.pop("environments", None)
-            return self._pool.submit(self._numbers[index], keywords, self._pickled_state(trainer_state))
+            return self._pool.submit(reward.name, keywords, self._pickled_state(trainer_state))
         done: Future[Outcome] = Future()
         log = CallLog()
         keywords = keywords_for(reward, groups, texts, trainer_state, log)
@@ -268,9 +232,9 @@ class Scorer:
             ):
                 value = reward.function(**keywords)
         except (Exception, SystemExit) as error:  # the latter would end this rank in silence
-            done.set_exception(error)
+            done.set_result(raised_outcome(error))
             if self.on_error == "raise":
-                raise error_of_raised(reward, groups[0].position, error) from None
+                raise _raised_error(reward, groups[0].position, done.result()) from None
             return done
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
@@ -302,8 +266,14 @@ def score_group(
     Raises:
         RewardError: a function raised, or didn't return G numbers.
     """
-    scoring = Scorer(functions).submit([group], [completions], trainer_state)
-    return scoring.result(), scoring.seconds
+    scorer = Scorer(functions)
+    rewards = scorer.submit([group], [completions], trainer_state).result()
+    return rewards, {reward.name: scorer.counts[f"rewards/{reward.name}/seconds"] for reward in functions}
+
+
+def _raised_error(reward: RewardFunction, position: int, outcome: Outcome) -> RewardError:
+    line, traceback = outcome.value
+    return RewardError(reward.name, position, None, f"it raised {line}. Its traceback:\n{traceback}")
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:

@@ -46,19 +46,11 @@ class Conversation:
         """The prompt's tokens and those that followed."""
         return (*self.input.ids, *self.ids)
 
-    def add_turn(self, turn: Sampled) -> None:
-        """Take up what the model wrote."""
-        self.ids += turn.ids
-        self.logprobs += turn.logprobs
-        self.sampled += [True] * len(turn.ids)
-        self.turns += 1
-
-    def add_answers(self, ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
-        """Take up what its tools returned."""
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
+        """Take up tokens: the model's, or those of its tools' answers."""
         self.ids += ids
-        self.logprobs += [0.0] * len(ids)
-        self.sampled += [False] * len(ids)
-        self.messages += messages
+        self.logprobs += logprobs
+        self.sampled += [sampled] * len(ids)
 
     def rollout(self, version: int) -> Rollout:
         assert self.finish_reason is not None
@@ -141,7 +133,8 @@ class _RunningConversations:
         if self.writing:
             for request, (turn,) in self.engine.advance():
                 conversation = self.writing.pop(request)
-                conversation.add_turn(turn)
+                conversation.add(turn.ids, turn.logprobs, sampled=True)
+                conversation.turns += 1
                 if not self._start_calls(conversation, turn):
                     over.append(conversation)
         elif not any(answers.done() for _, answers in self.waiting):
@@ -197,7 +190,8 @@ class _RunningConversations:
         if total >= self.sampling.max_tokens or len(conversation.input) + total >= self.engine.context:
             conversation.finish_reason = FinishReason.LENGTH
             return False
-        conversation.add_answers(ids, messages)
+        conversation.add(ids, [0.0] * len(ids), sampled=False)
+        conversation.messages += messages
         self._submit(conversation)
         return True
 

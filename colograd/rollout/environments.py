@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ..usercode.outcome import raised_outcome
+from ..rewards.functions import function_name
+from ..usercode.calls import raised_outcome
 from ..usercode.threads import EnvironmentThread, MainThreadAdvice, wait_for_result
 
 CONTROL = ("reset", "get_reward")  # an environment's methods that aren't tools
@@ -44,10 +44,7 @@ class Environment:
 
 def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
     """What main_thread_tools may call an environment: its key, where there are several, and its factory's name."""
-    function = factory
-    while isinstance(function, functools.partial):
-        function = function.func
-    own = getattr(function, "__name__", type(function).__name__)
+    own = function_name(factory)
     return [own] if key is None else [key, own]
 
 

@@ -67,7 +67,7 @@ def draw(
 
 
 def roll_out(
-    prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool = False, enough: int | None = None
+    prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool = False, enough: float = math.inf
 ) -> list[ScoredGroup]:
     """Sample and score: the groups in the order of the prompts, whose positions ascend.
 
@@ -87,7 +87,7 @@ def roll_out(
     signals: list[bool] = []  # of those
 
     def is_enough() -> bool:
-        return enough is not None and sum(signals) >= enough
+        return sum(signals) >= enough
 
     def take_known(wait: bool) -> None:
         for prompt in prompts[len(known) :]:
@@ -104,7 +104,7 @@ def roll_out(
             for group in groups:
                 started = time.perf_counter()
                 begun[group.position] = (group, stages.begin_score([group]))
-                if enough is not None:
+                if enough < math.inf:
                     take_known(wait=False)
                 times.move("generate", "reward", time.perf_counter() - started)
                 if is_enough():
@@ -128,10 +128,8 @@ def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTime
         return [stages.judge(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
 
 
-def _first(groups: Sequence[ScoredGroup], enough: int | None) -> list[ScoredGroup]:
+def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:
     """Up to the ``enough``-th group with a signal."""
-    if enough is None:
-        return list(groups)
     before = itertools.accumulate((has_signal(group) for group in groups), initial=0)  # signals before each group
     return [group for group, signals in zip(groups, before, strict=False) if signals < enough]
 

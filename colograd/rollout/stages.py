@@ -27,7 +27,6 @@ class RolloutSource(Protocol):
             seed: the run's. With ``purpose`` and a prompt's position it says what is drawn for that prompt.
             purpose: `train`, `eval` or another word; each draws differently.
         """
-        ...
 
 
 class PendingRewards(Protocol):
@@ -35,15 +34,12 @@ class PendingRewards(Protocol):
 
     def done(self) -> bool:
         """Whether `result` wouldn't have to wait."""
-        ...
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Nobody asks for the result."""
-        ...
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, [completions, R] float32, NaN where a function abstained."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,9 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
-from ..usercode.event_loop import GRACE, awaited_outcome, event_loop
-from ..usercode.outcome import Outcome, raised_outcome
+from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome
 from ..usercode.threads import MainThreadAdvice, UserCall
-from ..usercode.worker_pool import WorkerPool, travelling
+from ..usercode.worker_pool import WorkerPool
 from .environments import Environment
 from .tool_format import ToolCall
 
@@ -54,15 +53,16 @@ class RunningCall:
         """Whether there is nothing to wait for."""
         return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
 
-    def outcome(self) -> Outcome | None:
-        """How it ended; None where it hasn't."""
+    def outcome(self, timeout: float | None) -> Outcome:
+        """How it ended; ``late``, after ``timeout``, where it hasn't."""
         if self.asker_runs is not None:
             self.asker_runs.run()
         if not self.future.done():
-            return None
+            self.abandon()
+            return Outcome("late", None, timeout or 0.0)
         try:
             return self.future.result()
-        except (Exception, CancelledError) as error:  # a worker that can't be started, an answer that can't be read
+        except (Exception, CancelledError) as error:  # an async tool without its arguments, say
             return raised_outcome(error)
 
     def abandon(self) -> None:
@@ -88,11 +88,7 @@ class Answers:
         """Each call's name and outcome, in the order of the calls; ``late`` for one that isn't back."""
         found = []
         for call in self.calls:
-            outcome = call.outcome()
-            if outcome is None:
-                if call.environment is not None:
-                    call.environment.stuck = True
-                outcome = Outcome("late", None, self.timeout or 0.0)
+            outcome = call.outcome(self.timeout)
             if call.declarable is not None:
                 self.advice.give(call.declarable, outcome)
             found.append((call.name, outcome))
@@ -111,17 +107,14 @@ class ToolRunner:
         self, tools: Mapping[str, Callable[..., Any]], main_thread: Collection[str], workers: int, timeout: float | None
     ) -> None:
         self._tools, self._main_thread, self._timeout = tools, main_thread, timeout
-        self.notes: list[str] = []
-        self._numbers: dict[str, int] = {}  # of the tools that run in workers
-        self._pool: WorkerPool | None = None
-        if workers:
-            self._open_workers(workers)
+        able = {name: f for name, f in tools.items() if not inspect.iscoroutinefunction(f) and name not in main_thread}
+        self.pool = WorkerPool("tools", able, workers, timeout)
 
     def start(self, call: ToolCall) -> RunningCall:
         """Begin to run a tool."""
         name, function = call.name, self._tools[call.name]
-        if self._pool is not None and name in self._numbers:  # the pool says itself what is late
-            return RunningCall(name, self._pool.submit(self._numbers[name], call.arguments, None))
+        if name in self.pool:  # which says itself what is late
+            return RunningCall(name, self.pool.submit(name, call.arguments))
         if inspect.iscoroutinefunction(function):
             running = asyncio.run_coroutine_threadsafe(self._await(function, call.arguments), event_loop())
             return RunningCall(name, running, self._deadline() + GRACE)  # it ends in time, unless it blocks the loop
@@ -143,32 +136,12 @@ class ToolRunner:
         declarable = None if inspect.iscoroutinefunction(user_call.function) else environment.name
         return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
 
-    def close(self) -> None:
-        """End the workers."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
     def _deadline(self, calls: int = 1) -> float:
         """When the last of some calls that run one after the other is late."""
         return math.inf if self._timeout is None else time.monotonic() + calls * self._timeout
 
     async def _await(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
         return await awaited_outcome(function(**arguments), self._timeout)
-
-    def _open_workers(self, workers: int) -> None:
-        able, reasons = travelling(
-            {
-                name: function
-                for name, function in self._tools.items()
-                if not inspect.iscoroutinefunction(function) and name not in self._main_thread
-            }
-        )
-        if able:
-            self._pool = WorkerPool(list(able.values()), workers, self._timeout)
-            self._numbers = {name: number for number, name in enumerate(able)}
-            self.notes.append(f"tools: {', '.join(able)} in {workers} worker process(es)")
-        self.notes += [f"tools: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
 
 
 def answer_content(outcome: Outcome) -> Any:

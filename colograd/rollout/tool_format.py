@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class ToolFormat:
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
         self._tokenizer, self._kwargs = tokenizer, template_kwargs
         self._parses = has_parser(tokenizer)
+        self.end_of_turn: int | None = tokenizer.eos_token_id
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
@@ -66,26 +67,17 @@ class ToolFormat:
             )
         self.answer_ids([answer])
 
-    @property
-    def end_of_turn(self) -> int | None:
-        """The token that ends a turn."""
-        end: int | None = self._tokenizer.eos_token_id
-        return end
-
     def read(
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
         """What a turn says, as a message, and its calls. Malformed calls are text."""
-        message = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
-        if message is None:
-            text = self._decode(ids)
-            calls = [] if self._parses else _calls_in(text)
-            return _assistant_message(text if not calls else text[: text.index("<tool_call>")].strip(), calls), calls
-        calls = []
-        for call in message.get("tool_calls") or ():
-            function = call.get("function", call)
-            calls.append(ToolCall(function["name"], function.get("arguments") or {}))
-        return {**message, **_assistant_message(message.get("content") or "", calls)}, calls
+        parsed = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
+        if parsed is not None:
+            message, calls = parsed
+            return {**message, **_assistant_message(message.get("content") or "", calls)}, calls
+        text = self._decode(ids)
+        calls = [] if self._parses else _calls_in(text)
+        return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
 
     def answer_ids(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, *, ended: bool = True
@@ -103,7 +95,7 @@ class ToolFormat:
         given = {name: value for name, value in (own or {}).items() if value is not None}
         before = self._encode([ASKED, call], **given)
         whole = self._encode([ASKED, call, *messages], **given, add_generation_prompt=True)
-        end = self._tokenizer.eos_token_id
+        end = self.end_of_turn
         if end in before:
             # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
             # once something follows them; and what follows the end (a newline, mostly) wasn't sampled.
@@ -137,8 +129,8 @@ def has_parser(tokenizer: Any) -> bool:
 
 def parsed_turn(
     tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
-) -> dict[str, Any] | None:
-    """A turn as the tokenizer's own parser reads it; None where it can't, or finds a call without a name."""
+) -> tuple[dict[str, Any], list[ToolCall]] | None:
+    """A turn and its calls as the tokenizer's own parser reads them; None where it can't, or a call isn't one."""
     kwargs: dict[str, Any] = {}
     if getattr(tokenizer, "response_template", None) is not None:
         kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
@@ -148,13 +140,13 @@ def parsed_turn(
         return None
     if not isinstance(message, dict):
         return None
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments") or {}, dict):
-            return None
+    found = message.get("tool_calls") or ()
+    calls = _as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
+    if calls is None:
+        return None
     if isinstance(message.get("content"), str) and tokenizer.eos_token:
         message["content"] = message["content"].removesuffix(tokenizer.eos_token)
-    return message
+    return message, calls
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:
@@ -164,9 +156,9 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
         return group
     rollouts = []
     for rollout in group.rollouts:
-        message = None if rollout.messages else parsed_turn(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
-        if message is not None:
-            message = {"role": "assistant", **message, "content": message.get("content") or ""}
+        parsed = None if rollout.messages else parsed_turn(tokenizer, rollout.completion_ids, rollout.prompt_ids, None)
+        if parsed is not None:
+            message = {"role": "assistant", **parsed[0], "content": parsed[0].get("content") or ""}
             rollout = dataclasses.replace(rollout, messages=(message,))
         rollouts.append(rollout)
     return dataclasses.replace(group, rollouts=tuple(rollouts))
@@ -174,15 +166,19 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
 
 def _calls_in(text: str) -> list[ToolCall]:
     """The calls in a text; none where any of them isn't one."""
+    try:
+        return _as_calls(json.loads(match[1]) for match in CALL.finditer(text)) or []
+    except ValueError:
+        return []
+
+
+def _as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
+    """The calls in JSON; None where one of them hasn't a name, or its arguments have none."""
     calls = []
-    for match in CALL.finditer(text):
-        try:
-            call = json.loads(match[1])
-        except ValueError:
-            return []
+    for call in found:
         arguments = call.get("arguments") or {} if isinstance(call, dict) else None
         if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-            return []
+            return None
         calls.append(ToolCall(call["name"], arguments))
     return calls
 

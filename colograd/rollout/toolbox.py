@@ -62,6 +62,7 @@ class Toolbox:
         self._factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
             self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
+        self.has_environments = bool(self._factories)
         main_thread = main_thread or ()
         _check_main_thread(main_thread, self._tools, self._factories)
         self._advice = MainThreadAdvice()
@@ -77,11 +78,7 @@ class Toolbox:
                 raise ValueError(f"tool {taken.pop()!r} is a method of {of} too: rename one of them.")
             self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
         self._runner = ToolRunner(self._tools, main_thread, workers, timeout)
-        self.notes = self._runner.notes
-
-    @property
-    def has_environments(self) -> bool:
-        return bool(self._factories)
+        self.notes = self._runner.pool.notes
 
     def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """The tools that a row's conversation shows the model.
@@ -144,7 +141,7 @@ class Toolbox:
     def close(self) -> None:
         """End the workers and the environments' threads."""
         self.environments.close()
-        self._runner.close()
+        self._runner.pool.close()
 
     def _factory_of(self, row: dict[str, Any]) -> str | None:
         if not self.by_name:
@@ -198,8 +195,7 @@ def _check_main_thread(names: Sequence[str], tools: dict[str, Any], factories: d
 
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        schema: dict[str, Any] = get_json_schema(function)
-        return schema
+        return get_json_schema(function)
     except Exception as error:  # transformers has several kinds for several omissions
         raise ValueError(
             f"tool {name!r} can't be described to the model ({error}): give it type hints and a Google-style "

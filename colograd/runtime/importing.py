@@ -18,8 +18,7 @@ from typing import Any
 
 def is_import_path(spec: str) -> bool:
     """Whether ``spec`` has the form of a path, and not of a plain name."""
-    module, attribute = _split(spec)
-    return bool(module and attribute)
+    return all(_split(spec))
 
 
 def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
@@ -33,7 +32,17 @@ def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
         ValueError: the module can't be imported, or has no such attribute.
     """
     module_name, attribute = _split(spec)
-    module = _import(spec, module_name, what)
+    # Scripts that are installed (`colograd`, `torchrun`) don't have the current directory on the path, `python -m` has.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()  # the file may be younger than the directory listing Python keeps
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module does while it is imported
+        raise ValueError(
+            f"{what} {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). It is "
+            f"looked for in the current directory ({os.getcwd()}) and among the installed packages."
+        ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
@@ -54,20 +63,6 @@ def _split(spec: str) -> tuple[str, str]:
     return module, attribute
 
 
-def _import(spec: str, module_name: str, what: str) -> Any:
-    # Scripts that are installed (`colograd`, `torchrun`) don't have the current directory on the path, `python -m` has.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()  # the file may be younger than the directory listing Python keeps
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does while it is imported
-        raise ValueError(
-            f"{what} {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). It is "
-            f"looked for in the current directory ({os.getcwd()}) and among the installed packages."
-        ) from error
-
-
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Lets modules be imported by the paths that they once had, which published recipes, cards and notebooks name.
 
@@ -78,18 +73,17 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """
 
     def __init__(self, moved: Mapping[str, str]) -> None:
-        self._moved = dict(moved)
-        self._specs: dict[str, Any] = {}
+        self._moved = moved
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self) if name in self._moved else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._moved[spec.name])
-        self._specs[spec.name] = module.__spec__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """The module has run. Python has just given it the spec of its former path."""
         assert module.__spec__ is not None
-        module.__spec__ = self._specs[module.__spec__.name]
+        module.__spec__ = module.__spec__.loader_state

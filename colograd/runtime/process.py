@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 import warnings
@@ -54,18 +55,18 @@ def keep_freed_memory() -> None:
     third of a training step then goes into page faults. Does nothing with another C library.
     """
     mmap_max, trim_threshold = -4, -1  # from malloc.h
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
+    _call_glibc("mallopt", mmap_max, 0)
+    _call_glibc("mallopt", trim_threshold, 2**31 - 1)
 
 
 def give_back_freed_memory() -> None:
     """Return what was freed so far to the system, once: after a start that held more than the run will."""
+    _call_glibc("malloc_trim", 0)
+
+
+def _call_glibc(function: str, *arguments: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        getattr(ctypes.CDLL("libc.so.6"), function)(*arguments)
 
 
 def free_port() -> int:
@@ -75,24 +76,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _single_process_here() -> bool:
-    """Whether this very process was already set up as rank 0 of 1 (a second run in one notebook kernel)."""
-    return os.environ.get("COLOGRAD_SINGLE_PROCESS") == str(os.getpid())
-
-
 def follow_launcher() -> None:
     """Ask Linux for a SIGTERM when the launcher dies.
 
     `accelerate launch` of one process doesn't pass signals on: the run would go on as an orphan.
     """
-    import signal
-
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
-        try:
-            ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGTERM)
-        except (OSError, AttributeError):
-            return
+        _call_glibc("prctl", set_parent_death_signal, signal.SIGTERM)
 
 
 def prepare_ranks() -> None:
@@ -105,8 +96,7 @@ def prepare_ranks() -> None:
         RuntimeError: a launcher was asked for several ranks and started fewer (``accelerate launch --cpu
             --num_processes 2`` does so without a word).
     """
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if by_accelerate and "MASTER_ADDR" in os.environ and "RANK" not in os.environ and not _single_process_here():
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         # accelerate's CPU launcher sets an address only where several ranks were asked for, and then starts one.
         raise RuntimeError(
             f"The launcher set MASTER_ADDR={os.environ['MASTER_ADDR']} but no RANK: several ranks were asked for and "
@@ -114,10 +104,7 @@ def prepare_ranks() -> None:
             "with `torchrun --nproc-per-node N -m colograd.train --config ...`, or ask for --num_processes 1."
         )
     if "RANK" not in os.environ:
-        os.environ["COLOGRAD_SINGLE_PROCESS"] = str(os.getpid())
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(free_port()))
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..runtime import process
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -53,8 +55,7 @@ def convert_model(output: Path) -> Path:
                 "it, or name another --output"
             )
         partial = output.parent / f".{output.name}.partial"
-        if partial.exists():
-            shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         try:
             _write_model(source, partial)
             os.rename(partial, output)
@@ -170,23 +171,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the model folder to make")
     output = parser.parse_args().output
     there = _is_complete(output)
-    if not there:
-        _be_quiet()
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is first imported
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, says what it looks for
+    process.quiet_logs(False)
     try:
         convert_model(output)
     except (ValueError, ModuleNotFoundError) as error:
         sys.exit(f"quickstart: {error}")
     print(f"quickstart: {output} {'is there already' if there else 'made (SmolLM2-135M-Instruct, bfloat16)'}")
-
-
-def _be_quiet() -> None:
-    """One line of output: no progress bars, and no advice from transformers or deepspeed (which it imports)."""
-    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is first imported
-    os.environ["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Checkpoints that are whole or not there: written aside, flushed, renamed; and SIGTERM, which asks for one.
 
-A folder named ``checkpoint-N`` is complete by construction: transformers' own search for the last one can be trusted.
+A folder named ``checkpoint-N`` that is written here is complete by construction.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def aside_folder(run_dir: str | Path) -> Path:
 
 def commit(aside: Path, final: Path) -> None:
     """Make the finished folder ``aside`` the checkpoint ``final``, surviving a crash of the machine right after."""
-    for path in aside.rglob("*"):
-        if path.is_file():
-            _flush(path)
+    for path in (*aside.rglob("*"), aside):  # folders too: they hold the names
+        _flush(path)
     old = final.with_name(f"{REPLACED}-{final.name}")
     if final.exists():  # the same step saved twice (a save on request after a scheduled one)
         shutil.rmtree(old, ignore_errors=True)

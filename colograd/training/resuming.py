@@ -38,9 +38,10 @@ class ResumableTrainer(Trainer):
         A run that had reached its last step is loaded and not trained further.
         """
         with together("the search for a checkpoint"):
-            found = checkpoints.find_resume(resume_from_checkpoint, str(self.args.output_dir))
-            if self.args.should_save:
+            if self.args.should_save:  # first, for it brings back what was about to be replaced
                 checkpoints.sweep(self.args.output_dir)
+        with together("the search for a checkpoint"):
+            found = checkpoints.find_resume(resume_from_checkpoint, str(self.args.output_dir))
         found = gather(found)[0]  # a shared file system may show ranks different folders
         self._save_is_due = False
         if found is not None and (finished := self._finished(found)) is not None:

@@ -1,4 +1,7 @@
-"""Threads for what tools and environments do: one for each call of a tool, one for each environment."""
+"""Threads for what tools and environments do: one for each call of a tool, one for each environment.
+
+They are daemons: none keeps the process from ending.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,7 @@ from typing import Any
 
 import torch
 
-from .event_loop import awaited_outcome, event_loop
-from .outcome import Outcome, raised_outcome
+from .calls import Outcome, awaited_outcome, event_loop, raised_outcome
 
 # What Python says in a thread of what the main one alone may do: set a signal handler (as a `signal.alarm` needs), use
 # a connection that was opened there.
@@ -35,16 +37,28 @@ class UserCall:
     def run(self) -> None:
         """Run it in this thread, unless it has run already or nobody waits for it any more."""
         if not self.future.done() and self.future.set_running_or_notify_cancel():
-            self.future.set_result(_call_outcome(self.function, self.arguments))
+            self.future.set_result(self._outcome())
 
     def start_thread(self) -> None:
-        """Run it in a thread of its own, which doesn't keep the process from ending."""
+        """Run it in a thread of its own."""
         threading.Thread(target=_on_this_device(self.run), name="colograd-tool", daemon=True).start()
+
+    def _outcome(self) -> Outcome:
+        started = time.perf_counter()
+        try:
+            value = self.function(**self.arguments)
+            if inspect.isawaitable(value):  # an environment's async method, in its turn
+                return asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
+            return Outcome("value", value, time.perf_counter() - started)
+        except BaseException as error:  # SystemExit too: it would end the thread, and the conversation wait for ever
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
+            return raised_outcome(error)
 
 
 class EnvironmentThread:
     """The thread of one environment: it is made there, and its sync methods run there, for what it holds may be bound
-    to the thread that made it (a database connection, a browser). It doesn't keep the process from ending.
+    to the thread that made it (a database connection, a browser).
     """
 
     def __init__(self) -> None:
@@ -110,17 +124,3 @@ def _on_this_device(work: Callable[[], None]) -> Callable[[], None]:
         work()
 
     return run
-
-
-def _call_outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-    """What a call returns or raises, here and now."""
-    started = time.perf_counter()
-    try:
-        value = function(**arguments)
-        if inspect.isawaitable(value):  # an environment's async method, in its turn
-            value = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result().value
-        return Outcome("value", value, time.perf_counter() - started)
-    except BaseException as error:  # SystemExit too: it would end the thread, and the conversation would wait for ever
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise
-        return raised_outcome(error)

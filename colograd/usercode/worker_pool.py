@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import pickle
 import queue
@@ -20,13 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import cloudpickle
 
-from .outcome import Outcome
-
-Key = TypeVar("Key")
+from .calls import Outcome, raised_outcome
 
 WORKER = Path(__file__).with_name("worker_process.py")
 START_SECONDS = 120.0  # for a worker to import what its functions need
@@ -61,24 +60,24 @@ class CannotTravel(ValueError):
     """A function that can't be sent to another process."""
 
 
-def travelling(functions: Mapping[Key, Callable[..., Any]]) -> tuple[dict[Key, bytes], dict[Key, CannotTravel]]:
-    """The functions that can run in a worker, as bytes, and why the others can't."""
-    able: dict[Key, bytes] = {}
-    reasons: dict[Key, CannotTravel] = {}
-    for key, function in functions.items():
+def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, bytes], dict[str, CannotTravel]]:
+    """The functions that can run in a worker, as bytes, and why the others can't; all by name."""
+    able: dict[str, bytes] = {}
+    reasons: dict[str, CannotTravel] = {}
+    for name, function in functions.items():
         try:
-            able[key] = cloudpickle.dumps(function)
+            able[name] = cloudpickle.dumps(function)
         except Exception as error:  # whatever the objects that it holds do when they are pickled
-            reasons[key] = CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0])
+            reasons[name] = CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0])
     try:
         Worker(list(able.values())).try_loading()
     except CannotTravel:  # find out which; a start takes as long as the functions' imports
-        for key, pickled in list(able.items()):
+        for name, pickled in list(able.items()):
             try:
                 Worker([pickled]).try_loading()
             except CannotTravel as reason:
-                del able[key]
-                reasons[key] = reason
+                del able[name]
+                reasons[name] = reason
     return able, reasons
 
 
@@ -98,25 +97,24 @@ class Worker:
             CannotTravel: they can't be loaded there, with the reason.
         """
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, str(WORKER), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=environment,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
             )
         self._connection = connection = Connection(ours.detach())
         self._state_key = None
         paths = [os.getcwd() if path == "" else path for path in sys.path]
         connection.send_bytes(pickle.dumps((paths, self._functions)))
         try:
-            problem = pickle.loads(connection.recv_bytes()) if connection.poll(START_SECONDS) else ("no answer", "")
+            problem = pickle.loads(connection.recv_bytes()) if connection.poll(START_SECONDS) else "no answer"
         except EOFError:
-            problem = (f"the worker ended with status {self._exit_status()} while loading it", "")
+            problem = f"the worker ended with status {self._exit_status()} while loading it"
         if problem is not None:
             self.stop()
-            raise CannotTravel(problem[0])
+            raise CannotTravel(problem)
 
     def try_loading(self) -> None:
         """Start and stop once. Raises CannotTravel where the functions can't be loaded."""
@@ -136,9 +134,10 @@ class Worker:
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
-        key, pickled = call.state or (self._state_key, None)
-        new_state = None if key == self._state_key else pickled
-        message = pickle.dumps((call.index, new_state, call.keywords, call.state is not None))
+        key, state = call.state or (self._state_key, None)
+        if key == self._state_key:
+            state = None
+        message = pickle.dumps((call.index, state, call.keywords, call.state is not None))
         try:
             self._connection.send_bytes(message)
             if (ended := self._wait_for_answer(self._connection, timeout, unneeded)) is not None:
@@ -155,15 +154,13 @@ class Worker:
     @staticmethod
     def _wait_for_answer(connection: Connection, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome | None:
         """None once there is an answer, or why there will be none."""
-        started = time.monotonic()
-        while True:
-            left = LOOK_SECONDS if timeout is None else started + timeout - time.monotonic()
-            if connection.poll(max(min(left, LOOK_SECONDS), 0.0)):
-                return None
-            if timeout is not None and time.monotonic() - started >= timeout:
-                return Outcome("late", None, timeout)
+        started, limit = time.monotonic(), math.inf if timeout is None else timeout
+        while not connection.poll(max(min(started + limit - time.monotonic(), LOOK_SECONDS), 0.0)):
+            if time.monotonic() - started >= limit:
+                return Outcome("late", None, limit)
             if unneeded():
                 return Outcome("dropped", None, time.monotonic() - started)
+        return None
 
     def _exit_status(self) -> int:
         """The exit status of a process that closed its socket; one that did so and lives on is killed."""
@@ -186,28 +183,39 @@ class Worker:
 
 
 class WorkerPool:
-    """Some workers with one queue.
+    """Some workers with one queue, for those functions that can travel.
 
     Each is driven by a thread of this process that sleeps until its worker answers. The threads are daemons: a function
     that never returns doesn't keep the trainer from ending.
 
     Args:
-        functions: by which calls are numbered, from `travelling`.
-        size: processes.
+        what: the functions are, in the notes.
+        functions: by name.
+        size: processes; 0: no function runs in one.
         timeout: seconds that one call may take; None: any.
     """
 
-    def __init__(self, functions: Sequence[bytes], size: int, timeout: float | None) -> None:
+    def __init__(
+        self, what: str, functions: Mapping[str, Callable[..., Any]], size: int, timeout: float | None
+    ) -> None:
+        able, reasons = travelling(functions) if size else ({}, {})
+        self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []  # for the user
+        self.notes += [f"{what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
+        self._indices = {name: index for index, name in enumerate(able)}
         self._timeout = timeout
         self._queue: queue.SimpleQueue[WorkerCall | None] = queue.SimpleQueue()
-        self._workers = [Worker(functions) for _ in range(size)]
+        self._workers = [Worker(list(able.values())) for _ in range(size if able else 0)]
         self._threads = [threading.Thread(target=self._serve, args=[w], daemon=True) for w in self._workers]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> WorkerCall:
-        """Queue a call. The future fails only where the worker can't be started or sent to."""
-        call = WorkerCall(index, keywords, state)
+    def __contains__(self, name: str) -> bool:
+        """Whether the function runs here."""
+        return name in self._indices
+
+    def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:
+        """Queue a call of a function. Where the worker can't be started or sent to, the outcome is ``raised``."""
+        call = WorkerCall(self._indices[name], keywords, state)
         self._queue.put(call)
         return call
 
@@ -216,10 +224,10 @@ class WorkerPool:
             if not call.set_running_or_notify_cancel():
                 continue
             try:
-                unneeded = functools.partial(self._stands_in_the_way, call)
-                call.set_result(worker.run(call, self._timeout, unneeded))
+                outcome = worker.run(call, self._timeout, functools.partial(self._stands_in_the_way, call))
             except BaseException as error:
-                call.set_exception(error)
+                outcome = raised_outcome(error)
+            call.set_result(outcome)
         worker.stop()  # which `close` may have called while it was starting
 
     def _stands_in_the_way(self, call: WorkerCall) -> bool:
@@ -228,7 +236,8 @@ class WorkerPool:
         return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
     def close(self) -> None:
-        """Kill the workers; calls that are queued are dropped."""
+        """Kill the workers; calls that are queued are dropped, and functions run here no more."""
+        self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:
                 call.cancel()

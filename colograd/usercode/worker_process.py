@@ -7,7 +7,7 @@ nothing of Colograd. Messages on the socket FD are pickles:
 
     from the parent   (sys.path, functions), then (index, state or None, keywords, is a reward) per call; state: a
                       pickle to keep, given to reward functions only
-    to the parent     None or what went wrong while loading, then (kind, value, seconds, logged) per call
+    to the parent     None or a line on what went wrong while loading, then (kind, value, seconds, logged) per call
 
 ``kind`` is ``value`` (what the function returned) or ``raised`` (type and text of the exception, its traceback).
 ``logged`` is what the function gave to ``log_extra`` and ``log_metric``; nothing of a call that raised.
@@ -15,6 +15,7 @@ nothing of Colograd. Messages on the socket FD are pickles:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import numbers
@@ -26,6 +27,10 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+# The folders of the code that stands between the trainer and the user's in a traceback.
+COLOGRAD = os.path.dirname(os.path.dirname(__file__))
+PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 
 class CallLog:
@@ -79,12 +84,11 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
     connection = Connection(descriptor)
     try:
-        path, functions = pickle.loads(connection.recv_bytes())
-        sys.path[:] = path
+        sys.path[:], functions = pickle.loads(connection.recv_bytes())
         called = [pickle.loads(function) for function in functions]
         connection.send_bytes(pickle.dumps(None))
     except BaseException as error:
-        connection.send_bytes(pickle.dumps(_line_and_traceback(error)))
+        connection.send_bytes(pickle.dumps(line_and_traceback(error)[0]))
         return
     state: Any = None
     while True:
@@ -106,7 +110,7 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
         value = function(**keywords)
         value = _plain(value) if is_reward else value
     except (Exception, SystemExit) as error:
-        return pickle.dumps(("raised", _line_and_traceback(error), time.perf_counter() - started, ({}, {})))
+        return pickle.dumps(("raised", line_and_traceback(error), time.perf_counter() - started, ({}, {})))
     seconds = time.perf_counter() - started
     try:
         return pickle.dumps(("value", value, seconds, log.content()))
@@ -115,21 +119,22 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
         return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
 
 
-def _line_and_traceback(error: BaseException) -> tuple[str, str]:
-    """The exception in a line, and its traceback from the user's own frames on."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+def line_and_traceback(error: BaseException) -> tuple[str, str]:
+    """The exception in a line, and its traceback with the user's own frames: those after the last of ours."""
+    frames = step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
+            frames = step.tb_next or frames
+        step = step.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    return f"{type(error).__name__}: {error}", text
 
 
 def _end_with_parent() -> None:
     """Ask Linux to kill this process when the trainer dies, even in the middle of a user's endless loop."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
 
 
 if __name__ == "__main__":

@@ -73,9 +73,7 @@ class AdapterWeights(PlannedWay):
         RuntimeError: vLLM put an adapter elsewhere than planned.
     """
 
-    def __init__(
-        self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: SharedWeights | CopiedWeights
-    ) -> None:
+    def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base
         self.rank = max(slot.source.shape[0] for slot in slots if slot.kind == "lora_A")
         self._base_is_there = False
@@ -152,12 +150,9 @@ def _holder_and_part(layer: AdaptedLayer, engine: Engine) -> tuple[Any, int]:
     """vLLM's layer with the slots, and the part of it; (None, 0) where there is none."""
     modules = engine.lora_modules
     name = renamed(f"{layer.name}.weight", engine.model).removesuffix(".weight")
-    if name in modules:
-        holder = modules[name]
-        return (holder, 0) if len(holder.lora_a_stacked) == 1 else (None, 0)
-    parent, _, last = name.rpartition(".")
-    for fused, parts in fusions(engine.model).items():
-        holder = modules.get(f"{parent}.{fused}")
+    last = name.rpartition(".")[2]
+    for fused, parts in ((last, [last]), *fusions(engine.model).items()):
+        holder = modules.get(name.removesuffix(last) + fused)
         if last in parts and holder is not None and len(holder.lora_a_stacked) == len(parts):
             return holder, parts.index(last)
     return None, 0

@@ -7,6 +7,7 @@ in ``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``; shapes
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,8 +41,7 @@ def map_parameters(policy: torch.nn.Module, engine_model: torch.nn.Module) -> li
     Raises:
         UnmappedParameter: naming what is left over on either side.
     """
-    targets = _base_parameters(engine_model)
-    sources = _base_parameters(policy)
+    targets, sources = _base_parameters(engine_model), _base_parameters(policy)
     own_names = {base_name(name): name for name, _ in policy.named_parameters()}
     slices, missing = [], []
     for name, source in sources.items():
@@ -114,11 +114,10 @@ def _rows(target: torch.Tensor, offset: int, source: torch.Tensor) -> torch.Tens
 
 def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterator[str]:
     """Engine tensors that the slices don't fill. A padded vocabulary's last rows are nobody's."""
-    filled: dict[int, int] = {}
+    filled: dict[int, int] = defaultdict(int)
     for part in slices:
-        key = part.destination.untyped_storage().data_ptr()
-        filled[key] = filled.get(key, 0) + part.destination.numel()
+        filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
-        covered = filled.get(target.untyped_storage().data_ptr(), 0)
+        covered = filled[target.untyped_storage().data_ptr()]
         if (covered < target.numel() and not ("embed" in name or "lm_head" in name or "wte" in name)) or covered == 0:
             yield name

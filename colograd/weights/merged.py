@@ -30,15 +30,13 @@ class MergedWeights(PlannedWay):
         super().__init__(policy, engine)
         self.why = why
         adapted = {f"{layer.name}.weight": layer for layer in adapted_layers(policy)}
-        retrained = dict(trained_copies(policy))
         places = {base_name(part.name) or part.name: part for part in slices}
-        trained = {name: part for name, part in places.items() if part.source.requires_grad and name not in adapted}
-        moving = {*adapted, *retrained, *trained}
-        self.moving = [part for name, part in places.items() if name in moving]  # what each publish writes
-        self._still = [part for name, part in places.items() if name not in moving]
+        whole = {name: part for name, part in places.items() if part.source.requires_grad and name not in adapted}
+        whole |= {name: Slice(name, copy, places[name].destination) for name, copy in trained_copies(policy)}
+        self.moving = [part for name, part in places.items() if name in adapted | whole]  # what each publish writes
+        self._still = [part for name, part in places.items() if name not in adapted | whole]
         self._merged = [(layer, places[name].destination) for name, layer in adapted.items()]
-        self._whole = [Slice(name, copy, places[name].destination) for name, copy in retrained.items()]
-        self._whole += trained.values()
+        self._whole = list(whole.values())
         self._copies, self._copies_of_base = Copies(self._whole), Copies(self._still)
         self._base_is_there = False
 

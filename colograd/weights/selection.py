@@ -110,7 +110,12 @@ def publisher(
         ValueError: what is forced can't be had; or the policy isn't the checkpoint's shape.
         RuntimeError: the engine doesn't read a parameter where it should be: publishing couldn't reach it.
     """
-    _check_vocabulary(policy, engine)
+    rows = policy.get_input_embeddings().weight.shape[0]
+    if rows != engine.vocab_size:
+        raise ValueError(
+            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
+            "the resized model with save_pretrained and give its folder."
+        )
     slices = map_parameters(policy, engine.model)
     equal = untouched and engine.dtype == next(policy.parameters()).dtype
     if equal:
@@ -138,7 +143,7 @@ def _own(path: str, sides: Sides) -> Publisher:
     return find_way(path)(sides.policy, sides.engine, sides.slices)
 
 
-def _whole(wanted: str, sides: Sides, constant: bool = False) -> SharedWeights | CopiedWeights:
+def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
     """Shared or copied: a policy's own weights, or a LoRA's base.
 
     Args:
@@ -152,17 +157,12 @@ def _whole(wanted: str, sides: Sides, constant: bool = False) -> SharedWeights |
             f"weights: shared can't be had for {len(obstacles)} of {len(sides.slices)} parameters ({name}: {reason}): "
             "set weights: auto, or give policy and engine the same dtype."
         )
-    if wanted == "copied":
-        return _copied(sides, "as asked", constant)
-    if len(obstacles) == len(sides.slices):
-        return _copied(sides, next(iter(obstacles.values())), constant)
-    return _shared(sides, obstacles, constant)
-
-
-def _copied(sides: Sides, why: str, constant: bool) -> CopiedWeights:
+    if wanted != "copied" and len(obstacles) < len(sides.slices):
+        return _shared(sides, obstacles, constant)
     sides.place_policy()
     if not constant:
         proof.check_read(sides.slices, sides.policy, sides.engine)
+    why = "as asked" if wanted == "copied" else next(iter(obstacles.values()))
     return CopiedWeights(sides.policy, sides.engine, sides.slices, why)
 
 
@@ -173,7 +173,7 @@ def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> Share
     shared.bind(able)
     sides.place_policy()  # what isn't bound: buffers, and the parameters that are copied
     for part in [] if constant else proof.check_read(able, sides.policy, sides.engine):
-        shared.unbind(part)
+        part.source.data = part.destination.clone()  # memory of its own again, with the same value
         able.remove(part)
         rest.append((part, "no output depends on it, so that sharing it can't be proved"))
     return SharedWeights(sides.policy, sides.engine, able, rest)
@@ -192,12 +192,3 @@ def _merged(sides: Sides, why: str) -> MergedWeights:
     merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
     proof.check_read(merged.moving if sides.equal else sides.slices, sides.policy, sides.engine)
     return merged
-
-
-def _check_vocabulary(policy: torch.nn.Module, engine: Engine) -> None:
-    rows = policy.get_input_embeddings().weight.shape[0]
-    if rows != engine.vocab_size:
-        raise ValueError(
-            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
-            "the resized model with save_pretrained and give its folder."
-        )

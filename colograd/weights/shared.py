@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.vllm_engine import Engine
-from .copied import Copies
+from .copied import CopiedWeights
 from .mapping import Slice
-from .way import PlannedWay
 
 
 def obstacle(part: Slice) -> str:
     """Why this parameter can't be a view of its slice; empty: it can."""
     source, place = part.source, part.destination
     if source.dtype != place.dtype:
-        return f"the engine has it in {_dtype_name(place.dtype)}, the policy in {_dtype_name(source.dtype)}"
+        ours, theirs = (str(tensor.dtype).removeprefix("torch.") for tensor in (source, place))
+        return f"the engine has it in {theirs}, the policy in {ours}"
     if source.shape != place.shape:
         return f"its shape is {tuple(place.shape)} in the engine, {tuple(source.shape)} in the policy"
     if source.stride() != place.stride():
@@ -40,13 +40,8 @@ def bind(slices: Sequence[Slice]) -> None:
         part.source.data = part.destination
 
 
-def unbind(part: Slice) -> None:
-    """Give a bound parameter memory of its own again, with the same value."""
-    part.source.data = part.destination.clone()
-
-
-class SharedWeights(PlannedWay):
-    """The policy lives in the engine's memory; a publish writes nothing, unless some parameters are copied.
+class SharedWeights(CopiedWeights):
+    """The policy lives in the engine's memory; a publish copies nothing but the parameters that can't be shared.
 
     Args:
         policy, engine: the policy is already bound to the engine's tensors (`bind`).
@@ -60,19 +55,14 @@ class SharedWeights(PlannedWay):
     def __init__(
         self, policy: torch.nn.Module, engine: Engine, shared: Sequence[Slice], copied: Sequence[tuple[Slice, str]] = ()
     ) -> None:
-        super().__init__(policy, engine)
+        super().__init__(policy, engine, [part for part, _ in copied], why=copied[0][1] if copied else "")
         self.shared, self.copied = list(shared), list(copied)
+        self.slices = [*self.shared, *self.slices]  # all parameters and their places
         apart = [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]
         if apart:
             raise RuntimeError(
                 f"{len(apart)} parameters were bound to the engine's memory and have left it: {apart[:3]}."
             )
-        self.copies = Copies([part for part, _ in copied])
-
-    @property
-    def slices(self) -> list[Slice]:
-        """All parameters and their places."""
-        return [*self.shared, *(part for part, _ in self.copied)]
 
     def describe(self) -> str:
         nbytes = sum(part.destination.nbytes for part in self.shared)
@@ -81,15 +71,8 @@ class SharedWeights(PlannedWay):
             "tensors, 0 bytes per publish"
         )
         if self.copied:
-            part, reason = self.copied[0]
-            line += f"; {len(self.copied)} copied, {self.copies.nbytes:,} bytes ({part.name}: {reason})"
+            line += f"; {len(self.copied)} copied, {self.copies.nbytes:,} bytes ({self.copied[0][0].name}: {self.why})"
         return line
-
-    def write(self) -> int:
-        return self.copies.write()
-
-    def differing(self) -> list[str]:
-        return [part.name for part in self.slices if not part.equal()]
 
 
 def bytes_apart(policy: torch.nn.Module, engine_model: torch.nn.Module) -> int:
@@ -112,7 +95,3 @@ def state_dict_on_host(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             seen[key] = tensor.detach().to("cpu", copy=True)
         host[name] = seen[key]
     return host
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -284,7 +284,7 @@ def run_trl(job: Job) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation import vllm_generation
 
-    from colograd.engine.vllm_engine import check_vllm, live_weights
+    from colograd.engine.building import check_vllm, live_weights
 
     check_vllm()
     plain = vllm_generation.LLM
