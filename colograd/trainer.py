@@ -1,14 +1,17 @@
-"""`GRPOTrainer`: the conductor. One round, and each optimizer step of it:
+"""`GRPOTrainer`: the conductor. One round (the upper row), and each of its optimizer steps (the lower one):
 
-    prompts --> publish --> generate --> score --> compute_advantages --> scale --> balance --> pack
-                   ^        the engine   rewards   of each group          (over the step)         |
-                   |                                                                              v
+    prompts --> publish --> generate --> score --> compute_advantages --> scale --> balance, pack --> schedule
+                   ^        the engine   rewards   of each group          over                        reference, old
+                   |                                                      the step                    log-probabilities
+                   |                                                                                      |
                    +---- optimizer <-- clip <-- sum_gradients <-- backward <-- compute_loss <-- row by row
 
     get_train_dataloader   prompts, one item per optimizer step
-    get_batch_samples      at a round's start: collect it, the upper row; then hand out its steps one by one
+    get_batch_samples      at a round's start: the upper row; then it hands out the round's steps one by one
     training_step          the lower row, up to the summed gradient
     (transformers.Trainer) clip, optimizer, scheduler, log, evaluate, save
+
+Two ways lead back: dynamic sampling draws further prompts, and a step that runs out of memory is packed again.
 
 To change one stage, override `generate`, `score`, `compute_advantages` or `compute_loss`.
 """
@@ -24,7 +27,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from .batch import Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
+from .batch import DrawnStep, Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
 from .config.check import advice, check_trainer
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
@@ -42,7 +45,7 @@ from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, w
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
-from .rollout.rounds import DrawnStep, draw, roll_out, scale, unjudged
+from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stage_checks import checked_advantages, checked_rewards
 from .rollout.stages import Stages
 from .rollout.statistics import RolloutStatistics, share_counts
@@ -51,7 +54,7 @@ from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source
 from .training.evaluation import evaluation_metrics
 from .training.loss_pass import loss_pass
-from .training.step_batches import packing_rules, schedule, step_batch
+from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
     eval_prompts_of,
     loader_of,
@@ -78,8 +81,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             models: modules, folders or Hub ids.
         args: the configuration; its fields are documented in docs/configuration.md.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``; so does no
-            dataset, which will do where one environment makes the prompts.
+            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``. So does None,
+            which is enough where an environment makes all prompts.
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
@@ -223,7 +226,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
         """Begin to score groups while the engine goes on decoding; the result is [completions, R]."""
-        if type(self).score is not GRPOTrainer.score:
+        if getattr(self.score, "__func__", None) is not GRPOTrainer.score:
             functions = len(self.rewards)
             return Ready(torch.cat([checked_rewards(self.score(group), group, functions) for group in groups]))
         return self._submit(groups)
@@ -257,9 +260,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The next optimizer step's `StepBatch`. At the start of a round: publish, and collect the whole round."""
         self._step_started = time.perf_counter()
-        self.times.take()  # an evaluation's publish belongs to no step
+        self.times.take()  # what an evaluation took is no step's
         if not self._round:
-            items = [next(epoch_iterator) for _ in range(self.args.round_length)]  # repeated for num_iterations
+            # The loader gives a round's prompts num_iterations times; they are sampled once.
+            items = [next(epoch_iterator) for _ in range(self.args.round_length)]
             self._round = self._collect(items[: self.args.steps_per_generation])
         return [self._round.pop(0)], None
 
@@ -301,14 +305,15 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
         if not self._told_unjudged and (line := unjudged(drawn)):
-            self._told_unjudged = True  # of rank 0's, which has a console; the metric counts all
+            self._told_unjudged = True  # rank 0 tells of its own completions; the metric counts all ranks'
             self.console.say(line)
         if self.completion_log is not None:
             with self.times.phase("log"):
                 self.completion_log.add([step.sampled for step in drawn], self.decode, self.state)
 
     def _schedule(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """The steps as often as they are trained, with what other weights than those say of their tokens."""
+        """The round's steps in the order of their training, with the log-probabilities that other weights than the
+        trained ones give their tokens."""
         while True:
             try:
                 return self._ask_others(steps)
@@ -317,7 +322,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             steps = self._back_off(steps, reason, among=len(steps))
 
     def _ask_others(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """The reference, and for the later steps of a round the weights that sampled it."""
+        """Those of the reference, and for steps that train later weights those of the weights that sampled."""
         temperature, autocast = self.args.temperature, self.compute_loss_context_manager
         if self.reference is not None:
             with together("the reference's log-probabilities"), self.times.phase("ref_logprobs"), autocast():
@@ -362,7 +367,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         return torch.tensor(loss, device=self.args.device)
 
     def _with_entropy(self, step: StepBatch) -> StepBatch:
-        """The step with what the objective's entropy terms must know of all of it. A collective."""
+        """The step, each row of which knows the entropy's threshold and coefficient in this step. A collective."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.times.phase("entropies"), self.compute_loss_context_manager():
@@ -413,12 +418,12 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
         self._round, self._logs = [], []
-        self._take_counts()  # of a step that failed
-        self.engine.invalidate()  # steps are counted anew, or weights loaded: what the engine holds is of no step
+        self._take_counts()  # drop what a step counted before it failed
+        self.engine.invalidate()  # steps are counted anew, or other weights are loaded
         return super().train(*args, **kwargs)
 
     def at_boundary(self) -> bool:
-        """Rollouts of a round aren't saved: a checkpoint in its middle couldn't go on."""
+        """Whether a round has ended: its rollouts aren't saved, so a run can't go on from its middle."""
         return not self._round
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -481,7 +486,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         return metrics
 
     def _evaluate_prompts(self, prompts: PromptDataset, name: str) -> dict[str, float]:
-        """Every prompt once, over all ranks, by the same way as a round's. ``name`` is the completions log's."""
+        """Sample and score every prompt once, over all ranks, as a round does. ``name`` is the completions log's."""
         args: GRPOConfig = self.args
         started = time.perf_counter()
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
@@ -505,6 +510,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         rules = dataclasses.replace(self.rules, max_tokens=tokens, **everything)
         (drawn,) = scale([DrawnStep(tuple(groups), ())], self.estimator)
         step = step_batch(drawn, RolloutStatistics(), rules, self._reward_names, self.times)
+        step = dataclasses.replace(step, version=self.state.global_step)
         if self.reference is not None:
             with together("the reference's log-probabilities"), self.compute_loss_context_manager():
                 (step,) = with_ref_logprobs(self.reference, [step], self.args.temperature)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout, ScoredGroup
+from colograd.batch import DrawnStep, FinishReason, Group, Logged, Prompt, Rollout, ScoredGroup
 from colograd.losses.advantages import Estimator, divided, group_advantages, group_std, step_std
 from colograd.policy.packing import PackingRules, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import DrawnStep, draw, scale
+from colograd.rollout.rounds import draw
 from colograd.rollout.stages import Stages
-from colograd.training.step_batches import trainable
+from colograd.training.step_batches import scale, trainable
 
 NAN = math.nan
 GROUP = 6  # completions
@@ -288,5 +288,5 @@ def test_without_scaling_over_the_step_nothing_is_exchanged(monkeypatch: pytest.
     for scaling in ("group", "none"):
         estimator = Estimator(scaling, "sum_then_normalize", "mean", (1.0,))
         assert estimator.step_scores is None
-        monkeypatch.setattr("colograd.rollout.rounds.step_std", None)
+        monkeypatch.setattr("colograd.training.step_batches.step_std", None)
         Made(estimator, False).draw()

@@ -12,13 +12,13 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
+from colograd.batch import DrawnStep, FinishReason, Group, Prompt, Rollout, ScoredGroup
 from colograd.data import PromptRules, extra_prompts, tokenize_prompts
 from colograd.policy.packing import has_signal
 from colograd.reporting.completion_log import logged_steps, read_log
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import DrawnStep, draw
+from colograd.rollout.rounds import draw
 from colograd.rollout.stages import Stages
 
 

@@ -41,11 +41,6 @@ class Conversation:
     turns: int = 0
     finish_reason: FinishReason | None = None  # once it is over
 
-    @property
-    def all_ids(self) -> tuple[int, ...]:
-        """The prompt's tokens and those that followed."""
-        return (*self.input.ids, *self.ids)
-
     def add(self, ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
         """Take up tokens: the model's, or those of its tools' answers."""
         self.ids += ids
@@ -161,12 +156,13 @@ class _RunningConversations:
             seed = request_seed(self.seed, position, f"{self.purpose}/{index}/{turn}")
         else:  # as the index-th of n completions has it
             seed = request_seed(self.seed, position, self.purpose) + index
-        request = self.engine.submit(conversation.all_ids, self.sampling, seed, n=1, spent=len(conversation.ids))
+        asked = conversation.input.followed_by(conversation.ids)
+        request = self.engine.submit(asked, self.sampling, seed, n=1, spent=len(conversation.ids))
         self.writing[request] = conversation
 
     def _start_calls(self, conversation: Conversation, turn: Sampled) -> bool:
         """Begin the calls of a turn. False: it has none, or the conversation may have no more."""
-        shown = conversation.all_ids[: -len(turn.ids) or None]  # before the turn
+        shown = (*conversation.input.ids, *conversation.ids[: len(conversation.ids) - len(turn.ids)])
         message, calls = self.form.read(turn.ids, shown, conversation.session.schemas)
         conversation.messages.append(message)
         conversation.finish_reason = turn.finish_reason

@@ -8,22 +8,12 @@ import math
 import reprlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
-from ..batch import Group, Prompt, ScoredGroup
-from ..losses.advantages import Estimator, divided, step_std
+from ..batch import DrawnStep, Group, Prompt, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
 from .stage_checks import checked_groups
 from .stages import PendingRewards, Stages
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnStep:
-    """The groups of one optimizer step on this rank. The two differ with dynamic sampling only."""
-
-    kept: tuple[ScoredGroup, ...]  # what the step is about: its denominators count them
-    sampled: tuple[ScoredGroup, ...]  # this step's share of all that was sampled: metrics and logs count them
 
 
 def draw(
@@ -132,26 +122,6 @@ def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:
     """Up to the ``enough``-th group with a signal."""
     before = itertools.accumulate((has_signal(group) for group in groups), initial=0)  # signals before each group
     return [group for group, signals in zip(groups, before, strict=False) if signals < enough]
-
-
-def scale(steps: Sequence[DrawnStep], estimator: Estimator) -> list[DrawnStep]:
-    """The steps with advantages divided by a deviation over the step, where the run scales them so. A collective.
-
-    What was sampled and not kept is divided by the deviation of the step that counts it.
-    """
-    scores = estimator.step_scores
-    if scores is None:
-        return list(steps)
-    stds = [step_std([scores(group.rewards) for group in step.kept]) for step in steps]
-    of_group = {group.group.position: std for step, std in zip(steps, stds, strict=True) for group in step.kept}
-
-    def scaled(groups: Sequence[ScoredGroup], std: float) -> tuple[ScoredGroup, ...]:
-        return tuple(divided(group, of_group.get(group.group.position, std)) for group in groups)
-
-    return [
-        replace(step, kept=scaled(step.kept, std), sampled=scaled(step.sampled, std))
-        for step, std in zip(steps, stds, strict=True)
-    ]
 
 
 def unjudged(steps: Sequence[DrawnStep]) -> str:

@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..batch import ScoredGroup, StepBatch
+from ..batch import DrawnStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
+from ..losses.advantages import Estimator, divided, step_std
 from ..losses.objective import Objective
 from ..parallel.balance import balance, pair_cost
 from ..parallel.ranks import gather
 from ..policy.loading import Policy
 from ..policy.packing import PackingRules, has_signal, loss_tokens, pack_step
 from ..reporting.metrics import PhaseTimes
-from ..rollout.rounds import DrawnStep
 from ..rollout.statistics import RolloutStatistics
 
 
@@ -31,6 +31,26 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective) -> P
         pair_cost=pair_cost(policy.model.config, policy.model.num_parameters()),
         device=config.device,
     )
+
+
+def scale(steps: Sequence[DrawnStep], estimator: Estimator) -> list[DrawnStep]:
+    """The steps with advantages divided by a deviation over the step, where the run scales them so. A collective.
+
+    What was sampled and not kept is divided by the deviation of the step that counts it.
+    """
+    scores = estimator.step_scores
+    if scores is None:
+        return list(steps)
+    stds = [step_std([scores(group.rewards) for group in step.kept]) for step in steps]
+    of_group = {group.group.position: std for step, std in zip(steps, stds, strict=True) for group in step.kept}
+
+    def scaled(groups: Sequence[ScoredGroup], std: float) -> tuple[ScoredGroup, ...]:
+        return tuple(divided(group, of_group.get(group.group.position, std)) for group in groups)
+
+    return [
+        dataclasses.replace(step, kept=scaled(step.kept, std), sampled=scaled(step.sampled, std))
+        for step, std in zip(steps, stds, strict=True)
+    ]
 
 
 class _Share(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup, StepBatch
+from colograd.batch import DrawnStep, FinishReason, Group, Prompt, Rollout, ScoredGroup, StepBatch
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import SAPOLoss
@@ -27,7 +27,7 @@ from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import DrawnStep, draw
+from colograd.rollout.rounds import draw
 from colograd.rollout.stages import Stages
 from colograd.rollout.statistics import RolloutStatistics
 from colograd.training.step_batches import step_batch
