@@ -139,3 +139,21 @@ def test_the_best_weights_are_those_that_were_evaluated(tiny_model, tmp_path, cl
     assert Path(trainer.state.best_model_checkpoint).name == f"checkpoint-{best}" in checkpoints(tmp_path)
     saved = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(saved, held[best]) and torch.equal(saved, trainer.model.state_dict()["model.norm.weight"].cpu())
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found(tiny_model: Path, tmp_path: Path, closing, capfd) -> None:
+    """The process died between the two renames of a second save of the same step."""
+    train(tiny_model, tmp_path, "float32", "adamw_torch", 1)
+    (tmp_path / "checkpoint-1").rename(tmp_path / ".replaced-checkpoint-1")
+    config = tiny.config(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer = closing(GRPOTrainer(str(tiny_model), tiny.vowels, config, tiny.prompts()))
+    trainer.train(resume_from_checkpoint="auto")
+    assert "checkpoint-1 is at the last of 1 steps" in capfd.readouterr().out
+
+
+def test_a_score_that_is_set_on_one_trainer_is_called(tiny_model: Path, tmp_path: Path, closing) -> None:
+    config = tiny.config(tmp_path, max_steps=1)
+    trainer = closing(GRPOTrainer(str(tiny_model), tiny.vowels, config, tiny.prompts()))
+    trainer.score = lambda group: torch.full((len(group.rollouts), 1), 3.0)
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 3.0
