@@ -46,8 +46,7 @@ from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
 from .rollout.rounds import draw, roll_out, unjudged
-from .rollout.stage_checks import checked_advantages, checked_rewards
-from .rollout.stages import Stages
+from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import RolloutStatistics, share_counts
 from .rollout.tool_format import with_messages
 from .training.adamw_split import accumulate_in_float32, optimizer_class
@@ -275,7 +274,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         drawn = scale(self._draw(prompts), self.estimator)
         self._log_completions(drawn)
         with together("the statistics"):
-            statistics = [self._statistics(step.sampled) for step in drawn]
+            masked, combine = self.rules.mask_truncated, self.combine
+            statistics = [RolloutStatistics.of(step.sampled, combine, masked) for step in drawn]
             share_counts(self._take_counts(), statistics)
             if self.args.dynamic_sampling:
                 statistics[0].counts["dynamic_sampling/prompts"] += sum(len(step.sampled) for step in drawn)
@@ -295,9 +295,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
             return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
-
-    def _statistics(self, groups: Sequence[ScoredGroup]) -> RolloutStatistics:
-        return RolloutStatistics.of(groups, self.combine, self.rules.mask_truncated)
 
     def _pack(self, step: DrawnStep, statistics: RolloutStatistics) -> StepBatch:
         """Balance and pack."""

@@ -2,7 +2,7 @@
 
     prompts -> a source writes groups -> rewards judge them -> ScoredGroup
 
-`stages` says what a source and a scoring are, `stage_checks` what they may return. The sources: the engine alone,
+`stages` says what a source and a scoring are, and what they must return. The sources: the engine alone,
 `conversations` with tools, a function of the user's (`custom`). `rounds` streams groups from the source into the
 rewards; `statistics` counts what came out.
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from ..batch import DrawnStep, Group, Prompt, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
-from .stage_checks import checked_groups
-from .stages import PendingRewards, Stages
+from .stages import PendingRewards, Stages, checked_groups
 
 
 def draw(

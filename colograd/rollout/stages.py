@@ -1,14 +1,14 @@
-"""What stands between prompts and scored groups: rollout sources, rewards on their way, and the stages as functions."""
+"""The stages between prompts and scored groups: rollout sources, rewards on their way, and what each must return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Prompt, ScoredGroup
+from ..batch import Group, Prompt, Rollout, ScoredGroup
 from ..engine.sampling import Sampling
 
 
@@ -49,3 +49,102 @@ class Stages:
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
     begin_score: Callable[[Sequence[Group]], PendingRewards]  # of all of the groups together
     judge: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
+
+
+# -- what a stage that a subclass replaces must return: one clear error instead of a later one
+
+
+def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generator[Group]:
+    """The groups as ``generate`` yields them; a caller that stops early closes it.
+
+    Raises:
+        ValueError: something else than one whole `Group` for each of the prompts.
+    """
+    waiting = {prompt.position for prompt in prompts}
+    try:
+        for group in groups:
+            if not isinstance(group, Group):
+                raise ValueError(
+                    f"generate yielded {shown(group)}, but must yield a colograd.batch.Group for each prompt."
+                )
+            if group.position not in waiting:
+                raise ValueError(
+                    f"generate yielded a group at position {group.position}, but must yield exactly one for each of "
+                    "its prompts: keep the prompt's position (and merge the groups of one prompt)."
+                )
+            waiting.remove(group.position)
+            _check_rollouts(group)
+            yield group
+    finally:
+        if hasattr(groups, "close"):
+            groups.close()
+    if waiting:
+        raise ValueError(
+            f"generate yielded no group for {len(waiting)} of {len(prompts)} prompts (the first at position "
+            f"{min(waiting)}), but must yield one for each: keep at least one completion."
+        )
+
+
+def _check_rollouts(group: Group) -> None:
+    where = f"generate, prompt {group.position}"
+    if not group.rollouts:
+        raise ValueError(f"{where}: the group has no rollouts, but needs at least one: keep one.")
+    for index, rollout in enumerate(group.rollouts):
+        if not isinstance(rollout, Rollout):
+            raise ValueError(f"{where}: rollout {index} is {shown(rollout)}, but must be a colograd.batch.Rollout.")
+        length = len(rollout.completion_ids)
+        if not length or not rollout.input.ids:
+            raise ValueError(
+                f"{where}: rollout {index} has no tokens, but needs at least one in prompt and completion."
+            )
+        for name in ("sampler_logprobs", "sampled"):
+            value = getattr(rollout, name)
+            if not isinstance(value, torch.Tensor) or value.shape != (length,):
+                raise ValueError(
+                    f"{where}: {name} of rollout {index} is {shown(value)}, but must be a tensor with one entry for "
+                    f"each of its {length} completion tokens."
+                )
+
+
+def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
+    """What ``score`` returned, [G, R] float32.
+
+    Raises:
+        ValueError: another type or shape, or an infinite reward.
+    """
+    wanted = (len(group.rollouts), functions)
+    if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
+        raise ValueError(
+            f"score returned {shown(rewards)}, but must return a tensor [completions, reward functions] = "
+            f"{list(wanted)}: one column for each of reward_funcs, NaN where one has no opinion."
+        )
+    if rewards.float().isinf().any():
+        raise ValueError("score returned an infinite reward, but rewards are finite, or NaN for no opinion.")
+    return rewards.float()
+
+
+def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
+    """What ``compute_advantages`` returned, [G] or [sum C] float32.
+
+    Raises:
+        ValueError: another type or shape, or one that isn't finite.
+    """
+    completions = len(group.rollouts)
+    tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
+    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
+        raise ValueError(
+            f"compute_advantages returned {shown(advantages)}, but must return a tensor with one entry per completion "
+            f"([{completions}]) or one per completion token ([{tokens}])."
+        )
+    if not advantages.float().isfinite().all():
+        raise ValueError(
+            "compute_advantages returned an advantage that isn't finite: use 0 for a completion that isn't to be "
+            "trained on (rewards are NaN where a function has no opinion; `combine` leaves these out)."
+        )
+    return advantages.float()
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"

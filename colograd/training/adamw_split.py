@@ -83,7 +83,7 @@ class AdamWSplit(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps, weight_decay likewise.
-        compiled: one fused pass (see `colograd.fused`). None: on a GPU with Triton; a CPU may have no compiler, and
+        compiled: one fused pass (see `adamw_fused`). None: on a GPU with Triton; a CPU may have no compiler, and
             there the uncompiled step is the reference. Where compiling fails, a line is logged and the steps are
             torch's.
     """
@@ -129,7 +129,7 @@ class AdamWSplit(torch.optim.Optimizer):
             step += 1
             count = int(step)
             if count not in constants:
-                constants[count] = step_constants(count, **_settings(group), device=device)
+                constants[count] = step_constants(count, **{name: group[name] for name in SETTINGS}, device=device)
             kernel(whole.parameter, whole.grad, exp_avg, exp_avg_sq, remainder, constants[count])
         for bucket in _buckets(plain, GPU_PIECE if device.type == "cuda" else CPU_PIECE):
             _torch_step(bucket, group, foreach=device.type == "cuda")
@@ -197,10 +197,6 @@ class AdamWSplit(torch.optim.Optimizer):
         if "remainder" in saved:
             state["remainder"] = saved["remainder"].to(parameter.device, torch.int16)
         self._state(parameter)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in SETTINGS}
 
 
 def _buckets(wholes: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:

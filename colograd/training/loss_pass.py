@@ -11,7 +11,7 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
 from ..reporting.metrics import Metrics
-from ..rollout.stage_checks import shown
+from ..rollout.stages import shown
 
 
 def loss_pass(

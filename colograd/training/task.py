@@ -13,6 +13,7 @@ from ..data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepO
 from ..data.columns import check_columns, columns_of
 from ..policy.loading import Policy
 from ..rewards import RewardFunction, resolve_rewards
+from ..rewards.functions import as_list
 from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import EMPTY, Toolbox, environment_reward
 from ..runtime import process
@@ -90,7 +91,7 @@ def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> T
 def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[RewardFunction]:
     """The reward functions with their weights, and with weight 1 the environments that reward themselves."""
     own = [environment_reward(c, tools) for c in tools.reward_classes] if tools else []
-    given = [functions] if isinstance(functions, str) or callable(functions) else list(functions or ())
+    given = as_list(functions)
     if not own:
         return resolve_rewards(given, args.reward_weights)
     weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
@@ -189,23 +190,20 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
 
 
 def eval_prompts_of(
-    dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None, context: int | None = None
+    dataset: Any,
+    policy: Policy,
+    args: GRPOConfig,
+    tools: Toolbox | None = None,
+    context: int | None = None,
+    name: str = "eval",
 ) -> Any:
     """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are.
 
     Iterable ones are read to their end: evaluation takes every prompt once.
     """
-    if dataset is None:
-        return None
+    if dataset is None or isinstance(dataset, PromptDataset):
+        return dataset
     if isinstance(dataset, dict):
         given: dict[str, Any] = dataset
-        return {name: _eval_prompts(part, name, policy, args, tools, context) for name, part in given.items()}
-    return _eval_prompts(dataset, "eval", policy, args, tools, context)
-
-
-def _eval_prompts(
-    dataset: Any, name: str, policy: Policy, args: GRPOConfig, tools: Toolbox | None, context: int | None
-) -> PromptDataset:
-    if isinstance(dataset, PromptDataset):
-        return dataset
+        return {name: eval_prompts_of(part, policy, args, tools, context, name) for name, part in given.items()}
     return tokenize_prompts(_wanted(dataset, args, tools, name), _rules(policy, args, name, context, tools))

@@ -58,7 +58,7 @@ class PackedTrainer(ResumableTrainer):
             self.lengths.load(checkpoint, self.args.layout.data_rank)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Not before the engine is built: the policy then moves into its memory (see `weights.plan`)."""
+        """Not before the engine is built: the policy then moves into its memory (see `weights.publisher`)."""
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         with self.times.phase("optimizer"):
