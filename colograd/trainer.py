@@ -29,7 +29,6 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from .batch import DrawnStep, Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
-from .config.check import advice, check_trainer
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.sampling import Sampling, check_sampling
 from .engine.vllm_engine import check_vllm
@@ -47,7 +46,7 @@ from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
 from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
-from .rollout.statistics import RolloutStatistics, share_counts
+from .rollout.statistics import RolloutStatistics, round_statistics
 from .rollout.tool_format import with_messages
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source
@@ -115,7 +114,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     ) -> None:
         args = prepared_config(args, model)
         with together("the start"):
-            check_trainer(args, quantization_config=quantization_config)
+            args.check_for_trainer(quantization_config=quantization_config)
             check_vllm()
             check_sampling(args)
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
@@ -166,7 +165,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
         """Say what the user should know at start."""
         args: GRPOConfig = self.args
-        lines = [*args.notes, *advice(args), *built.describe(), *self.scorer.notes]
+        lines = [*args.notes, *args.advice(), *built.describe(), *self.scorer.notes]
         lines += [*(self.tools.notes if self.tools else []), *self.policy.describe(args, self.rules.max_tokens)]
         for line in (*lines, *dropped_prompts(prompts)):
             self.console.say(line)
@@ -267,20 +266,19 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         return [self._round.pop(0)], None
 
     def _collect(self, prompts: list[list[Prompt]]) -> list[StepBatch]:
-        """The prompts of a round's steps -> the steps, in the order in which they are trained."""
+        """The upper row: the prompts of a round's steps -> the steps, in the order in which they are trained."""
         self.publish()
         if not self.rules.max_tokens:
             self._measure_budget()
         drawn = scale(self._draw(prompts), self.estimator)
         self._log_completions(drawn)
+        counts, masked = self._take_counts(), self.rules.mask_truncated
         with together("the statistics"):
-            masked, combine = self.rules.mask_truncated, self.combine
-            statistics = [RolloutStatistics.of(step.sampled, combine, masked) for step in drawn]
-            share_counts(self._take_counts(), statistics)
-            if self.args.dynamic_sampling:
-                statistics[0].counts["dynamic_sampling/prompts"] += sum(len(step.sampled) for step in drawn)
-                statistics[0].counts["dynamic_sampling/groups"] += sum(len(step.kept) for step in drawn)
-        steps = [self._pack(step, found) for step, found in zip(drawn, statistics, strict=True)]
+            statistics = round_statistics(drawn, counts, self.combine, masked, self.args.dynamic_sampling)
+        steps = [
+            step_batch(step, found, self.rules, self._reward_names, self.times)
+            for step, found in zip(drawn, statistics, strict=True)
+        ]
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         return self._schedule(steps)
 
@@ -295,10 +293,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
             return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
-
-    def _pack(self, step: DrawnStep, statistics: RolloutStatistics) -> StepBatch:
-        """Balance and pack."""
-        return step_batch(step, statistics, self.rules, self._reward_names, self.times)
 
     def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
         if not self._told_unjudged and (line := unjudged(drawn)):

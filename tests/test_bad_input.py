@@ -20,7 +20,6 @@ from transformers import TrainingArguments
 
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
-from colograd.config.check import check_trainer
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
 from colograd.engine.arguments import engine_kwargs
 from colograd.engine.sampling import check_sampling
@@ -341,30 +340,26 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "say metric_for_best_model",
     ),
     "the best model by an evaluation in the middle of a round": (
-        lambda _: check_trainer(
-            config(
-                load_best_model_at_end=True,
-                num_iterations=2,
-                eval_strategy="steps",
-                eval_steps=3,
-                save_strategy="steps",
-                save_steps=6,
-            )
-        ),
+        lambda _: config(
+            load_best_model_at_end=True,
+            num_iterations=2,
+            eval_strategy="steps",
+            eval_steps=3,
+            save_strategy="steps",
+            save_steps=6,
+        ).check_for_trainer(),
         "eval_steps is 3 and load_best_model_at_end is true",
         "ends of rounds of 2 optimizer steps",
         "multiple of 2",
     ),
     "the best model's checkpoint in the middle of a round": (
-        lambda _: check_trainer(
-            config(
-                save_strategy="best",
-                metric_for_best_model="reward",
-                num_iterations=2,
-                eval_strategy="steps",
-                eval_steps=0.1,
-            )
-        ),
+        lambda _: config(
+            save_strategy="best",
+            metric_for_best_model="reward",
+            num_iterations=2,
+            eval_strategy="steps",
+            eval_steps=0.1,
+        ).check_for_trainer(),
         "eval_steps is 0.1 and save_strategy is best",
         "ends of rounds of 2",
         "multiple of 2",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, check, parse_arguments
+from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
 from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
@@ -43,14 +43,13 @@ def test_trl_s_product_is_folded_into_whole_groups(
     completions = per_device * accumulation
     assert made.per_device_train_batch_size == completions and made.gradient_accumulation_steps == 1
     assert made.prompts_per_step == completions * ranks // group
-    assert made.groups_per_rank == completions // group
     assert made.steps_per_generation == made.round_length == 1
 
 
 def test_prompts_per_step_counts_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(monkeypatch, 2)
     made = config(prompts_per_step=6, num_generations=4)
-    assert (made.groups_per_rank, made.per_device_train_batch_size) == (3, 12)
+    assert made.per_device_train_batch_size == 12
     # TRL's two factors may say the same, and at their defaults say nothing.
     same = config(prompts_per_step=6, num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=3)
     assert same == made == config(prompts_per_step=6, num_generations=4, per_device_train_batch_size=8)
@@ -91,7 +90,7 @@ def test_ranks_of_one_engine_take_the_same_prompts(monkeypatch: pytest.MonkeyPat
     """What divides a step is the number of engines, which the layout tells."""
     monkeypatch.setattr(GRPOConfig, "layout", RankLayout(3, 4, ranks_per_engine=2))
     made = config(prompts_per_step=6, num_generations=4)
-    assert (made.groups_per_rank, made.prompts_per_step) == (3, 6)
+    assert made.prompts_per_step == 6
     order = StepOrder.of(made, 12)
     assert (order.data_rank, order.data_size) == (1, 2)
 
@@ -507,7 +506,7 @@ def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str)
     ],
 )
 def test_what_trl_takes_and_is_rarely_meant_gets_a_line(given: dict[str, Any], said: list[str]) -> None:
-    lines = list(check.advice(config(**given)))
+    lines = list(config(**given).advice())
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))
 
 

@@ -14,11 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from colograd.config import ModelConfig, parse_arguments
-from colograd.policy import lora
-from colograd.policy import row_proof as parity
+from colograd.policy import lora, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import pack
+from colograd.policy.packing import pack, sequences
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -40,18 +39,25 @@ def adapted(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) ->
 def gradients(model: Any, share_prompts: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Log-probabilities of the samples in their order, and the adapter's gradients of their sum."""
     model.zero_grad()
-    rows = pack(parity._samples(lora.unwrap(model)), 1000, False, torch.device("cpu"), share_prompts=share_prompts)
+    rows = pack(row_proof._samples(lora.unwrap(model)), 1000, False, torch.device("cpu"), share_prompts=share_prompts)
     found = [policy_logprobs(model, row, 1.0)[0] for row in rows]
     torch.cat(found).sum().backward()
-    values = parity._in_order(rows, [f.detach() for f in found], parity._samples(lora.unwrap(model)))
-    return values, [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    values = {
+        part.rollout: of_row.detach()[part.place]
+        for row, of_row in zip(rows, found, strict=True)
+        for part in sequences(row)
+    }
+    in_order = sorted(values, key=lambda identity: (identity.position, identity.index))
+    return torch.cat([values[identity] for identity in in_order]), [
+        p.grad.clone() for p in model.parameters() if p.requires_grad
+    ]
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_packed_rows_of_an_adapted_model_equal_padded_ones(tiny_model, changes) -> None:
     model = adapted(tiny_model, **changes)
     plain = gradients(load(tiny_model), True)[0]
-    assert parity.choose_rows(model) == ""
+    assert row_proof.choose_rows(model) == ""
     packed = gradients(model, share_prompts=True)
     assert (packed[0] - plain).abs().mean() > 0.05, "the adapter does something"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -111,7 +117,7 @@ def test_a_head_that_is_trained_whole_is_the_one_that_logits_come_from(tiny_qwen
     assert name == "lm_head.weight"
     with torch.no_grad():
         copied.mul_(0.5)
-    assert parity.choose_rows(model) == "", "proved against the model's own logits"
+    assert row_proof.choose_rows(model) == "", "proved against the model's own logits"
     gradients(model, share_prompts=True)
     assert copied.grad is not None and copied.grad.any()
 

@@ -13,8 +13,7 @@ import torch
 import transformers as hf
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, SegmentLayout
-from colograd.policy import attention
-from colograd.policy import row_proof as parity
+from colograd.policy import attention, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.padded import rows_of
@@ -224,7 +223,7 @@ def test_the_rows_of_a_conversation_whose_turns_see_each_other() -> None:
 
 def test_the_sample_of_the_proof_has_distinct_completions() -> None:
     """`_in_order` tells completions apart by their tokens."""
-    rollouts = [r for g in parity._samples(make(PACKED["llama"])) for r in g.group.rollouts]
+    rollouts = [r for g in row_proof._samples(make(PACKED["llama"])) for r in g.group.rollouts]
     assert len({r.completion_ids for r in rollouts}) == len(rollouts) == 4
 
 
@@ -241,7 +240,7 @@ def test_differences_are_to_the_sampler_s_and_to_the_model_s_own(kind: str) -> N
     groups = [ScoredGroup(Group({}, (r, r), n), torch.zeros(2, 1), torch.ones(2)) for n, r in enumerate(rollouts)]
     rows = pack(groups, 1000, False, torch.device("cpu"), share_prompts=shared)
     chosen = model.config._attn_implementation
-    to_sampler, to_own = parity.differences(model, rows, temperature=0.7)
+    to_sampler, to_own = row_proof.differences(model, rows, temperature=0.7)
     assert to_own.shape == to_sampler.shape == (8,) and to_own.max() < 1e-5
     model.eval()
     found = torch.cat([policy_logprobs(model, row, 0.7)[0] for row in rows])

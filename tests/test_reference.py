@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 from colograd import GRPOTrainer
 from colograd.batch import MicroBatch, StepBatch
 from colograd.config import GRPOConfig
-from colograd.memory import token_budget as budget
+from colograd.memory import token_budget
 from colograd.memory.plan import GIB, plan
-from colograd.policy import lora
-from colograd.policy import row_proof as parity
+from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules, pack, sequences
@@ -47,7 +46,7 @@ def policy_of(model: Any, folder: Path, peft_config: Any = None, **changes: Any)
 
 
 def rows_of(policy: Policy) -> tuple[MicroBatch, ...]:
-    return pack(parity._samples(lora.unwrap(policy.model)), 1000, False, CPU)
+    return pack(row_proof._samples(lora.unwrap(policy.model)), 1000, False, CPU)
 
 
 @torch.no_grad()
@@ -243,13 +242,13 @@ def test_the_memory_plan_counts_it(tiny_model, tmp_path, monkeypatch) -> None:
 
 def test_they_go_with_their_completions_when_a_step_is_packed_again(tiny_model, tmp_path) -> None:
     policy = policy_of(tiny_model, tmp_path)
-    groups, rows = tuple(parity._samples(policy.model)), rows_of(policy)
+    groups, rows = tuple(row_proof._samples(policy.model)), rows_of(policy)
     empty = StepBatch((), 1, 1, {}, ())
     reference = reference_of(made(tmp_path), policy)
     none, step = with_ref_logprobs(reference, [empty, StepBatch(rows, 1, 1, {}, groups)], 1.0)
     assert none.micro_batches == ()
     rules = PackingRules(1, False, False, True, False, False, 0.0, CPU)
-    again = budget.repack(step, rules)
+    again = token_budget.repack(step, rules)
     assert len(again.micro_batches) > len(rows)
     for row in again.micro_batches:
         (fresh,) = fill(reference, [dataclasses.replace(row, ref_logprobs=None)], 1.0)

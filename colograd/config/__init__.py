@@ -7,13 +7,10 @@
 `sampling`, `evaluation`, `engine`, `rewards`, `advantages`, `objective`, `reference` and `logs`. A group derives from
 what its rules read: another group, or transformers' arguments. Every group is written with the helpers of `knob`.
 
-`names` answers unknown names and TRL's, `parse` reads a recipe and the command line, `check` is what `GRPOTrainer` asks
-of a configuration before it starts.
+`names` answers unknown names and TRL's, `parse` reads a recipe and the command line.
 """
 
 from .grpo import GRPOConfig
 from .model import ModelConfig
 from .parse import parse_arguments
 from .script import ScriptArguments
-
-__all__ = ["GRPOConfig", "ModelConfig", "ScriptArguments", "parse_arguments"]

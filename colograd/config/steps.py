@@ -84,11 +84,6 @@ class StepKnobs(TrainingArguments):
         at_least(self, 1, "max_tokens_per_microbatch")
 
     @property
-    def groups_per_rank(self) -> int:
-        """Groups of one optimizer step on one rank."""
-        return self.per_device_train_batch_size // self.num_generations  # type: ignore[operator]
-
-    @property
     def round_length(self) -> int:
         """Optimizer steps between two generations."""
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]

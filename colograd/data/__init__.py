@@ -15,15 +15,3 @@ from .loading import load_datasets
 from .order import PromptLoader, StepOrder, extra_prompts
 from .prompts import PromptDataset, PromptRules, tokenize_prompts
 from .stream import PromptStream, StreamLoader
-
-__all__ = [
-    "PromptDataset",
-    "PromptLoader",
-    "PromptRules",
-    "PromptStream",
-    "StepOrder",
-    "StreamLoader",
-    "extra_prompts",
-    "load_datasets",
-    "tokenize_prompts",
-]

@@ -14,14 +14,3 @@ from .token_losses import (
     per_sequence_sum,
     sequence_mean_weights,
 )
-
-__all__ = [
-    "LOSSES",
-    "ClippedLoss",
-    "Objective",
-    "OverCompletions",
-    "TokenLoss",
-    "Tokens",
-    "per_sequence_sum",
-    "sequence_mean_weights",
-]

@@ -113,6 +113,11 @@ class Objective:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         tokens = self._tokens(logprobs, old, batch)
         per_token = self.loss(tokens)
+        if per_token.shape != logprobs.shape:
+            raise ValueError(
+                f"{type(self.loss).__name__} returned a loss of shape {list(per_token.shape)}, but must return one for "
+                f"each of the {len(logprobs)} tokens."
+            )
         if self.off_policy_threshold is not None:
             per_token = per_token * self._on_policy(logprobs.detach(), batch)
         chosen = batch.loss_mask

@@ -80,8 +80,18 @@ class TokenLoss(ABC):
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Self:
+        """
+        Raises:
+            ValueError: the class has a field that is neither the configuration's nor has a default, or is no dataclass.
+        """
         names: list[str] = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        try:
+            return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        except TypeError as error:
+            raise ValueError(
+                f"loss_type {config.loss_type!r} can't be made ({error}): make it a dataclass, whose fields have the "
+                "names of configuration fields, or defaults."
+            ) from None
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> torch.Tensor:
@@ -100,8 +110,8 @@ class TokenLoss(ABC):
         return {}, {}, {}
 
 
-class OverCompletions:
-    """Averaging: the sum of each completion's mean over its tokens, by the number of completions."""
+class OverCompletions(TokenLoss):
+    """Goes with any loss: the sum of each completion's mean over its tokens, by the number of completions."""
 
     def token_weights(self, batch: MicroBatch) -> torch.Tensor:
         return sequence_mean_weights(batch)
@@ -168,8 +178,7 @@ class LUSPOLoss(ClippedLoss):
     """Mean over completions of the sum over tokens (LUSPO, arXiv 2602.05261): with one ratio per completion, GSPO's
     loss times the completion's length, without GSPO's length bias."""
 
-    def denominator(self, step: StepBatch) -> float:
-        return float(max(step.num_sequences, 1))
+    denominator = OverCompletions.denominator
 
 
 # -- Not clipped
@@ -194,7 +203,7 @@ class CISPOLoss(TokenLoss):
 
 
 @dataclass(frozen=True)
-class SAPOLoss(OverCompletions, TokenLoss):
+class SAPOLoss(OverCompletions):
     """A soft gate instead of the clip (SAPO, arXiv 2511.20347): -4/t * sigmoid(t * (ratio - 1)) * A, with a temperature
     t for positive advantages and one for the others. Its slope is 1 at ratio 1 and falls off on both sides."""
 

@@ -6,12 +6,16 @@ and would reduce once per micro-batch. Gradients are summed over ranks in bucket
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .ranks import world_size
+
+T = TypeVar("T")
 
 
 def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2**20) -> int:
@@ -25,7 +29,9 @@ def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2
         return 0
     zero_gradients(trainable)
     moved = 0
-    for bucket in _buckets([p.grad for p in trainable if p.grad is not None], bucket_bytes):
+    gradients = [p.grad for p in trainable if p.grad is not None]
+    by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
+    for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat)
         moved += flat.numel() * flat.element_size()
@@ -42,16 +48,15 @@ def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
             parameter.grad = torch.zeros_like(parameter, dtype=dtype)
 
 
-def _buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
-    """Consecutive tensors of one dtype, up to ``size`` bytes together."""
-    bucket: list[torch.Tensor] = []
+def in_buckets(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Consecutive items whose sizes add up to at most ``limit``; one that is larger has a bucket of its own."""
+    bucket: list[T] = []
     filled = 0
-    for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket and (filled + nbytes > size or tensor.dtype != bucket[0].dtype):
+    for item in items:
+        if bucket and filled + size(item) > limit:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(tensor)
-        filled += nbytes
+        bucket.append(item)
+        filled += size(item)
     if bucket:
         yield bucket

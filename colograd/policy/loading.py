@@ -95,7 +95,9 @@ def load_policy(
             loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config)
     else:
         loaded, path = model, _origin(model, config, peft_config)
-    _check_unquantized(loaded)
+    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    if any(getattr(unwrap(loaded), flag, False) for flag in flags):
+        raise ValueError(f"The model {str(loaded.config._name_or_path)!r} is quantised, but {QUANTIZED}")
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
@@ -212,7 +214,8 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
-        if os.path.isdir(path) and not isinstance(error, FileNotFoundError) and _has_config(path):
+        has_config = os.path.isfile(os.path.join(path, "config.json"))
+        if has_config and not isinstance(error, FileNotFoundError):
             raise
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -223,13 +226,3 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     finally:
         if not config.verbose:
             hf_logging.disable_progress_bar()  # nor one for each file that is saved
-
-
-def _check_unquantized(model: Any) -> None:
-    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    if any(getattr(unwrap(model), flag, False) for flag in flags):
-        raise ValueError(f"The model {str(model.config._name_or_path)!r} is quantised, but {QUANTIZED}")
-
-
-def _has_config(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, "config.json"))

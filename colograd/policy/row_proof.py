@@ -16,7 +16,7 @@ from ..batch import FinishReason, Group, MicroBatch, ModelInput, Rollout, Scored
 from . import attention
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap
-from .packing import pack, sequences
+from .packing import PackedSequence, pack, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
 # Mean difference of log-probabilities in nats: far above rounding, far below another context's probabilities.
@@ -39,17 +39,15 @@ def choose_rows(model: Any) -> str:
 
 def _choose_rows(model: Any) -> str:
     own = _own_attention(model)
-    model.set_attn_implementation(own)
-    expected = _own_logprobs(model)
     why = _obstacle(model)
     if not why:
         model.set_attn_implementation(attention.NAME)
-        why = _packed_fault(model, expected)
+        why = _packed_fault(model, own)
         if not why:
             return ""
-        model.set_attn_implementation(own)
+    model.set_attn_implementation(own)
     try:
-        error = _difference(model, expected, share_prompts=False)
+        error = _difference(model, own, share_prompts=False)
         fault = (
             f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits" if error else ""
         )
@@ -74,12 +72,12 @@ def _obstacle(model: Any) -> str:
     return ""
 
 
-def _packed_fault(model: Any, expected: torch.Tensor) -> str:
+def _packed_fault(model: Any, own: str) -> str:
     """Why it can't, by running some; empty: it can."""
     name = type(model).__name__
     try:
         with attention.watch_windows() as windows:
-            error = _difference(model, expected, share_prompts=True)
+            error = _difference(model, own, share_prompts=True)
     except (TypeError, ValueError, RuntimeError) as refusal:
         return f"{name}: {str(refusal).splitlines()[0]}"
     if error:
@@ -119,25 +117,23 @@ def _samples(model: Any) -> list[ScoredGroup]:
     return groups
 
 
-@torch.no_grad()
-def _own_logprobs(model: Any) -> torch.Tensor:
-    """(N,) by the model's own logits, one sequence at a time, nothing packed or padded."""
-    rollouts = [rollout for group in _samples(model) for rollout in group.group.rollouts]
-    return torch.cat([_own_of(model, torch.tensor(r.prompt_ids), torch.tensor(r.completion_ids)) for r in rollouts])
-
-
-def _own_of(model: Any, prompt: torch.Tensor, completion: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Of one completion [C] behind its prompt [P]: [C]."""
-    ids = torch.cat([prompt, completion])[None].to(model.device)
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
-    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:
+    """[C] of a completion by the model's own logits, nothing packed or padded."""
+    ids = torch.cat([part.prompt_ids, part.completion_ids])[None]
+    logits = model(input_ids=ids).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, part.completion_ids[:, None]).squeeze(1)
 
 
 @torch.no_grad()
-def differences(model: Any, rows: Sequence[MicroBatch], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def differences(
+    model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """How far the trainer's log-probabilities of ``rows`` are from the sampler's, and from the model's own.
 
-    The own ones are computed one sequence at a time with the attention that the model came with.
+    The own ones are computed one sequence at a time.
+
+    Args:
+        own: the attention implementation for these; default: transformers' usual one.
 
     Returns:
         Two (N,) float32 of absolute differences in nats: to the sampler's, to the model's own.
@@ -146,28 +142,17 @@ def differences(model: Any, rows: Sequence[MicroBatch], temperature: float) -> t
     with evaluation_mode(model):
         trained = [policy_logprobs(model, row, temperature)[0] for row in rows]
         try:
-            model.set_attn_implementation(_own_attention(model))
+            model.set_attn_implementation(own or _own_attention(model))
             for row, found in zip(rows, trained, strict=True):
-                own = [_own_of(model, part.prompt_ids, part.completion_ids, temperature) for part in sequences(row)]
-                to_own.append(found - torch.cat(own))
+                to_own.append(found - torch.cat([_own_logprobs(model, part, temperature) for part in sequences(row)]))
                 to_sampler.append(found - row.sampler_logprobs)
         finally:
             model.set_attn_implementation(chosen)
     return torch.cat(to_sampler).abs(), torch.cat(to_own).abs()
 
 
-@torch.no_grad()
-def _difference(model: Any, expected: torch.Tensor, share_prompts: bool) -> float:
-    """Mean absolute difference from ``expected`` in nats; 0 where it is within tolerance."""
+def _difference(model: Any, own: str, share_prompts: bool) -> float:
+    """Mean absolute difference of some samples from the model's own in nats; 0 where it is within tolerance."""
     rows = pack(_samples(model), 1000, False, model.device, share_prompts=share_prompts)
-    found = _in_order(rows, [policy_logprobs(model, row, 1.0)[0] for row in rows], _samples(model))
-    error = float((found - expected).abs().mean())
+    error = float(differences(model, rows, 1.0, own)[1].mean())
     return 0.0 if error <= TOLERANCE.get(model.dtype, TOLERANCE_16_BIT) else error
-
-
-def _in_order(rows: Sequence[MicroBatch], found: Sequence[torch.Tensor], groups: Sequence[ScoredGroup]) -> torch.Tensor:
-    """Log-probabilities in the order of the groups' completions."""
-    values = {
-        part.rollout: of_row[part.place] for row, of_row in zip(rows, found, strict=True) for part in sequences(row)
-    }
-    return torch.cat([values[identity] for group in groups for identity in group.group.rollout_ids])

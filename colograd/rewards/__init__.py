@@ -24,22 +24,3 @@ from .calling import weighted_sum
 from .functions import RewardError, RewardFunction, resolve_rewards
 from .models import RewardModel, with_models
 from .scoring import Ready, Scorer, Scoring, score_group
-
-__all__ = [
-    "BUILTIN_REWARDS",
-    "Ready",
-    "RewardError",
-    "RewardFunction",
-    "RewardModel",
-    "Scorer",
-    "Scoring",
-    "accuracy_reward",
-    "get_soft_overlong_punishment",
-    "last_number",
-    "reasoning_accuracy_reward",
-    "resolve_rewards",
-    "score_group",
-    "think_format_reward",
-    "weighted_sum",
-    "with_models",
-]

@@ -18,7 +18,7 @@ class RolloutSource(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield each prompt's `Group` of ``sampling.n`` rollouts when its last one ends, in any order.
+        """Yield each prompt's `Group`, of ``sampling.n`` rollouts mostly, when its last one ends; in any order.
 
         A generator that is closed early drops what it has begun.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..batch import FinishReason, ScoredGroup
+from ..batch import DrawnStep, FinishReason, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 
@@ -111,10 +111,22 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     return {name.format(key): float(value) for key, value in found.items()}
 
 
-def share_counts(counts: Mapping[str, float], steps: Sequence[RolloutStatistics]) -> None:
-    """Give a round's counts to its steps: those of rewards to the first; of tool calls, which are no step's, each has
-    its share."""
+def round_statistics(
+    steps: Sequence[DrawnStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool, dynamic: bool
+) -> list[RolloutStatistics]:
+    """The statistics of what was sampled for each of a round's steps.
+
+    Args:
+        counts: the round's. Those of rewards go to its first step; of tool calls, which are no step's, each has a
+            share.
+        dynamic: whether further prompts may have been drawn, which are counted then.
+    """
+    found = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
     for name, number in counts.items():
-        among = steps if name.startswith("tools/") else steps[:1]
+        among = found if name.startswith("tools/") else found[:1]
         for part in among:
             part.counts[name] += number / len(among)  # type: ignore[assignment]
+    if dynamic:
+        found[0].counts["dynamic_sampling/prompts"] += sum(len(step.sampled) for step in steps)
+        found[0].counts["dynamic_sampling/groups"] += sum(len(step.kept) for step in steps)
+    return found

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
+from ..parallel.gradients import in_buckets
 from .adamw_fused import Kernel, make_kernel, step_constants
 
 # Elements of the float32 masters that exist at one time. On a CPU a piece and torch's temporaries stay in the cache
@@ -131,7 +132,9 @@ class AdamWSplit(torch.optim.Optimizer):
             if count not in constants:
                 constants[count] = step_constants(count, **{name: group[name] for name in SETTINGS}, device=device)
             kernel(whole.parameter, whole.grad, exp_avg, exp_avg_sq, remainder, constants[count])
-        for bucket in _buckets(plain, GPU_PIECE if device.type == "cuda" else CPU_PIECE):
+        size = GPU_PIECE if device.type == "cuda" else CPU_PIECE
+        pieces = itertools.chain.from_iterable(whole.cut(size) for whole in plain)
+        for bucket in in_buckets(pieces, size, lambda piece: piece.parameter.numel()):
             _torch_step(bucket, group, foreach=device.type == "cuda")
         for whole in plain:
             whole.step.add_(1)
@@ -152,13 +155,6 @@ class AdamWSplit(torch.optim.Optimizer):
             wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
             self._kernels[device] = make_kernel(device) if wanted else None
         return self._kernels[device]
-
-    def master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The float32 value of a parameter, as a new tensor of its shape."""
-        if parameter.dtype != torch.bfloat16:
-            return parameter.detach().clone()
-        remainder = self.state.get(parameter, {}).get("remainder")
-        return parameter.detach().float() if remainder is None else join_master(parameter.detach(), remainder)
 
     @torch.no_grad()
     def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
@@ -197,20 +193,6 @@ class AdamWSplit(torch.optim.Optimizer):
         if "remainder" in saved:
             state["remainder"] = saved["remainder"].to(parameter.device, torch.int16)
         self._state(parameter)
-
-
-def _buckets(wholes: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
-    """The pieces in buckets of at most ``size`` elements (one that can't be cut: in a bucket of its own)."""
-    bucket: list[_Piece] = []
-    filled = 0
-    for piece in itertools.chain.from_iterable(whole.cut(size) for whole in wholes):
-        if bucket and filled + piece.parameter.numel() > size:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(piece)
-        filled += piece.parameter.numel()
-    if bucket:
-        yield bucket
 
 
 def _torch_step(bucket: Sequence[_Piece], group: dict[str, Any], foreach: bool) -> None:

@@ -64,17 +64,24 @@ def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbo
 
 
 def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:
-    """The user's function that writes completions, if there is one.
+    """The user's function or class that writes completions, if there is one.
 
     Raises:
-        ValueError: its import path leads nowhere, or there are tools, which it wouldn't call.
+        ValueError: its import path leads nowhere, it is no rollout source, or there are tools, which it wouldn't call.
     """
     if rollout_func is not None and tools is not None:
         raise ValueError(
             "rollout_func writes completions by itself, so that tools and environment_factory would never be used: "
             "give one or the other."
         )
-    return find_object(rollout_func, "rollout_func", callable) if isinstance(rollout_func, str) else rollout_func
+    if isinstance(rollout_func, str):
+        rollout_func = find_object(rollout_func, "rollout_func", callable)
+    if isinstance(rollout_func, type) and not hasattr(rollout_func, "generate"):
+        raise ValueError(
+            f"rollout_func is the class {rollout_func.__name__}, which has no method `generate`, but must be a rollout "
+            "source: see docs/architecture.md."
+        )
+    return rollout_func
 
 
 def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) -> PromptRules:

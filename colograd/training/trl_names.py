@@ -76,14 +76,9 @@ class TRLNames:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 
-def _reference(trainer: Any) -> Any:
-    """A second model, where there is one; as in TRL an adapter's reference is none."""
-    reference = trainer.reference
-    return reference.model if isinstance(reference, FrozenCopy) else None
-
-
 _FOUND = {
-    "ref_model": _reference,
+    # As in TRL, an adapter's reference is no second model.
+    "ref_model": lambda trainer: trainer.reference.model if isinstance(trainer.reference, FrozenCopy) else None,
     "num_generations_eval": lambda trainer: trainer.args.eval_generations(),
     "epsilon_low": lambda trainer: trainer.args.epsilon,
     "reward_funcs": lambda trainer: [reward.function for reward in trainer.rewards],

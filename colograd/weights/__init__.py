@@ -8,7 +8,3 @@ from .mapping import Slice
 from .selection import check_choice, expects_sharing, publisher
 from .shared import bytes_apart, state_dict_on_host
 from .way import Publisher
-
-__all__ = [
-    "Publisher", "Slice", "bytes_apart", "check_choice", "expects_sharing", "publisher", "state_dict_on_host",
-]  # fmt: skip

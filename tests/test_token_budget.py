@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, StepBatch
 from colograd.config import GRPOConfig
 from colograd.losses.objective import Objective
-from colograd.memory import token_budget as budget
+from colograd.memory import token_budget
 from colograd.parallel import ranks
 from colograd.policy import attention
 from colograd.policy.logprobs import with_old_logprobs
@@ -66,28 +66,28 @@ def memory(base: int, per_token: int, largest: int = 10**9) -> tuple[Callable[[i
 def test_the_budget_fills_the_limit_and_the_measuring_stays_below_it() -> None:
     peak, tried = memory(base=10_000_000, per_token=1000)
     tokens = 20_000 // 256 * 256
-    assert budget.fill(peak, 30_000_000) == (tokens, 10_000_000 + 1000 * tokens)
+    assert token_budget.fill(peak, 30_000_000) == (tokens, 10_000_000 + 1000 * tokens)
     assert tried == [1024, 2048, 4096, 8192, 16384], "32768 tokens would have needed more than the limit"
 
 
 def test_one_size_gives_a_careful_estimate() -> None:
     peak, tried = memory(base=1_000_000, per_token=1000)
-    found, size = budget.fill(peak, 3_000_000)
+    found, size = token_budget.fill(peak, 3_000_000)
     assert tried == [1024] and found == 1280 and 1_000_000 + 1000 * found <= size <= 3_000_000
 
 
 def test_what_ran_out_of_memory_is_not_offered() -> None:
     peak, _ = memory(base=0, per_token=1, largest=5000)
-    assert budget.fill(peak, 10**9) == (8192 - 256, 8192 - 256), (
+    assert token_budget.fill(peak, 10**9) == (8192 - 256, 8192 - 256), (
         "between what fitted and what didn't; the rest is for back-off"
     )
     peak, _ = memory(base=0, per_token=1, largest=10)
-    assert budget.fill(peak, 10**9) == (512, 0)
+    assert token_budget.fill(peak, 10**9) == (512, 0)
 
 
 def test_a_budget_has_bounds() -> None:
-    assert budget.fill(memory(0, 1)[0], 10**12)[0] == budget.LARGEST
-    assert budget.fill(memory(10**9, 0)[0], 10**8)[0] == budget.STEP, "not even the smallest row fits"
+    assert token_budget.fill(memory(0, 1)[0], 10**12)[0] == budget.LARGEST
+    assert token_budget.fill(memory(10**9, 0)[0], 10**8)[0] == budget.STEP, "not even the smallest row fits"
 
 
 def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,21 +112,23 @@ def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch
     for name, stand_in in counters.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     tokens = 4000 // 256 * 256
-    assert budget.measure(weight, loss, (30, 20, 4), RULES, 500_000) == (tokens, 100 * tokens), "0.8 * 500,000 / 100"
+    assert token_budget.measure(weight, loss, (30, 20, 4), RULES, 500_000) == (tokens, 100 * tokens), (
+        "0.8 * 500,000 / 100"
+    )
     assert sizes == [1024, 2048] and weight.weight.grad is None
-    assert budget.measure(weight, loss, (30, 20, 4), RULES, 0)[0] == 4096 - 256, "4096 ran out of memory"
+    assert token_budget.measure(weight, loss, (30, 20, 4), RULES, 0)[0] == 4096 - 256, "4096 ran out of memory"
 
 
 def test_bytes_are_read_off_the_line_through_the_last_sizes() -> None:
     sizes = {1024: 2000, 2048: 3000, 4096: math.inf}
-    assert budget.fill(sizes.__getitem__, 10**9) == (3840, 3000 + (3840 - 2048) * 1000 // 1024)
-    assert budget.fill(sizes.__getitem__, 1500) == (768, 1500), "through the origin and one size"
+    assert token_budget.fill(sizes.__getitem__, 10**9) == (3840, 3000 + (3840 - 2048) * 1000 // 1024)
+    assert token_budget.fill(sizes.__getitem__, 1500) == (768, 1500), "through the origin and one size"
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (1, 1, 2), (300, 40, 8)])
 @pytest.mark.parametrize("tokens", [2, 3, 50, 1024])
 def test_a_dummy_row_has_the_tokens_it_should(tokens: int, shape: tuple[int, int, int]) -> None:
-    row = budget.dummy_row(tokens, shape, CPU)
+    row = token_budget.dummy_row(tokens, shape, CPU)
     assert row.input_ids.numel() == row.layout.num_tokens == tokens
     assert max(row.layout.lengths) <= max(shape[:2]) + 1 and row.loss_mask.sum() == 0
 
@@ -134,10 +136,10 @@ def test_a_dummy_row_has_the_tokens_it_should(tokens: int, shape: tuple[int, int
 def test_the_optimizer_s_state_to_come_is_kept_free() -> None:
     layer = torch.nn.Linear(10, 10, bias=False)
     optimizer = torch.optim.AdamW(layer.parameters())
-    assert budget.optimizer_bytes(layer, optimizer, "adamw_torch") == 800
+    assert token_budget.optimizer_bytes(layer, optimizer, "adamw_torch") == 800
     layer(torch.ones(10)).sum().backward()
     optimizer.step()
-    assert budget.optimizer_bytes(layer, optimizer, "adamw_torch") == 0, "it is there, and counted as used"
+    assert token_budget.optimizer_bytes(layer, optimizer, "adamw_torch") == 0, "it is there, and counted as used"
 
 
 @pytest.mark.parametrize("given", ["auto", None])
@@ -165,7 +167,7 @@ def test_a_number_may_be_text_and_nonsense_is_refused() -> None:
 
 def test_the_budget_is_halved_below_the_largest_row() -> None:
     step = make_step((10, 20, 30), (5, 4, 4))  # one row of 73 tokens, far below the budget
-    rules, (again,) = budget.back_off(RULES, [step], "out")
+    rules, (again,) = token_budget.back_off(RULES, [step], "out")
     assert rules.max_tokens == 36 and dataclasses.replace(rules, max_tokens=1000) == RULES
     assert [row.input_ids.numel() for row in again.micro_batches] == [40, 30, 13]
     assert again.groups == step.groups and again.num_loss_tokens == step.num_loss_tokens
@@ -173,14 +175,14 @@ def test_the_budget_is_halved_below_the_largest_row() -> None:
 
 def test_the_rest_of_the_round_is_packed_again_too() -> None:
     steps = [make_step((10, 20, 30)), make_step((8, 40, 40, 3))]
-    _, again = budget.back_off(RULES, steps, "out")
+    _, again = token_budget.back_off(RULES, steps, "out")
     assert [len(step.micro_batches) for step in again] == [2, 3]
 
 
 def test_a_completion_that_does_not_fit_alone_is_the_end() -> None:
     step = make_step((10, 20, 30), rules=dataclasses.replace(RULES, max_tokens=1))
     with pytest.raises(torch.OutOfMemoryError, match=r"doesn't fit \(40 tokens; the reason\): keep gradient_check"):
-        budget.back_off(RULES, [step], "the reason")
+        token_budget.back_off(RULES, [step], "the reason")
 
 
 def test_old_log_probabilities_go_with_their_completions() -> None:
@@ -192,7 +194,7 @@ def test_old_log_probabilities_go_with_their_completions() -> None:
     )  # fmt: skip
     step = with_old_logprobs(LlamaForCausalLM(config), make_step((10, 20, 30), (5, 4, 4, 1)), 1.0)
     known = {part.rollout: row.old_logprobs[part.place] for row in step.micro_batches for part in sequences(row)}
-    again = budget.repack(step, dataclasses.replace(RULES, max_tokens=40))
+    again = token_budget.repack(step, dataclasses.replace(RULES, max_tokens=40))
     assert len(again.micro_batches) > len(step.micro_batches)
     for row in again.micro_batches:
         assert row.ref_logprobs is None and row.old_logprobs.shape == row.labels.shape
@@ -202,7 +204,7 @@ def test_old_log_probabilities_go_with_their_completions() -> None:
 
 
 def test_on_policy_rows_stay_on_policy() -> None:
-    again = budget.repack(make_step((10, 20, 30)), dataclasses.replace(RULES, max_tokens=1))
+    again = token_budget.repack(make_step((10, 20, 30)), dataclasses.replace(RULES, max_tokens=1))
     assert len(again.micro_batches) == 2 and all(row.old_logprobs is None for row in again.micro_batches)
 
 
