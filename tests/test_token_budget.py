@@ -86,8 +86,8 @@ def test_what_ran_out_of_memory_is_not_offered() -> None:
 
 
 def test_a_budget_has_bounds() -> None:
-    assert token_budget.fill(memory(0, 1)[0], 10**12)[0] == budget.LARGEST
-    assert token_budget.fill(memory(10**9, 0)[0], 10**8)[0] == budget.STEP, "not even the smallest row fits"
+    assert token_budget.fill(memory(0, 1)[0], 10**12)[0] == token_budget.LARGEST
+    assert token_budget.fill(memory(10**9, 0)[0], 10**8)[0] == token_budget.STEP, "not even the smallest row fits"
 
 
 def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
