@@ -41,8 +41,8 @@ def test_every_file_is_flushed_before_it_counts(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(checkpoints, "_flush", lambda path: events.append(f"flush {path.name}"))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename to {Path(b).name}"), rename(a, b)))
     commit(write(aside_folder(tmp_path) / "checkpoint-3"), tmp_path / "checkpoint-3")
-    assert sorted(events[:2]) == ["flush model", "flush trainer_state.json"]
-    assert events[2:] == ["rename to checkpoint-3", f"flush {tmp_path.name}"]
+    assert sorted(events[:4]) == ["flush below", "flush checkpoint-3", "flush model", "flush trainer_state.json"]
+    assert events[4:] == ["rename to checkpoint-3", f"flush {tmp_path.name}"]
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
