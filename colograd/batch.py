@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,11 +197,7 @@ class SegmentLayout:
     @property
     def starts(self) -> tuple[int, ...]:
         """[S] index in the row of each segment's first token."""
-        starts, total = [], 0
-        for length in self.lengths:
-            starts.append(total)
-            total += length
-        return tuple(starts)
+        return tuple(itertools.accumulate(self.lengths, initial=0))[:-1]
 
     @property
     def num_tokens(self) -> int:

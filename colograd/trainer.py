@@ -497,8 +497,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _evaluate_loss(self, groups: list[ScoredGroup]) -> dict[str, float]:
         """The loss of what was sampled, as if it were a step's, and the loss's metrics. A collective; no gradients."""
         tokens = self.rules.max_tokens or EVALUATION_TOKENS
-        everything = {"skip_without_signal": False, "balance_ranks": False}
-        rules = dataclasses.replace(self.rules, max_tokens=tokens, **everything)
+        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
         (drawn,) = scale([DrawnStep(tuple(groups), ())], self.estimator)
         step = step_batch(drawn, RolloutStatistics(), rules, self._reward_names, self.times)
         step = dataclasses.replace(step, version=self.state.global_step)

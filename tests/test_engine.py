@@ -285,6 +285,18 @@ def test_weights_of_no_known_step_are_not_sampled_from_until_they_are_stamped(en
     assert sorted(sample(engine, config, prompts)) == [0, 1, 2, 3]
 
 
+def test_a_request_is_a_model_input_or_its_tokens(engine, prompts) -> None:
+    sampling, drawn = Sampling(1, 4, 1.0, {}), []
+    for asked in (prompts[1].input, list(prompts[1].prompt_ids)):
+        request, finished = engine.submit(asked, sampling, seed=1), []
+        while not finished:
+            finished = engine.advance()
+        ((name, (completion,)),) = finished
+        assert name == request
+        drawn.append((completion.ids, completion.logprobs))
+    assert drawn[0] == drawn[1]
+
+
 def test_a_generation_closed_early_leaves_nothing_in_flight(engine, config, prompts) -> None:
     groups = engine.generate(prompts, Sampling(4, 12, 1.0, {}), version=0, seed=7)
     next(groups)
@@ -295,7 +307,7 @@ def test_a_generation_closed_early_leaves_nothing_in_flight(engine, config, prom
 
 
 def test_weights_can_not_be_stamped_while_completions_are_decoded(engine, config, prompts) -> None:
-    engine.submit(prompts[0].input, Sampling(1, 4, 1.0, {"ignore_eos": True}), seed=1)
+    engine.submit(prompts[0].prompt_ids, Sampling(1, 4, 1.0, {"ignore_eos": True}), seed=1)
     with pytest.raises(RuntimeError, match="drain the engine first"):
         engine.stamp(1)
     while engine.core.has_unfinished_requests():

@@ -245,7 +245,7 @@ class Engine:
             ValueError: vLLM refuses it.
         """
         try:
-            self.abort([self.submit(ModelInput((0,)), sampling, seed=0)])
+            self.abort([self.submit((0,), sampling, seed=0)])
         except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
@@ -258,14 +258,18 @@ class Engine:
                 f"The engine holds the weights of {held}, but the trainer is at step {version}: publish first."
             )
 
-    def submit(self, asked: ModelInput, sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0) -> str:
+    def submit(
+        self, asked: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0
+    ) -> str:
         """Put a request into the queue. Returns its name.
 
         Args:
+            asked: what the model reads, or its plain ids [P].
             seed: of the first completion; the i-th draws with seed + i.
             n: completions; default ``sampling.n``.
             spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
         """
+        asked = asked if isinstance(asked, ModelInput) else ModelInput(tuple(asked))
         return self._enqueue(asked, self.parameters(asked.ids, sampling, seed, n or sampling.n, spent))
 
     def _enqueue(self, asked: ModelInput, params: Any) -> str:
