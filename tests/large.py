@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from colograd.memory.choice import Run
 from colograd.memory.shape import Lengths, Shape
@@ -22,6 +22,14 @@ QWEN = {
     "num_key_value_heads": KEYS, "vocab_size": VOCABULARY, "tie_word_embeddings": False,
     "max_position_embeddings": 32768, "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
+# Hidden, MLP, layers, heads, key-value heads and vocabulary of models in docs/scaling.md, and whether the head is tied.
+SHAPES = {
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-7B": (HIDDEN, INNER, LAYERS, HEADS, KEYS, VOCABULARY, False),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, False),
+    "Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128256, False),
+}
 # Projections with the biases of queries, keys and values, the MLP, two norms.
 BLOCK = (
     2 * HIDDEN * HEADS * HEAD + 2 * HIDDEN * KEYS * HEAD + (HEADS + 2 * KEYS) * HEAD + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -34,6 +42,17 @@ def folder(place: Path) -> Path:
     """A folder with the configuration and nothing else."""
     Qwen2Config(**QWEN).save_pretrained(place)
     return place
+
+
+def folder_of(name: str, place: Path) -> Path:
+    """The same of one of `SHAPES`."""
+    hidden, inner, layers, heads, keys, vocabulary, tied = SHAPES[name]
+    shape = {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": keys, "vocab_size": vocabulary, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    (LlamaConfig if name.startswith("Llama") else Qwen2Config)(**shape).save_pretrained(place / name)
+    return place / name
 
 
 @functools.cache

@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_one_error_with_what_would(qwen: Path) -> None:
     plan = dataclasses.replace(plan_of(run, "none"), remedies=remedies(run, "none"))
     said, head, *table = too_large(run, plan).splitlines()
     assert said.startswith("Training takes ") and " GiB more than the 80.00 GiB of a GPU; what would fit: " in said
-    assert "use_peft: true (LoRA, rank 16)" in said and "2 ranks with sharding: gradients" in said
+    assert "use_peft: true (LoRA, rank 16)" in said and "4 ranks with sharding: optimizer" in said
     assert "vllm_max_model_length" not in said, "weights, gradients and state alone are too large"
     assert head.split()[-2:] == list(PHASES) and table[-1].split()[0] == "remains"
 
@@ -124,7 +124,7 @@ def test_each_remedy_is_tried(qwen: Path) -> None:
     long = large.run(qwen, length=2**20, lengths=Lengths(2**10, 2**20 - 2**10, 8), ranks=8)
     assert not fits(long, "gradients")
     found = remedies(long, "gradients")
-    length = int(found.partition("vllm_max_model_length: ")[2].split(";")[0])
+    length = int(found.partition("vllm_max_model_length: ")[2].split(",")[0])
     shorter = Lengths(length >> 10, length - (length >> 10), 8)
     assert fits(dataclasses.replace(long, length=length, lengths=shorter), "gradients")
     assert not fits(dataclasses.replace(long, length=4 * length), "gradients")
@@ -144,3 +144,14 @@ def test_a_cache_that_has_no_room_is_told_beside_a_training_that_has(qwen: Path)
     assert (
         said.startswith("The KV cache of one full sequence takes 53.42 GiB, but ") and "at least one must fit" in said
     )
+
+
+def test_a_share_for_the_engine_leaves_the_rest_for_training(qwen: Path) -> None:
+    """It overrules what is estimated, but not weights, gradients and state, which are known."""
+    run = large.run(qwen, overruled=True)
+    assert [fits(run, way) for way in WAYS] == [False, True, True, True], "of an unknown share the weights count"
+    large_share = dataclasses.replace(run, share=0.6)
+    assert [fits(large_share, way) for way in WAYS] == [False, False, True, True]
+    assert fits(dataclasses.replace(large_share, sleeps=True), "optimizer"), "gradients take the sleeping cache's place"
+    assert not fits(dataclasses.replace(run, share=0.9), "gradients")
+    assert [fits(large.run(qwen, kv_bytes=size * GIB), "gradients") for size in (1, 60)] == [True, False]

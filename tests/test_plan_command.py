@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import large
@@ -10,7 +11,8 @@ import tiny
 import torch
 
 from colograd.commands import cli
-from colograd.memory.choice import plan_of
+from colograd.commands import plan as command
+from colograd.memory.choice import auto, fits, plan_of
 from colograd.memory.table import GIB, MARGIN
 from colograd.memory.ways import BUCKET, IN_FLIGHT, WAYS
 
@@ -93,6 +95,38 @@ def test_figures_are_those_of_a_run(qwen: Path, capsys: pytest.CaptureFixture[st
     for way in WAYS:
         plan = plan_of(large.run(qwen), way)
         assert ways[way][8] == f"{plan.room / GIB:.1f}" and ways[way][6] == f"{plan.tokens:,}"
+
+
+# -- the page
+
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "scaling.md").read_text()
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = large.folder(tmp_path / "Qwen2.5-7B-Instruct")
+    assert cli.main(["plan", "--model", str(model), "--gpus", "8", "--gpu-memory", "80"]) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in PAGE
+
+
+@pytest.mark.parametrize("name", large.SHAPES)
+def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> None:
+    header = next(line for line in PAGE.splitlines() if line.startswith("| | 1 GPU"))
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
+    gpus = [int(re.sub(r"\D", "", cell)) for cell in header.split("|")[2:-1]]
+    cells = [cell.strip() for cell in line.split("|")[2:-1]]
+    model = str(large.folder_of(name, tmp_path))
+    for count, cell in zip(gpus, cells, strict=True):
+        told = re.fullmatch(r"(\w+), (\d+)(?: \(T=(\d)\))?", cell)
+        per_engine = told.group(3) if told and told.group(3) else "1"
+        flags = ["--model", model, "--gpus", str(count), "--gpu-memory", "80", "--tensor-parallel", per_engine]
+        run = command.run_of(command._parser().parse_args(flags))
+        way = auto(run)
+        found = f"{way}, {plan_of(run, way).room / GIB:.0f}" if fits(run, way) else "-"
+        assert found == (f"{told.group(1)}, {told.group(2)}" if told else "-"), count
+
+
+# -- bad input
 
 
 @pytest.mark.parametrize(

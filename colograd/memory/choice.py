@@ -44,6 +44,7 @@ class Run:
     reference: int = 0  # bytes
     kv_bytes: int = 0  # 0: planned
     overruled: bool = False  # the engine takes a given share of the device
+    share: float = 0.0  # that, if it is known
 
     @property
     def need(self) -> CacheNeed:
@@ -97,23 +98,35 @@ def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
 
 
 def plan_of(run: Run, way: str) -> MemoryPlan:
-    """The plan with the longest micro-batches beside which training and the KV cache of one sequence fit; if none do,
-    with the shortest. On a CPU, whose budget is given, with that."""
+    """The plan with the longest micro-batches beside which training and an ample KV cache fit; if none do, with the
+    shortest, as these leave most for the cache."""
     for tokens in run.longest_rows:
         plan = planned(run, way, tokens)
-        if plan.takes(run.need):
+        if plan.takes(_ample(run)):
             break
     return plan
+
+
+def _ample(run: Run) -> CacheNeed:
+    """The need of a generation, or what is enough of it."""
+    need = run.need
+    return dataclasses.replace(need, least=max(need.least, min(need.wanted, int(AMPLE * run.total))))
 
 
 def fits(run: Run, way: str) -> bool:
     """Whether the run can be had in this way: what is known and, unless it was overruled, what is estimated."""
     plan = plan_of(run, way)
-    if not run.on_gpu:  # others' caches and pages that can be swapped aren't in the way
-        return plan.state + run.need.least <= run.available
-    if run.overruled or run.kv_bytes:
-        return plan.state + run.kv_bytes <= run.available
-    return plan.takes(run.need)
+    if run.on_gpu and not (run.overruled or run.kv_bytes):
+        return plan.takes(run.need)
+    return _known_fits(run, plan)
+
+
+def _known_fits(run: Run, plan: MemoryPlan) -> bool:
+    """Whether weights, gradients, optimizer and the cache fit, be activations and margin what they may. On a CPU no
+    more is asked: pages can be swapped and others' caches dropped."""
+    cache = run.kv_bytes or max(int(run.share * run.total) - plan.engine_weights, 0)
+    cache = cache or (0 if run.on_gpu else run.need.least)
+    return dataclasses.replace(plan, kv_bytes=cache).known <= run.available
 
 
 def auto(run: Run, ways: Sequence[str] = WAYS) -> str:
@@ -134,9 +147,7 @@ def auto(run: Run, ways: Sequence[str] = WAYS) -> str:
 def _is_ample(run: Run, way: str) -> bool:
     if not run.on_gpu or run.overruled or run.kv_bytes:
         return fits(run, way)
-    plan, need = planned(run, way, run.longest_rows[0]), run.need
-    wanted = max(need.least, min(need.wanted, int(AMPLE * run.total)))
-    return plan.takes(dataclasses.replace(need, least=wanted))
+    return planned(run, way, run.longest_rows[0]).takes(_ample(run))
 
 
 def _left(run: Run, way: str) -> int:
@@ -176,7 +187,7 @@ def _changes(run: Run, way: str) -> Iterator[str]:
         if fits(dataclasses.replace(run, sizes=adapted, reference=0), "none"):
             yield f"use_peft: true (LoRA, rank {LORA_RANK})"
     if (length := _shorter(run, way)) is not None:
-        yield f"vllm_max_model_length: {length}"
+        yield f"vllm_max_model_length: {length}, with completions and prompts shorter alike"
     if run.on_gpu and (more := _more_ranks(run)) is not None:
         yield f"{more[0]} ranks with sharding: {more[1]}"
 
@@ -195,7 +206,7 @@ def _shorter(run: Run, way: str) -> int | None:
         lengths = dataclasses.replace(
             run.lengths, prompt=int(run.lengths.prompt * part), completion=int(run.lengths.completion * part)
         )
-        if fits(dataclasses.replace(run, length=length, tokens=min(run.tokens, length), lengths=lengths), way):
+        if fits(dataclasses.replace(run, length=length, lengths=lengths), way):
             return length
         length //= 2
     return None
@@ -223,4 +234,7 @@ def too_large(run: Run, plan: MemoryPlan) -> str:
             f"The KV cache of one full sequence takes {gib(need.least)} GiB, but {gib(max(plan.room, 0))} of "
             f"{gib(plan.total)} GiB are left beside the rest: at least one must fit"
         )
-    return "\n".join([f"{what}; {plan.remedies}.", *plan.lines()])
+    overrule = ""
+    if _known_fits(run, plan):
+        overrule = ". Should this be estimated too high, vllm_gpu_memory_utilization overrules it"
+    return "\n".join([f"{what}; {plan.remedies}{overrule}.", *plan.lines()])

@@ -110,6 +110,7 @@ def read(
         reference=reference,
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(config),
+        share=float(config.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
     )
 
 

@@ -119,11 +119,14 @@ def activation_bytes(
 def _gradients_inside(shape: Shape, itemsize: int, device: str, joined: float) -> float:
     """The most that gradients inside one layer take at once, per token: in its MLP or in its attention, whose backward
     begins when what the MLP kept is freed."""
-    mlp = 2 * (shape.intermediate + shape.hidden)
-    # Flash attention's backward writes the keys' and values' gradients for each query head before it adds them up.
-    spread = 2 * shape.queries if device == "cuda" else 0
-    attention = joined * (2 * shape.keys + spread) - 4 * shape.intermediate
-    return itemsize * max(mlp, attention)
+    mlp = itemsize * 2 * (shape.intermediate + shape.hidden)
+    attention = itemsize * (joined * 2 * shape.keys - 4 * shape.intermediate)
+    if device == "cuda":
+        # Flash attention's backward sums the queries' gradients in float32, and writes the keys' and values' for each
+        # query head before it adds them up.
+        spread = 0 if shape.keys == shape.queries else itemsize * joined * 2 * shape.queries
+        attention += 4 * shape.queries + spread
+    return max(mlp, attention)
 
 
 def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:

@@ -26,6 +26,8 @@ MARGIN = 0.08  # of the device, for CUDA graphs, NCCL and fragmentation; vLLM's 
 CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memory
 PHASES = ("sampling", "training")
 GIB = 2**30
+# Parts that not every run has: a table leaves out those that it would say 0.00 of.
+OPTIONAL = ("weights of the reference", "gathered weights", "gradients on their way", "micro-batches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +64,26 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, int, int]]:
         """(what, bytes while sampling, bytes while training) of each part."""
-        shared = "" if self.policy_weights else " (shared)"
         part = f", 1/{self.ranks}"
-        activations = f"activations, {self.tokens:,} tokens ({'measured' if self.measured else 'estimated'})"
+        of_policy = part if self.way == "fsdp" else "" if self.policy_weights else " (shared)"
+        of_gradients = part if self.way in ("gradients", "fsdp") else ""
+        of_state = "" if self.way == "none" else part
         exchange = "gathered weights" if self.way == "fsdp" else "gradients on their way"
+        activations = f"activations, {self.tokens:,} tokens ({'measured' if self.measured else 'estimated'})"
         rows = [
             ("held by others", self.total - self.available, self.total - self.available),
             ("weights of the engine", self.engine_weights, self.engine_weights),
-            (
-                f"weights of the policy{part if self.way == 'fsdp' else shared}",
-                self.policy_weights,
-                self.policy_weights,
-            ),
+            (f"weights of the policy{of_policy}", self.policy_weights, self.policy_weights),
             ("weights of the reference", self.reference, self.reference),
-            (f"gradients{part if self.way in ('gradients', 'fsdp') else ''}", 0, self.gradients),
+            (f"gradients{of_gradients}", 0, self.gradients),
             (exchange, 0, self.exchange),
-            (
-                f"optimizer state{'' if self.way == 'none' else part}",
-                0 if self.offloads else self.optimizer,
-                self.optimizer,
-            ),
+            (f"optimizer state{of_state}", 0 if self.offloads else self.optimizer, self.optimizer),
             (activations, self.engine, self.activations),
             ("micro-batches", 0, self.batches),
             (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if self.sleeps else self.kv_bytes),
             ("kept free", self.margin, self.margin),
         ]
-        optional = ("weights of the reference", exchange, "micro-batches")
-        return [row for row in rows if row[0] not in optional or row[2]]
+        return [row for row in rows if row[0] not in OPTIONAL or row[2]]
 
     def remains(self, phase: str) -> int:
         """What is left while ``phase`` of `PHASES`; negative: more is planned than there is."""
@@ -103,10 +98,12 @@ class MemoryPlan:
         return sampling if self.sleeps else min(sampling, empty.remains("training"))
 
     @property
-    def state(self) -> int:
-        """Bytes that are known, not estimated: weights, gradients and optimizer, at their peak."""
+    def known(self) -> int:
+        """Bytes of weights, gradients, optimizer and KV cache in the fuller phase: nothing that is estimated."""
         weights = self.engine_weights + self.policy_weights + self.reference
-        return weights + self.gradients + self.optimizer
+        sampling = self.kv_bytes + (0 if self.offloads else self.optimizer)
+        training = self.gradients + self.optimizer + (0 if self.sleeps else self.kv_bytes)
+        return weights + max(sampling, training)
 
     def takes(self, need: CacheNeed) -> bool:
         """Whether training fits, and beside it a KV cache of one sequence at full length."""
@@ -141,7 +138,8 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """The plan as aligned lines, in GiB."""
-        rows = [*self.rows(), ("remains", self.remains("sampling"), self.remains("training"))]
+        told = [row for row in self.rows() if row[0] not in OPTIONAL or row[2] >= GIB // 200]
+        rows = [*told, ("remains", self.remains("sampling"), self.remains("training"))]
         of_ranks = "" if self.way == "none" else f", sharding {self.way} over {self.ranks}"
         head = f"memory of a rank{of_ranks}: {self.device}, {gib(self.total)} GiB"
         width = max(len(head), *(len(name) + 2 for name, _, _ in rows))
