@@ -16,6 +16,7 @@ from colograd.memory import plan as memory
 from colograd.memory.choice import PLANNED_TOKENS
 from colograd.memory.shape import CacheNeed, Shape
 from colograd.memory.table import GIB, PHASES, MemoryPlan
+from colograd.policy.outline import outline
 
 LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 3, 64, 160, 4, 2, 16, 100
 LLAMA = {
@@ -195,6 +196,14 @@ def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any) -> None:
     assert not plan.sleeps and not plan.offloads and plan.device.startswith("cpu")
     assert plan.kv_bytes == 9 * (64 + 128) * 2 * LAYERS * KEYS * HEAD * 2
     assert 0 < plan.available <= plan.total
+
+
+def test_a_run_is_the_same_before_its_model_is_loaded(tmp_path: Any, gpu: None) -> None:
+    config, model = made(Cuda, optim="auto"), llama()
+    model.save_pretrained(tmp_path)
+    before = memory.read(config, outline(str(tmp_path), torch.bfloat16), 200, 16, 0, True)
+    assert before == memory.read(made(Cuda), model, 200, 16, 0, True)
+    assert before.sizes.gradients == 4 * before.sizes.trained
 
 
 # -- sharding, and what doesn't fit

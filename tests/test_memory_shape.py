@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.memory import shape as memory
 from colograd.memory.shape import Lengths, Shape
+from colograd.policy import attention
 from colograd.policy.attention import _GatherPlan
+from colograd.policy.logprobs import hidden_states
 from colograd.policy.packing import pack
 
 CPU = torch.device("cpu")
@@ -40,33 +43,38 @@ def test_an_engine_s_ranks_have_a_part_of_each_layer_and_a_key_head_at_least() -
     assert (four.hidden, four.layers) == (HIDDEN, LAYERS) and shape.split(1) == shape
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_estimate_of_activations_is_near_what_a_forward_keeps(dtype: torch.dtype, checkpointing: bool) -> None:
-    """Against the bytes that autograd really holds for the backward pass of a Llama, each storage once."""
-    tokens, model = 512, llama(dtype)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
+def kept(model: Any, forward: Callable[[], Any]) -> int:
+    """Bytes that autograd holds for the backward pass, each storage once, without the parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    found: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = storage.nbytes()
         alive.append(tensor)  # so that no address is used twice
         return tensor
 
-    alive: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model.model(torch.randint(VOCABULARY, (1, tokens)), use_cache=False)
-    assert output.last_hidden_state.requires_grad
+        assert forward().requires_grad
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_estimate_of_activations_is_near_what_a_forward_keeps(dtype: torch.dtype, checkpointing: bool) -> None:
+    tokens, model = 512, llama(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    ids = torch.randint(VOCABULARY, (1, tokens))
+    held = kept(model, lambda: model.model(ids, use_cache=False).last_hidden_state)
     shape = Shape.of(model.config)
     layer = memory.layer_bytes(shape, dtype.itemsize)
     expected = LAYERS * HIDDEN * dtype.itemsize if checkpointing else LAYERS * layer
     expected += HIDDEN * (4 + dtype.itemsize)  # the final norm
-    assert 0.75 < sum(kept.values()) / (tokens * expected) < 1.25
+    assert 0.75 < held / (tokens * expected) < 1.25
     whole = memory.activation_bytes(shape, tokens, dtype.itemsize, checkpointing, "cpu")
     assert whole > tokens * expected
 
@@ -101,6 +109,17 @@ def test_joined_keys_are_those_that_attention_gathers(prompt: int, completion: i
     assert Lengths(prompt, completion, count).joined_keys(tokens) == pytest.approx(gathered / tokens)
 
 
+def test_long_prompts_with_short_completions_keep_what_is_estimated() -> None:
+    """Of a packed row whose 16 completions of 4 tokens join a prompt of 500: most of what is kept are joined keys."""
+    model, (row,) = llama(), pack([scored(500, 4, 16)], 1000, False, CPU)
+    model.set_attn_implementation(attention.NAME)
+    tokens = row.layout.num_tokens
+    held = kept(model.train(), lambda: hidden_states(model, row))
+    shape, joined = Shape.of(model.config), Lengths(500, 4 * memory.SHORT, 16).joined_keys(tokens)
+    without, expected = (LAYERS * tokens * memory.layer_bytes(shape, 2, keys) for keys in (1.0, joined))
+    assert 0.75 < held / expected < 1.25 and held > 1.4 * without
+
+
 def test_a_row_without_shared_prompts_joins_nothing() -> None:
     assert Lengths(500, 16, 1).joined_keys(4096) == 1.0
 
@@ -117,10 +136,10 @@ def test_long_prompts_with_short_completions_take_more() -> None:
     joined = Lengths(8000, 64, 8).joined_keys(tokens)
     assert 8.5 < joined < 9
     plain, more = (memory.activation_bytes(shape, tokens, 2, True, "cuda", keys) for keys in (1.0, joined))
-    kept = tokens * 2 * 2 * KEYS * HEAD * (joined - 1)
-    assert more - plain > kept
+    extra = tokens * 2 * 2 * KEYS * HEAD * (joined - 1)
+    assert more - plain > extra
     without = memory.activation_bytes(shape, tokens, 2, False, "cuda", joined)
-    assert without - memory.activation_bytes(shape, tokens, 2, False, "cuda") > LAYERS * kept
+    assert without - memory.activation_bytes(shape, tokens, 2, False, "cuda") > LAYERS * extra
 
 
 # -- micro-batches

@@ -65,10 +65,11 @@ def read(
     prompt: int = 0,
     packed: bool = True,
 ) -> Run:
-    """The run in numbers, the same on every rank: a collective.
+    """The run in numbers, the same on every rank: a collective. `choice.auto` picks a way of sharding by it.
 
     Args:
-        model: the policy, on any device (the meta device too), with frozen parameters marked as such.
+        model: the policy with its frozen parameters marked as such, or its outline (`policy.outline`) before it is
+            loaded.
         length: tokens of the longest sequence that the engine takes.
         sequences: completions of one generation in this rank's engine.
         tokens: the budget of a micro-batch; 0: still to be measured.
@@ -94,7 +95,7 @@ def read(
         ranks=world_size(),
         ranks_per_engine=config.vllm_tensor_parallel_size,
         shape=Shape.of(model.config),
-        sizes=PolicySizes.of(model, config.optim, 2 if config.bf16 else dtype.itemsize),
+        sizes=PolicySizes.of(model, _optimizer(config, dtype), 2 if config.bf16 is not False else dtype.itemsize),
         itemsize=dtype.itemsize,
         engine_itemsize=of_engine,
         cache_itemsize=1 if eight_bit else of_engine,
@@ -112,6 +113,13 @@ def read(
         overruled=share_is_given(config),
         share=float(config.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
     )
+
+
+def _optimizer(config: GRPOConfig, dtype: torch.dtype) -> str:
+    """Also of a configuration that isn't settled yet, as the model isn't loaded (`settle_precision`)."""
+    if config.optim != "auto":
+        return str(config.optim)
+    return "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
 
 
 def device_memory(device: torch.device, loaded: int) -> tuple[str, int, int]:
