@@ -124,7 +124,6 @@ def test_each_way_holds_what_its_row_says() -> None:
 def test_one_rank_has_nobody_to_share_with(qwen: Path) -> None:
     _, sizes = large.sizes(qwen)
     assert held("optimizer", sizes, 1) == held("gradients", sizes, 1) == held("none", sizes, 1)
-    assert held("fsdp", sizes, 1).exchange == 0
 
 
 def test_a_policy_that_shares_nothing_with_its_engine_is_there_as_well(qwen: Path) -> None:
@@ -165,7 +164,7 @@ def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
     assert state == pytest.approx((per_parameter - saved) * large.PARAMETERS, rel=1e-6)
     # What is there for a while: the embedding, which is a bucket by itself, or gathered blocks.
     embedding, buckets = 4 * large.VOCABULARY * large.HIDDEN, 4 * IN_FLIGHT * BUCKET
-    gathered = 2 * (4 * large.BLOCK + 2 * large.ENDS)
+    gathered = (2 + 4) * large.ENDS  # of embedding and head, in bfloat16 and in float32
     assert found.exchange == (gathered if way == "fsdp" else pytest.approx((embedding + buckets) * 9 / 8, rel=1e-6))
     ours = (state + found.exchange) / GB + 1.5
     assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=4), "within what buckets are counted as"

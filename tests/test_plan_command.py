@@ -41,7 +41,7 @@ def test_a_7b_model_on_8_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) ->
     assert tuple(ways) == WAYS
     embedding = large.VOCABULARY * large.HIDDEN
     buckets = (IN_FLIGHT * BUCKET + embedding) * 4 * 9 / 8
-    gathered = 2 * (4 * large.BLOCK + 2 * large.ENDS)
+    gathered = (2 + 4) * large.ENDS
     parts = {  # engine, policy, gradients, optimizer: bytes per parameter; exchange: bytes
         "none": (2, 0, 4, 10, 0),
         "optimizer": (2, 0, 4, 10 / 8, buckets),

@@ -167,14 +167,19 @@ def _buckets(sizes: PolicySizes, ranks: int, cut: int) -> int:
 
 
 def _fsdp(sizes: PolicySizes, ranks: int, engine: int) -> Held:
-    """Float32 shards of what is trained, frozen parameters in their own dtype. What lies outside of the layers stays
-    gathered, with its gradients, until the backward ends: the log-probabilities are computed inside the root."""
+    """Float32 shards of what is trained, frozen parameters in their own dtype.
+
+    What lies outside of the layers stays gathered until the backward ends, as the log-probabilities are computed inside
+    the root. Then there are its gradients, and these once more in float32 to be summed: for Qwen2.5-7B on 8 ranks 6.09
+    GiB, as torch's `FSDPMemTracker` finds too.
+    """
     frozen = sizes.weights * (sizes.elements - sizes.trained) // max(sizes.elements, 1)
-    gathered = 0 if ranks == 1 else GATHERED * sizes.block + 2 * sizes.rest
+    in_layers = sizes.itemsize * (GATHERED * sizes.block + 2 * sizes.rest)
+    in_root = (sizes.itemsize + 4) * sizes.rest
     return Held(
         engine=engine,
         policy=(4 * sizes.trained + frozen) // ranks,
         gradients=4 * sizes.trained // ranks,
         optimizer=sizes.float32_optimizer // ranks,
-        exchange=gathered * sizes.itemsize,
+        exchange=max(in_layers, in_root),
     )
