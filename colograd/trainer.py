@@ -47,7 +47,7 @@ from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import RolloutStatistics, round_statistics
 from .rollout.tool_format import with_messages
-from .sharding import way_of
+from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source
 from .training.evaluation import evaluation_metrics
@@ -117,6 +117,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             args.check_for_trainer(quantization_config=quantization_config)
             check_vllm()
             check_sampling(args)
+            check_sharding(args, optimizers[0])
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
             self.tools = toolbox_of(args, tools, environment_factory)
             rollout_func = rollout_func_of(rollout_func, self.tools)

@@ -4,5 +4,5 @@ The ways are `whole` (each rank holds all) and `zero` (each owns a part of the o
 too); `selection` picks one. `buckets` are what ranks exchange, `optimizer_state` is what they save.
 """
 
-from .selection import way_of
+from .selection import check_sharding, way_of
 from .way import Sharding
