@@ -334,7 +334,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """Give the engine the policy's present weights, unless it has them."""
         with self.times.phase("publish"):
             if self.engine.version != self.state.global_step:
-                self.weights.publish(self.state.global_step)
+                self.sharding.traffic.published += self.weights.publish(self.state.global_step)
 
     # -- an optimizer step: forward, backward, gradients
 
@@ -525,7 +525,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""
         self.stop_signal.remove()
-        del self.weights  # views of the engine's tensors, which would stay in memory
+        self.sharding.close()
+        del self.weights, self.sharding  # views of the engine's tensors, which would stay in memory
         self.scorer.close()
         if self.tools is not None:
             self.tools.close()

@@ -29,16 +29,17 @@ class Owned:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that went through collectives since they were last taken."""
+    """Bytes that were moved between ranks, and into the engine, since they were last taken."""
 
     reduced: int = 0  # of gradients
     gathered: int = 0  # of weights, after the optimizer
-    _names: ClassVar[Sequence[str]] = ("reduced", "gathered")
+    published: int = 0  # written into the engine's tensors beside that
+    _names: ClassVar[Sequence[str]] = ("reduced", "gathered", "published")
 
     def take(self) -> dict[str, float]:
         """As metrics; counting begins anew."""
         taken = {f"sync/{name}_bytes": float(getattr(self, name)) for name in self._names}
-        self.reduced = self.gathered = 0
+        self.reduced = self.gathered = self.published = 0
         return taken
 
 
@@ -102,6 +103,9 @@ class Sharding(ABC):
     @abstractmethod
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
         """Read it, however many ranks wrote it. False: there is the usual file alone, and it fits as it is."""
+
+    def close(self) -> None:  # noqa: B027 (most ways have nothing to undo)
+        """Leave the model as it was found: another trainer may take it."""
 
 
 @torch.no_grad()

@@ -117,9 +117,15 @@ class SharedGradients(SharedOptimizer):
         super().__init__(model)
         self._next = len(self.buckets)  # bucket to reduce: outside of a backward none
         self._missing: list[int] = []  # gradients of each bucket that this backward hasn't made yet
-        for index, bucket in enumerate(self.buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._made(index))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._made(index))
+            for index, bucket in enumerate(self.buckets)
+            for parameter in bucket.parameters
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _what(self) -> str:
         return "optimizer state and gradients"
