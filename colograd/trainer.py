@@ -391,7 +391,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
         with self.times.phase("measure"):
-            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim) // self.sharding.parts
+            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim, self.sharding.parts)
             self.model.train()
             tokens, size = token_budget.measure(train, self._free_gradients, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)

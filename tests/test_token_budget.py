@@ -115,7 +115,8 @@ def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch
     assert token_budget.measure(weight, loss, (30, 20, 4), RULES, 500_000) == (tokens, 100 * tokens), (
         "0.8 * 500,000 / 100"
     )
-    assert sizes == [1024, 2048] and weight.weight.grad is None
+    assert sizes == [1024, 1024, 2048, 2048], "with long completions and with short ones"
+    assert weight.weight.grad is None
     assert token_budget.measure(weight, loss, (30, 20, 4), RULES, 0)[0] == 4096 - 256, "4096 ran out of memory"
 
 
