@@ -54,8 +54,8 @@ def fill(peak: Callable[[int], float], limit: int) -> tuple[int, int]:
 
 
 def measure(
-    model: torch.nn.Module,
-    loss: Callable[[MicroBatch], torch.Tensor],
+    train: Callable[[MicroBatch], None],
+    clean: Callable[[], None],
     shape: tuple[int, int, int],
     rules: PackingRules,
     pending_bytes: int,
@@ -63,7 +63,8 @@ def measure(
     """A safe budget on this GPU, and the bytes that it takes. A collective: every rank gets the least of all.
 
     Args:
-        loss: forward of one micro-batch.
+        train: forward and backward of one micro-batch.
+        clean: drops what they left, gradients too.
         shape: tokens of the longest prompt and of the longest completion, and completions per group.
         pending_bytes: what will be allocated later, by the optimizer at its first step.
     """
@@ -79,9 +80,9 @@ def measure(
         before = torch.cuda.memory_allocated(device)
         found = math.inf
         with contextlib.suppress(torch.OutOfMemoryError):
-            loss(row).backward()
+            train(row)
             found = torch.cuda.max_memory_allocated(device) - before
-        free_memory(model)
+        clean()
         return found
 
     def peak(tokens: int) -> float:
