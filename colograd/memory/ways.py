@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..sharding.buckets import ELEMENTS
+from ..sharding.zero import IN_FLIGHT
+
 WAYS = ("none", "optimizer", "gradients", "fsdp")  # the least sharded first
-BUCKET = 2**24  # elements of a bucket of gradients; a larger parameter is one by itself
-IN_FLIGHT = 4  # buckets alive at once: two being summed, one being filled, one being made flat
+ALIVE = IN_FLIGHT + 2  # buckets at once: those being summed, one being filled, one being made flat
 GATHERED = 4  # blocks that FSDP has gathered at once: this one, the next, and their gradients
 
 
@@ -162,7 +164,7 @@ def held(
 def _buckets(sizes: PolicySizes, ranks: int, cut: int) -> int:
     """Gradients of the buckets that are on their way, and this rank's part of their sums."""
     large = sizes.largest // cut
-    elements = min(sizes.trained // cut, IN_FLIGHT * BUCKET + (large if large > BUCKET else 0))
+    elements = min(sizes.trained // cut, ALIVE * ELEMENTS + (large if large > ELEMENTS else 0))
     return sizes.gradient_itemsize * (elements + elements // (ranks // cut))
 
 
