@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.memory import ways as memory
-from colograd.memory.ways import BUCKET, IN_FLIGHT, WAYS, Held, PolicySizes, held
+from colograd.memory.ways import ALIVE, WAYS, Held, PolicySizes, held
+from colograd.sharding.buckets import ELEMENTS
 
 GB = 10**9
 LLAMA = {
@@ -107,24 +108,23 @@ def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
 
 def test_each_way_holds_what_its_row_says() -> None:
     """Bytes per parameter of the table in the module, on 4 ranks; a model whose buckets are small beside it."""
-    count = 40 * BUCKET
+    count = 40 * ELEMENTS
     sizes = PolicySizes(
-        count, count, 2 * count, 4 * count, 10 * count, 8 * count, 2, 4, largest=BUCKET, block=BUCKET, rest=BUCKET
+        count, count, 2 * count, 4 * count, 10 * count, 8 * count, 2, 4, largest=ELEMENTS, block=ELEMENTS, rest=ELEMENTS
     )
-    buckets = 4 * IN_FLIGHT * BUCKET * 5 // 4
+    buckets = 4 * ALIVE * ELEMENTS * 5 // 4
     assert buckets < 0.5 * GB
     assert held("none", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count, 0)
     assert held("optimizer", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count // 4, buckets)
     assert held("gradients", sizes, 4) == Held(2 * count, 0, count, 10 * count // 4, buckets)
-    assert held("fsdp", sizes, 4) == Held(2 * count, count, count, 2 * count, 2 * (4 * BUCKET + 2 * BUCKET))
-    large_one = dataclasses.replace(sizes, largest=10 * BUCKET)
-    assert held("gradients", large_one, 4).exchange == buckets + 4 * 10 * BUCKET * 5 // 4
+    assert held("fsdp", sizes, 4) == Held(2 * count, count, count, 2 * count, 2 * (4 * ELEMENTS + 2 * ELEMENTS))
+    large_one = dataclasses.replace(sizes, largest=10 * ELEMENTS)
+    assert held("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
 
 
 def test_one_rank_has_nobody_to_share_with(qwen: Path) -> None:
     _, sizes = large.sizes(qwen)
     assert held("optimizer", sizes, 1) == held("gradients", sizes, 1) == held("none", sizes, 1)
-    assert held("fsdp", sizes, 1).exchange == 0
 
 
 def test_a_policy_that_shares_nothing_with_its_engine_is_there_as_well(qwen: Path) -> None:
@@ -164,8 +164,8 @@ def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
     state = found.engine + found.policy + found.gradients + found.optimizer
     assert state == pytest.approx((per_parameter - saved) * large.PARAMETERS, rel=1e-6)
     # What is there for a while: the embedding, which is a bucket by itself, or gathered blocks.
-    embedding, buckets = 4 * large.VOCABULARY * large.HIDDEN, 4 * IN_FLIGHT * BUCKET
-    gathered = 2 * (4 * large.BLOCK + 2 * large.ENDS)
+    embedding, buckets = 4 * large.VOCABULARY * large.HIDDEN, 4 * ALIVE * ELEMENTS
+    gathered = (2 + 4) * large.ENDS  # of embedding and head, in bfloat16 and in float32
     assert found.exchange == (gathered if way == "fsdp" else pytest.approx((embedding + buckets) * 9 / 8, rel=1e-6))
     ours = (state + found.exchange) / GB + 1.5
     assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=4), "within what buckets are counted as"

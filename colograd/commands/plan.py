@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..memory.table import MemoryPlan
 
 GIB = 2**30
-# Not taken by `auto`: no run can have it in this version.
-IN_LAYOUT = "in the engine's layout"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,10 +128,7 @@ def run_of(options: argparse.Namespace) -> Run:
 
 def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
     """The lines that are printed."""
-    import dataclasses
-
-    from ..memory.choice import auto, fits, plan_of, remedies
-    from ..memory.ways import WAYS
+    from ..memory.choice import auto, fits, remedies
 
     sizes, name = run.sizes, Path(options.model).name
     adapter = f", {sizes.trained / 1e6:,.1f} M of them trained (LoRA)" if options.lora_rank else ""
@@ -146,21 +141,32 @@ def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
         f"sequences of up to {run.length:,} tokens, {run.sequences:,} per engine and generation; their KV cache would "
         f"take {run.need.wanted / GIB:,.1f} GiB per GPU"
     )
-    ways = WAYS if run.ranks > 1 else WAYS[:1]
-    taken = auto(run, ways)
-    rows = [(way, plan_of(run, way), fits(run, way)) for way in ways]
-    laid_out = dataclasses.replace(run, in_layout=True)
-    if run.ranks_per_engine > 1:
-        rows += [(f"{way} *", plan_of(laid_out, way), fits(laid_out, way)) for way in WAYS[:3]]
     yield ""
-    yield from table(rows)
+    yield from table([*rows(run)])
     yield ""
-    if run.ranks_per_engine > 1:
-        yield f"* {IN_LAYOUT}, which isn't available yet: the policy is cut as the engine is, in its tensors"
+    if run.ranks > 1:
+        layout = ", nor is the policy cut as its engine is (in its layout)" if run.ranks_per_engine > 1 else ""
+        yield f"* isn't available in this version{layout}"
+    taken = auto(run)
     if fits(run, taken):
         yield f"sharding: auto takes {taken!r}"
     else:
         yield f"sharding: auto finds none that fits; {remedies(run, taken)}"
+
+
+def rows(run: Run) -> Iterator[tuple[str, MemoryPlan, bool]]:
+    """Each way's name, its plan, and whether it fits; those that this version doesn't have with a star."""
+    import dataclasses
+
+    from ..memory.choice import AVAILABLE, fits, plan_of
+    from ..memory.ways import WAYS
+
+    for way in WAYS if run.ranks > 1 else WAYS[:1]:
+        yield way if way in AVAILABLE else f"{way} *", plan_of(run, way), fits(run, way)
+    if run.ranks_per_engine > 1:
+        laid_out = dataclasses.replace(run, in_layout=True)
+        for way in WAYS[:3]:
+            yield f"{way}, in its layout *", plan_of(laid_out, way), fits(laid_out, way)
 
 
 HEADS = (

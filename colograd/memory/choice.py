@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..sharding import selection
 from .shape import CacheNeed, Lengths, Shape, activation_bytes, batch_bytes, engine_bytes
 from .table import MemoryPlan, gib
 from .ways import WAYS, PolicySizes, held
 
+AVAILABLE = tuple(way for way in WAYS if way in selection.WAYS)  # in this version; the others are for `colograd plan`
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 AMPLE = 0.1  # of a GPU: an engine with less for its KV cache decodes too few sequences at once
 LORA_RANK = 16  # of the adapter that is proposed where the whole policy doesn't fit
@@ -129,7 +131,7 @@ def _known_fits(run: Run, plan: MemoryPlan) -> bool:
     return dataclasses.replace(plan, kv_bytes=cache).known <= run.available
 
 
-def auto(run: Run, ways: Sequence[str] = WAYS) -> str:
+def auto(run: Run, ways: Sequence[str] = AVAILABLE) -> str:
     """The least sharded way that leaves room for the planned KV cache and micro-batch.
 
     The cache is that of a whole generation, or `AMPLE` of the GPU if that is less; the micro-batch has the given tokens
@@ -179,7 +181,7 @@ def _changes(run: Run, way: str) -> Iterator[str]:
     if run.tokens > run.length and fits(dataclasses.replace(run, tokens=run.length), way):
         yield f"max_tokens_per_microbatch: {run.length}"
     if run.ranks > 1:
-        others = (other for other in WAYS[WAYS.index(way) + 1 :] if fits(run, other))
+        others = (other for other in WAYS[WAYS.index(way) + 1 :] if other in AVAILABLE and fits(run, other))
         if (other := next(others, None)) is not None:
             yield f"sharding: {other} over the {run.ranks} ranks"
     if run.sizes.trained == run.sizes.elements:
@@ -217,7 +219,7 @@ def _more_ranks(run: Run) -> tuple[int, str] | None:
     ranks = 2 * run.ranks
     while ranks <= MOST_RANKS:
         more = run.with_ranks(ranks)
-        for way in WAYS[1:]:
+        for way in AVAILABLE[1:]:
             if fits(more, way):
                 return ranks, way
         ranks *= 2

@@ -130,8 +130,8 @@ def back_off(
     if not any(gather(any(row.num_sequences > 1 for row in failed))):
         raise torch.OutOfMemoryError(
             f"A single completion with its prompt doesn't fit ({largest:,} tokens; {reason}): keep "
-            "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, or lower max_completion_length, "
-            "max_prompt_tokens or vllm_gpu_memory_utilization."
+            "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, share more out among the ranks "
+            "(sharding), or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
         )
     rules = dataclasses.replace(rules, max_tokens=max(1, min(rules.max_tokens, largest) // 2))
     return rules, [repack(batch, rules) for batch in batches]
