@@ -51,8 +51,12 @@ class Shape:
     vocabulary: int
 
     @classmethod
-    def of(cls, model_config: Any) -> Shape:
-        """From a transformers configuration; what it doesn't name is guessed as GPT-2 has it."""
+    def of(cls, model_config: Any, ranks: int = 1) -> Shape:
+        """From a transformers configuration; what it doesn't name is guessed as GPT-2 has it.
+
+        Args:
+            ranks: that share the keys and values. Each has one head at least.
+        """
         config = model_config.get_text_config()
 
         def size(name: str, default: int) -> int:
@@ -68,7 +72,7 @@ class Shape:
             hidden=hidden,
             intermediate=inner,
             queries=heads * head,
-            keys=size("num_key_value_heads", heads) * head,
+            keys=max(size("num_key_value_heads", heads) // ranks, 1) * head,
             vocabulary=size("vocab_size", 0),
         )
 
@@ -300,7 +304,7 @@ def plan(
     Args:
         model: the policy, on any device, with frozen parameters marked as such.
         length: tokens of the longest sequence that the engine takes.
-        sequences: completions of one generation on this rank.
+        sequences: completions of one generation of this rank's engine.
         tokens: the budget of a micro-batch; 0: still to be measured.
         shared: whether the policy's parameters are views of the engine's tensors.
         reference: bytes that the reference of the KL term will hold.
@@ -309,7 +313,7 @@ def plan(
         ValueError: on a GPU, no room for the KV cache of one sequence.
     """
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
-    shape, device = Shape.of(model.config), config.device.type
+    shape, device, ranks = Shape.of(model.config), config.device.type, config.layout.ranks_per_engine
     weights = sum(p.numel() for p in model.parameters())
     in_policy = sum(p.nbytes for p in model.parameters())
     name, total, available = device_memory(config.device, in_policy)
@@ -317,12 +321,12 @@ def plan(
     of_policy, of_engine = model.dtype.itemsize, engine_dtype(config, model.dtype).itemsize
     planned = tokens or max(PLANNED_TOKENS, length)
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
-    need = CacheNeed.of(shape, 1 if eight_bit else of_engine, length, sequences)
+    need = CacheNeed.of(Shape.of(model.config, ranks), 1 if eight_bit else of_engine, length, sequences)
     found = MemoryPlan(
         device=name,
         total=total,
         available=min(gather(available)),
-        engine_weights=weights * of_engine,
+        engine_weights=weights * of_engine // ranks,
         policy_weights=0 if shared else in_policy,
         gradients=gradient_bytes(model),
         optimizer=optimizer_bytes(model, config.optim),
