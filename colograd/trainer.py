@@ -37,7 +37,6 @@ from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
 from .losses.objective import Objective
 from .memory import token_budget
-from .parallel.gradients import sum_gradients, zero_gradients
 from .parallel.layout import check_machines
 from .parallel.ranks import together
 from .policy.loading import load_policy
@@ -50,6 +49,7 @@ from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import RolloutStatistics, round_statistics
 from .rollout.tool_format import with_messages
+from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source
 from .training.evaluation import evaluation_metrics
@@ -120,6 +120,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             args.check_for_trainer(quantization_config=quantization_config)
             check_vllm()
             check_sampling(args)
+            check_sharding(args, optimizers[0])
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
             self.tools = toolbox_of(args, tools, environment_factory)
             rollout_func = rollout_func_of(rollout_func, self.tools)
@@ -153,13 +154,16 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
-        self.rules = packing_rules(args, self.policy, self.loss)  # the token budget in it may change
+        way = way_of(args)  # of sharding
+        # The token budget in it may change.
+        self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
         started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
         built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
+        self.sharding = way(self.model)
         self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
@@ -171,7 +175,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         args: GRPOConfig = self.args
         lines = [*args.notes, *args.advice(), *built.describe(), *self.scorer.notes]
         lines += [*(self.tools.notes if self.tools else []), *self.policy.describe(args, self.rules.max_tokens)]
-        for line in (*lines, *dropped_prompts(prompts)):
+        for line in filter(None, (*lines, self.sharding.describe(), *dropped_prompts(prompts))):
             self.console.say(line)
 
     # -- stages: a subclass replaces any of these
@@ -355,9 +359,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             # The exception, whose traceback holds activations, is gone.
             inputs, *self._round = self._back_off([inputs, *self._round], reason)
         with self.times.phase("sync"):
-            if not step.micro_batches:
-                zero_gradients(self.model.parameters())
-            sum_gradients(list(self.model.parameters()))
+            self.sharding.sum_gradients()
             reduced = metrics.reduce()
         loss = reduced.pop("loss")
         self.entropy.finish(reduced, loss)
@@ -376,7 +378,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _loss_pass(self, model: torch.nn.Module, step: StepBatch, backward: bool = True) -> Metrics:
         """This rank's micro-batches through `compute_loss`."""
         denominator, autocast = self.loss.denominator(step), self.compute_loss_context_manager
-        return loss_pass(step, lambda row: self.compute_loss(model, row), denominator, autocast, backward)
+        sharding = self.sharding if backward else None
+        return loss_pass(step, lambda row: self.compute_loss(model, row), denominator, autocast, sharding)
 
     # -- the token budget of a micro-batch
 
@@ -384,17 +387,20 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
         args: GRPOConfig = self.args
 
-        def loss(row: MicroBatch) -> torch.Tensor:
-            with self.compute_loss_context_manager():
+        def train(row: MicroBatch) -> None:
+            with self.sharding.agree("measuring"), self.compute_loss_context_manager():
                 row = dataclasses.replace(row, step_entropy=StepEntropy(coefficient=args.entropy_coef))
                 if self.reference is not None:
                     (row,) = fill(self.reference, [row], args.temperature)
-                return self.compute_loss(self.model, row).loss
+                loss = self.compute_loss(self.model, row).loss
+            with self.sharding.agree("measuring"):
+                self.sharding.backward(loss)
 
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
         with self.times.phase("measure"):
-            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim)
-            tokens, size = token_budget.measure(self.model.train(), loss, shape, self.rules, pending)
+            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim) // self.sharding.parts
+            self.model.train()
+            tokens, size = token_budget.measure(train, self._free_gradients, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
         self.memory = self.memory.with_measured(tokens, size)
         self.console.say(
@@ -403,13 +409,17 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
-        token_budget.free_memory(self.model)
+        self._free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.console.say(
             f"memory: step {self.state.global_step + 1} ran out of it and is repeated; micro-batches have at most "
             f"{self.rules.max_tokens:,} tokens from here on"
         )
         return steps
+
+    def _free_gradients(self) -> None:
+        self.sharding.discard()
+        token_budget.free_memory(self.model)
 
     # -- the run: train, save, evaluate, close
 

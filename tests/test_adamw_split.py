@@ -14,6 +14,7 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
+from colograd.sharding.way import Owned
 from colograd.training import adamw_fused as fused
 from colograd.training import adamw_split as optim
 from colograd.training.adamw_split import (
@@ -387,7 +388,8 @@ def test_a_float32_run_goes_on_with_split_masters_bit_for_bit() -> None:
     split = AdamWSplit(ours, lr=1.0)
     split.load_state_dict(copy.deepcopy(plain.state_dict()))  # both go on, and loading copies nothing
     assert split.param_groups[0].keys() == {"params", *SETTINGS} and split.param_groups[0]["lr"] == SETTINGS["lr"]
-    adopt_masters(split, ((str(i), p) for i, p in enumerate(ours)), [*weights.items(), ("elsewhere", torch.ones(1))])
+    owned = [Owned(str(i), p, 0, p.numel()) for i, p in enumerate(ours)]
+    adopt_masters(split, owned, [*weights.items(), ("elsewhere", torch.ones(1))])
     for master, parameter, expected in zip(masters_of(ours, split), ours, whole, strict=True):
         assert torch.equal(master, expected) and torch.equal(parameter, split_master(expected.detach())[0])
     take_steps(ours, split, range(10, 20))

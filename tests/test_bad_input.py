@@ -28,6 +28,7 @@ from colograd.policy.loading import check_tokenizer, load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.rollout.toolbox import Toolbox
 from colograd.runtime import process
+from colograd.sharding import check_sharding
 from colograd.training.task import prepared_config, train_prompts_of
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
@@ -52,7 +53,7 @@ def launched_with(**variables: str) -> Callable[[pytest.MonkeyPatch], object]:
     """A configuration of one rank where a launcher has set ``variables``."""
 
     def make(monkeypatch: pytest.MonkeyPatch) -> object:
-        for module in ("engine", "policy"):
+        for module in ("engine", "sharding"):
             monkeypatch.setattr(f"colograd.config.{module}.os", SimpleNamespace(environ=variables))
         return config()
 
@@ -338,6 +339,30 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "ACCELERATE_USE_FSDP is set",
         "FSDP isn't available",
         r"launch with .*ddp\.yaml",
+    ),
+    "a way of sharding that isn't there": (
+        lambda _: config(sharding="zero2"),
+        "sharding 'zero2'",
+        "isn't supported in this version",
+        "choose one of none, optimizer, gradients",
+    ),
+    "sharding an optimizer that needs whole parameters": (
+        lambda _: config(sharding="optimizer", optim="adafactor"),
+        "sharding is 'optimizer' and optim is 'adafactor'",
+        "a rank updates slices of parameters, which that optimizer can't",
+        "or set sharding: none",
+    ),
+    "sharding with gradients that come late": (
+        lambda _: config(sharding="gradients", gradient_checkpointing_kwargs={"use_reentrant": True}),
+        "gradient_checkpointing_kwargs has use_reentrant: true",
+        "after its parameter was exchanged",
+        "remove use_reentrant",
+    ),
+    "sharding an optimizer of one's own": (
+        lambda _: check_sharding(config(sharding="gradients"), torch.optim.SGD([torch.zeros(1)])),
+        "sharding is 'gradients' and an optimizer is given",
+        "each rank's holds slices of parameters",
+        "name it with optim",
     ),
     "a share of the GPU that is none": (
         lambda _: config(vllm_gpu_memory_utilization=35),

@@ -319,6 +319,7 @@ NEW = {
     "vllm_engine_kwargs",
     "max_tokens_per_microbatch",
     "balance_ranks",
+    "sharding",
     "weights",
     "reward_workers",
     "reward_timeout",

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from colograd.config import GRPOConfig, parse_arguments
-from colograd.config.policy import SHARDING
+from colograd.config.sharding import LAUNCHER_VARIABLES as SHARDING
 from colograd.data.loading import load_datasets
 from colograd.rewards import resolve_rewards
 

@@ -3,9 +3,10 @@
 `grpo` is the run (`GRPOConfig`), `model` the model (`ModelConfig`), `script` the dataset and the rewards
 (`ScriptArguments`). Each validates and normalises itself once, when it is made; nothing writes to it afterwards.
 
-`GRPOConfig` is one flat dataclass, put together from groups of knobs, each with its rules: `policy`, `steps`,
-`sampling`, `evaluation`, `engine`, `rewards`, `advantages`, `objective`, `reference` and `logs`. A group derives from
-what its rules read: another group, or transformers' arguments. Every group is written with the helpers of `knob`.
+`GRPOConfig` is one flat dataclass, put together from groups of knobs, each with its rules: `policy`, `sharding`,
+`steps`, `sampling`, `evaluation`, `engine`, `rewards`, `advantages`, `objective`, `reference` and `logs`. A group
+derives from what its rules read: another group, or transformers' arguments. Every group is written with the helpers of
+`knob`.
 
 `names` answers unknown names and TRL's, `parse` reads a recipe and the command line.
 """

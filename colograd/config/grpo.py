@@ -18,15 +18,24 @@ from .knob import knob
 from .logs import LogKnobs
 from .names import names_checked
 from .objective import ObjectiveKnobs
-from .policy import PolicyKnobs, check_launcher
+from .policy import PolicyKnobs
 from .reference import ReferenceKnobs
 from .rewards import RewardKnobs
+from .sharding import ShardingKnobs, check_launcher
 
 
 @names_checked
 @dataclass
 class GRPOConfig(  # a dataclass has the fields of its last base first: output_dir
-    LogKnobs, ReferenceKnobs, ObjectiveKnobs, AdvantageKnobs, RewardKnobs, EngineKnobs, EvaluationKnobs, PolicyKnobs
+    LogKnobs,
+    ReferenceKnobs,
+    ObjectiveKnobs,
+    AdvantageKnobs,
+    RewardKnobs,
+    EngineKnobs,
+    EvaluationKnobs,
+    ShardingKnobs,
+    PolicyKnobs,
 ):
     """Arguments of `GRPOTrainer`: the groups of knobs above, the sampling and steps that evaluation derives from, and
     the fields of `transformers.TrainingArguments`.
@@ -83,6 +92,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
         self._settle_budget(self.on_cpu)
         self._check_policy()
+        self._check_sharding()
         self._check_steps()
         self._check_sampling()
         self._check_evaluation()

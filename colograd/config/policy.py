@@ -1,8 +1,7 @@
-"""The policy: how it is loaded, in which precision it trains, and that every rank holds all of it."""
+"""The policy: how it is loaded, and in which precision it trains."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +9,6 @@ import torch
 from transformers import TrainingArguments
 
 from .knob import knob
-
-# What `accelerate launch` sets for a configuration whose ranks share one model. transformers takes it without a word.
-SHARDING = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-}
 
 
 @dataclass
@@ -32,15 +24,6 @@ class PolicyKnobs(TrainingArguments):
     def _check_policy(self) -> None:
         if self.fp16:
             raise ValueError("fp16 is true, but policies train in bfloat16 or float32: set dtype instead.")
-        if self.deepspeed is not None or self.fsdp:
-            raise ValueError(
-                "DeepSpeed and FSDP aren't available in this version: remove deepspeed/fsdp (ranks hold full copies)."
-            )
-        if self.parallelism_config is not None:
-            raise ValueError(
-                "parallelism_config is set, but ranks hold full copies of the policy and train whole sequences: remove "
-                "it."
-            )
         if self.torch_compile:
             raise ValueError(
                 "torch_compile is true, but packed rows have other lengths in each micro-batch, for which the policy "
@@ -79,17 +62,3 @@ class PolicyKnobs(TrainingArguments):
             self.optim: str = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"
-
-
-def check_launcher() -> None:
-    """Refuse a launcher that asks for sharding. Called first, before transformers acts on the same variables.
-
-    Raises:
-        ValueError: naming the variable.
-    """
-    for variable, backend in SHARDING.items():
-        if os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on"):
-            raise ValueError(
-                f"{variable} is set, but {backend} isn't available in this version (ranks hold full copies): launch "
-                "with `--config_file recipes/accelerate_configs/ddp.yaml` or `torchrun`."
-            )

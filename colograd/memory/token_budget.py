@@ -53,8 +53,8 @@ def fill(peak: Callable[[int], float], limit: int) -> tuple[int, int]:
 
 
 def measure(
-    model: torch.nn.Module,
-    loss: Callable[[MicroBatch], torch.Tensor],
+    train: Callable[[MicroBatch], None],
+    clean: Callable[[], None],
     shape: tuple[int, int, int],
     rules: PackingRules,
     pending_bytes: int,
@@ -62,7 +62,8 @@ def measure(
     """A safe budget on this GPU, and the bytes that it takes. A collective: every rank gets the least of all.
 
     Args:
-        loss: forward of one micro-batch.
+        train: forward and backward of one micro-batch.
+        clean: drops what they left, gradients too.
         shape: tokens of the longest prompt and of the longest completion, and completions per group.
         pending_bytes: what will be allocated later, by the optimizer at its first step.
     """
@@ -75,9 +76,9 @@ def measure(
         before = torch.cuda.memory_allocated(device)
         used = math.inf
         with contextlib.suppress(torch.OutOfMemoryError):
-            loss(dummy_row(tokens, shape, device)).backward()
+            train(dummy_row(tokens, shape, device))
             used = torch.cuda.max_memory_allocated(device) - before
-        free_memory(model)
+        clean()
         return max(gather(used))
 
     free = torch.cuda.mem_get_info(device)[0]

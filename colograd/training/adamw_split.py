@@ -17,6 +17,7 @@ from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
 from ..parallel.gradients import in_buckets
+from ..sharding.way import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants
 
 # Elements of the float32 masters that exist at one time. On a CPU a piece and torch's temporaries stay in the cache
@@ -225,24 +226,22 @@ def _torch_step(bucket: Sequence[_Piece], group: dict[str, Any], foreach: bool) 
 # -- between checkpoints of float32 and of split training
 
 
-def adopt_masters(
-    optimizer: AdamWSplit,
-    named: Iterable[tuple[str, torch.Tensor]],
-    masters: Iterable[tuple[str, torch.Tensor]],
-) -> None:
+def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Give the optimizer's bfloat16 parameters the exact values of a float32 model.
 
     Call it after model and state are loaded: the model then holds these values rounded, with ties to even.
 
     Args:
-        named: the model's parameters by name, all names of a shared one included.
-        masters: name and float32 tensor, one at a time. Names that the model hasn't are passed over.
+        owned: the parameters, or parts of them, that the optimizer updates.
+        masters: name and float32 tensor, one at a time. Names that nothing is owned of are passed over.
     """
-    ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    wanted = {name: p for name, p in named if id(p) in ours and p.dtype == torch.bfloat16}
+    wanted: dict[str, list[Owned]] = {}
+    for piece in owned:
+        if piece.part.dtype == torch.bfloat16:
+            wanted.setdefault(piece.name, []).append(piece)
     for name, master in masters:
-        if name in wanted:
-            optimizer.set_master(wanted[name], master)
+        for piece in wanted.get(name, ()):
+            optimizer.set_master(piece.part, piece.of(master))
 
 
 @torch.no_grad()

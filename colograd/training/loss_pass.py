@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ import torch
 from ..batch import LossOutput, MicroBatch, StepBatch
 from ..reporting.metrics import Metrics
 from ..rollout.stages import shown
+from ..sharding import Sharding
 
 
 def loss_pass(
@@ -19,12 +21,13 @@ def loss_pass(
     compute_loss: Callable[[MicroBatch], LossOutput],
     denominator: float,
     autocast: Callable[[], AbstractContextManager],
-    backward: bool = True,
+    sharding: Sharding | None,
 ) -> Metrics:
     """Forward, and backward where asked for, of this rank's micro-batches. Gradients add up in the parameters.
 
     Args:
         denominator: what the step's sum is divided by, on all ranks alike.
+        sharding: does the backward; None: there is none.
 
     Returns:
         The loss's metrics, and `loss`, this rank's share of the step's loss.
@@ -35,16 +38,19 @@ def loss_pass(
     """
     metrics = Metrics()
     metrics.total("loss", 0.0)
+    agree = contextlib.nullcontext if sharding is None else sharding.agree
     for index, micro_batch in enumerate(step.micro_batches):
-        with autocast():
-            output = checked_loss(compute_loss(micro_batch), differentiable=backward)
-        if backward:
-            if not math.isfinite(loss := output.loss.item()):
+        with agree("training"):
+            with autocast():
+                output = checked_loss(compute_loss(micro_batch), differentiable=sharding is not None)
+            if sharding is not None and not math.isfinite(loss := output.loss.item()):
                 raise FloatingPointError(
                     f"The loss of step {step.version + 1}, micro-batch {index} is {loss}: training stops before the "
                     "weights are touched. Lower learning_rate or max_grad_norm, and look at the step's completions."
                 )
-            (output.loss / denominator).backward()
+        if sharding is not None:
+            with agree("training"):
+                sharding.backward(output.loss / denominator)
         metrics.total("loss", output.loss.detach() / denominator)
         metrics.update(output.sums, output.minima, output.maxima)
     return metrics

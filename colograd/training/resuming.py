@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
 from ..data import PromptStream
 from ..parallel.ranks import gather, together
 from ..reporting.console import Console
+from ..sharding import Sharding
 from . import checkpoints
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 
@@ -21,6 +23,7 @@ class ResumableTrainer(Trainer):
     """Stops with a whole checkpoint and goes on from one. A subclass says when a checkpoint could be resumed from."""
 
     console: Console
+    sharding: Sharding
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,16 +81,42 @@ class ResumableTrainer(Trainer):
         self.console.say(f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train")
         return TrainOutput(state.global_step, 0.0, {})
 
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """As in transformers; the ranks then share its state out as the way of sharding says."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
+            self.sharding.share(optimizer)
+        return optimizer
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """Without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As in transformers; each rank writes its own part of an optimizer that is shared out."""
+        if not self.sharding.save_optimizer(self._plain_optimizer, Path(output_dir)):
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As in transformers; and a float32 checkpoint goes on with split masters, bit for bit, and the reverse."""
-        super()._load_optimizer_and_scheduler(checkpoint)
+        """As in transformers; from any number of ranks and any way of sharding. A float32 checkpoint goes on with split
+        masters, bit for bit, and the reverse."""
         if checkpoint is None:
             return
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
-        join_remainders(optimizer)
-        if isinstance(optimizer, AdamWSplit):
-            named = self.model.named_parameters(remove_duplicate=False)
-            adopt_masters(optimizer, named, checkpoints.float32_weights(checkpoint))
+        optimizer = self._plain_optimizer
+        with together("loading the optimizer"):
+            if self.sharding.load_optimizer(optimizer, Path(checkpoint)):
+                scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
+                self.lr_scheduler.load_state_dict(scheduler)
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            join_remainders(optimizer)
+            if isinstance(optimizer, AdamWSplit):
+                adopt_masters(optimizer, self.sharding.owned(), checkpoints.float32_weights(checkpoint))
+        self.sharding.gather_weights()
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """transformers' checkpoint, written aside and renamed when every rank is done."""

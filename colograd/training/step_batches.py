@@ -18,8 +18,12 @@ from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import RolloutStatistics
 
 
-def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective) -> PackingRules:
-    """How a run's groups become micro-batches; a budget of 0 is still to be measured."""
+def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
+    """How a run's groups become micro-batches; a budget of 0 is still to be measured.
+
+    Args:
+        equal_counts: ranks meet in each backward, and not only at the end of a step.
+    """
     given = config.max_tokens_per_microbatch
     return PackingRules(
         max_tokens=0 if given == "auto" else int(given or 0),
@@ -27,7 +31,7 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective) -> P
         skip_without_signal=not objective.every_group,
         share_prompts=not policy.why_padded,
         balance_ranks=config.balance_ranks and config.layout.data_size > 1,
-        equal_counts=False,  # ranks hold full copies: they meet at the exchange of gradients only
+        equal_counts=equal_counts,
         pair_cost=pair_cost(policy.model.config, policy.model.num_parameters()),
         device=config.device,
         ranks_per_engine=config.layout.ranks_per_engine,

@@ -61,14 +61,13 @@ class PackedTrainer(ResumableTrainer):
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not before the engine is built: the policy then moves into its memory (see `weights.publisher`)."""
 
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+    def _clip_grad_norm(self, model: torch.nn.Module) -> float:
         with self.times.phase("optimizer"):
-            return super()._clip_grad_norm(model)
+            return self.sharding.clip(self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:
-        """As in transformers, and the last look before the weights change."""
-        with self.times.phase("optimizer"):
-            norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
+        """The norm of the whole gradient; and the last look before the weights change."""
+        norm = self.sharding.clip(math.inf) if grad_norm is None else grad_norm
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
@@ -144,7 +143,7 @@ class PackedTrainer(ResumableTrainer):
     def _finish_step(self) -> None:
         """After the optimizer: the step's times, its line, and whether SIGTERM asks for the end."""
         entry = self._logs[-1]
-        entry |= self.times.take()
+        entry |= self.times.take() | self.sharding.traffic.take()
         entry["step_time"] = time.perf_counter() - self._step_started
         explained = sum(value for name, value in entry.items() if name.startswith("time/"))
         entry["time/other"] = entry["step_time"] - explained

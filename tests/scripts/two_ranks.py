@@ -1,6 +1,6 @@
 """Train the tiny model on several ranks and write down what each saw. Started by tests/test_ranks.py under torchrun.
 
-    torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT]
+    torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT [SHARDING]]
 
 FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only), `memory` (rank 1 runs out of
 memory above 100 tokens); on rank 1 a reward that never returns in a worker (`hangs`) or in the trainer's process
@@ -26,6 +26,7 @@ from colograd import GRPOTrainer
 
 RANK = int(os.environ.get("RANK", "0"))
 FAULT = sys.argv[5] if len(sys.argv) > 5 else ""
+SHARDING = sys.argv[6] if len(sys.argv) > 6 else "none"
 
 
 EXCHANGE = {"scale_rewards": "batch", "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2}
@@ -96,6 +97,7 @@ def main() -> None:
             model_init_kwargs={"dtype": dtype},
             save_strategy="steps",
             save_steps=3,
+            sharding=SHARDING,
             **SETTINGS.get(FAULT, {}),
         ),
         train_dataset=tiny.prompts(),

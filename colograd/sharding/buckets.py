@@ -1,0 +1,148 @@
+"""Buckets: consecutive parameters that ranks exchange in one collective, and of which each rank owns one N-th."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ..parallel.gradients import in_buckets
+from .way import Owned
+
+# Elements of a bucket; a larger parameter has one of its own, and is exchanged where it lies. 64 MiB of float32
+# gradients keep a link busy, and few enough of them are alive at once to cost nothing beside a model.
+ELEMENTS = 2**24
+
+# torch 2.13 has new names for both.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(eq=False, slots=True)
+class Bucket:
+    """Parameters as one flat tensor, padded to N equal parts, of which this rank owns one.
+
+    The flat tensor is made for an exchange only. A single parameter whose size N divides needs none: its own memory is
+    the flat tensor, so that its gradient is reduced and its new weights are gathered without a copy.
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[torch.nn.Parameter]
+    rank: int
+    ranks: int
+    sum: torch.Tensor | None = None  # [part] this rank's part of the summed gradient
+    owned: list[Owned] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name, parameter, start in zip(self.names, self.parameters, self.starts, strict=True):
+            first = min(max(self.begin - start, 0), parameter.numel())
+            last = min(max(self.begin + self.part - start, 0), parameter.numel())
+            if first < last:
+                piece = torch.nn.Parameter(parameter.data.view(-1)[first:last])
+                if self.gradient_dtype != piece.dtype:
+                    piece.grad_dtype = self.gradient_dtype
+                self.owned.append(Owned(name, piece, first, last))
+
+    @property
+    def sizes(self) -> list[int]:
+        return [parameter.numel() for parameter in self.parameters]
+
+    @property
+    def starts(self) -> list[int]:
+        """Of each parameter in the flat tensor."""
+        return list(itertools.accumulate(self.sizes, initial=0))[:-1]
+
+    @property
+    def part(self) -> int:
+        """Elements of each rank's part; the last one's end is padding."""
+        return -(-sum(self.sizes) // self.ranks)
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's part begins in the flat tensor."""
+        return self.rank * self.part
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        first = self.parameters[0]
+        return getattr(first, "grad_dtype", None) or first.dtype
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the flat tensor is the one parameter itself."""
+        return len(self.parameters) == 1 and self.sizes[0] == self.part * self.ranks
+
+    def flat(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """One tensor of all, in the parameters' order; zeros for those that are None, and for the padding."""
+        if self.in_place and tensors[0] is not None and tensors[0].is_contiguous():
+            return tensors[0].view(-1)
+        flat = torch.zeros(self.part * self.ranks, dtype=dtype, device=self.parameters[0].device)
+        for tensor, start, size in zip(tensors, self.starts, self.sizes, strict=True):
+            if tensor is not None:
+                flat[start : start + size].copy_(tensor.reshape(-1))
+        return flat
+
+    def reduce(self) -> Reduction:
+        """Begin to sum the parameters' gradients over ranks, and let go of them. None counts as zeros."""
+        flat = self.flat([parameter.grad for parameter in self.parameters], self.gradient_dtype)
+        for parameter in self.parameters:
+            parameter.grad = None
+        summed = torch.empty(self.part, dtype=flat.dtype, device=flat.device)
+        return Reduction(self, flat, summed, _reduce_scatter(summed, flat, async_op=True))
+
+    def add(self, summed: torch.Tensor) -> None:
+        """Add what a reduction brought to this rank's part of the step's gradient, and let the optimizer see it."""
+        self.sum = summed if self.sum is None else self.sum.add_(summed)
+        for piece, gradient in zip(self.owned, self._gradients(self.sum), strict=True):
+            piece.part.grad = gradient
+
+    def _gradients(self, total: torch.Tensor) -> Iterator[torch.Tensor]:
+        starts = dict(zip(self.names, self.starts, strict=True))
+        for piece in self.owned:
+            first = starts[piece.name] + piece.start - self.begin
+            yield total[first : first + piece.stop - piece.start]
+
+    def discard(self) -> None:
+        self.sum = None
+        for piece in self.owned:
+            piece.part.grad = None
+
+    @torch.no_grad()
+    def gather(self) -> int:
+        """Every rank's part of the weights to all, in place. Returns the bytes of the collective."""
+        flat = self.flat([parameter.data for parameter in self.parameters], self.parameters[0].dtype)
+        _all_gather(flat, flat[self.begin : self.begin + self.part])
+        if not self.in_place:
+            for parameter, start, size in zip(self.parameters, self.starts, self.sizes, strict=True):
+                parameter.data.copy_(flat[start : start + size].view_as(parameter))
+        return flat.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A sum over ranks that is under way."""
+
+    bucket: Bucket
+    flat: torch.Tensor  # must live until the end
+    summed: torch.Tensor
+    work: dist.Work
+
+    def finish(self) -> int:
+        """Wait for it. Returns the bytes of the collective."""
+        self.work.wait()
+        self.bucket.add(self.summed)
+        return self.flat.nbytes
+
+
+def buckets_of(model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS) -> list[Bucket]:
+    """The trained parameters in buckets of one dtype, in about the order in which a backward makes their gradients."""
+    trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
+    buckets = []
+    for _, alike in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
+        for members in in_buckets(alike, elements, lambda item: item[1].numel()):
+            names, parameters = zip(*members, strict=True)
+            buckets.append(Bucket(names, parameters, rank, ranks))
+    return buckets

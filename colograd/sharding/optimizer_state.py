@@ -1,0 +1,155 @@
+"""An optimizer's state in files, one per rank, by parameter and range of elements: read by any number of ranks.
+
+A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first element|name of the state`` for each part
+that it owns. A rank that reads takes the ranges that it owns, from whichever files hold them; or from the one file
+(``optimizer.pt``) of a run that shared nothing out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.trainer import OPTIMIZER_NAME
+
+from .way import Owned
+
+PATTERN = "optimizer-*-of-*.safetensors"
+SEPARATOR = "|"
+
+
+class Stored(NamedTuple):
+    """A range of a parameter's state in a file."""
+
+    start: int
+    stop: int
+    read: Callable[[int, int], torch.Tensor]  # elements first ... last of the range
+
+
+def save(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], folder: Path, rank: int, ranks: int) -> None:
+    """Write the state of this rank's parts."""
+    tensors = {}
+    for piece in owned:
+        for key, value in optimizer.state.get(piece.part, {}).items():
+            if isinstance(value, torch.Tensor):
+                flat = value.detach().reshape(-1) if value.dim() else value.detach()
+                tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat.to("cpu", copy=True)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"optimizer-{rank:05d}-of-{ranks:05d}.safetensors"
+    save_file(tensors, folder / name, metadata={"param_groups": json.dumps(settings)})
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether a checkpoint's optimizer state was written by ranks that shared it out."""
+    return any(folder.glob(PATTERN))
+
+
+def load(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], folder: Path, order: Sequence[str] = ()) -> None:
+    """Give the optimizer the state of this rank's parts.
+
+    Args:
+        order: the parameters' names as an optimizer counts them that has all of them.
+
+    Raises:
+        ValueError: a file is missing, or the state is of another model.
+    """
+    with contextlib.ExitStack() as files:
+        stored, settings = _in_shards(folder, files) if is_sharded(folder) else _in_one_file(folder, order)
+        parts = {id(piece.part): piece for piece in owned}
+        numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        if stored and (missing := sorted({piece.name for piece in numbered} - stored.keys())):
+            raise ValueError(
+                f"The optimizer state in {str(folder)!r} has nothing of {len(missing)} trained parameters "
+                f"({', '.join(missing[:3])}): it is of another model, or a file of it is missing."
+            )
+        state = {
+            index: {key: _assemble(piece, key, ranges, folder) for key, ranges in stored[piece.name].items()}
+            for index, piece in enumerate(numbered)
+            if piece.name in stored
+        }
+        counts = iter(range(len(numbered)))
+        groups = [
+            {**saved, "params": [next(counts) for _ in group["params"]]}
+            for saved, group in zip(settings, optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+State = Mapping[str, Mapping[str, Sequence[Stored]]]  # parameter -> name of its state -> ranges
+
+
+def _in_shards(folder: Path, files: contextlib.ExitStack) -> tuple[State, list[dict[str, Any]]]:
+    paths = sorted(folder.glob(PATTERN))
+    ranks = int(paths[0].stem.rpartition("-")[2])
+    if len(paths) != ranks:
+        found = ", ".join(path.name for path in paths)
+        raise ValueError(
+            f"The optimizer state in {str(folder)!r} was written by {ranks} ranks, but {len(paths)} of their files "
+            f"are there ({found}): bring the others from the machines that wrote them."
+        )
+    stored: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
+    for path in paths:
+        opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+        settings = json.loads(opened.metadata()["param_groups"])
+        for entry in opened.keys():  # noqa: SIM118 (no dictionary)
+            name, first, key = entry.rsplit(SEPARATOR, 2)
+            shape = opened.get_slice(entry).get_shape()
+            size = shape[0] if shape else 0  # a scalar, such as the step count, is every range's
+            start = int(first)
+            stored[name][key].append(Stored(start, start + size, _reader(opened, entry, scalar=not shape)))
+    return stored, settings
+
+
+def _reader(opened: Any, entry: str, scalar: bool) -> Callable[[int, int], torch.Tensor]:
+    if scalar:
+        return lambda first, last: opened.get_tensor(entry)
+    return lambda first, last: opened.get_slice(entry)[first:last]
+
+
+def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
+    path = folder / OPTIMIZER_NAME
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no optimizer state ({OPTIMIZER_NAME} or {PATTERN}): it isn't complete.")
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # a rank reads its part alone
+    stored: dict[str, dict[str, list[Stored]]] = {}
+    for index, values in saved["state"].items():
+        stored[order[index]] = {
+            key: [_whole(value)] for key, value in values.items() if isinstance(value, torch.Tensor)
+        }
+    return stored, [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
+
+
+def _whole(value: torch.Tensor) -> Stored:
+    if not value.dim():
+        return Stored(0, 0, lambda first, last: value)
+    flat = value.reshape(-1)
+    return Stored(0, flat.numel(), lambda first, last: flat[first:last])
+
+
+def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) -> torch.Tensor:
+    """A part's state out of the ranges that were saved, in the part's shape."""
+    first = ranges[0]
+    if first.stop == first.start:
+        return first.read(0, 0).clone()
+    found = list(_overlaps(piece, ranges))
+    if sum(len(values) for values in found) != piece.stop - piece.start:
+        raise ValueError(
+            f"The optimizer state in {str(folder)!r} lacks elements of {piece.name} ({key}): it is of another model, "
+            "or a file of it is missing."
+        )
+    return torch.cat(found).view(piece.part.shape)
+
+
+def _overlaps(piece: Owned, ranges: Sequence[Stored]) -> Iterator[torch.Tensor]:
+    for stored in sorted(ranges, key=lambda stored: stored.start):
+        first, last = max(stored.start, piece.start), min(stored.stop, piece.stop)
+        if first < last:
+            yield stored.read(first - stored.start, last - stored.start)

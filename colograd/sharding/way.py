@@ -1,0 +1,119 @@
+"""`Sharding`: what the trainer asks of every way in which ranks share a policy's training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The part of a parameter whose optimizer state lies on this rank: elements ``start`` ... ``stop`` of the flattened
+    parameter, as a view that the optimizer writes into."""
+
+    name: str
+    part: torch.Tensor
+    start: int
+    stop: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same elements of a tensor that has the parameter's shape, in the part's."""
+        return whole.reshape(-1)[self.start : self.stop].view(self.part.shape)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that went through collectives since they were last taken."""
+
+    reduced: int = 0  # of gradients
+    gathered: int = 0  # of weights, after the optimizer
+    _names: ClassVar[Sequence[str]] = ("reduced", "gathered")
+
+    def take(self) -> dict[str, float]:
+        """As metrics; counting begins anew."""
+        taken = {f"sync/{name}_bytes": float(getattr(self, name)) for name in self._names}
+        self.reduced = self.gathered = 0
+        return taken
+
+
+@dataclass
+class Sharding(ABC):
+    """How ranks share out a policy's training. Made once the policy lies where it stays, and before its optimizer.
+
+    In the order of a step: `backward` for each micro-batch, `sum_gradients`, `clip`, then the optimizer's own step,
+    after which every rank has the new weights.
+    """
+
+    model: torch.nn.Module
+    traffic: Traffic = field(default_factory=Traffic)
+
+    meets_in_backward: ClassVar[bool] = False  # ranks exchange in each backward, so all need equally many
+    parts: int = 1  # into which the optimizer's state is cut
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the start of a run; empty: there is nothing to say."""
+
+    @abstractmethod
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave this rank's parts in a fresh optimizer's groups, and have its step bring the other ranks' parts."""
+
+    @abstractmethod
+    def agree(self, what: str) -> AbstractContextManager[None]:
+        """Where ranks meet in the backward: a body that fails on all ranks or on none (see `together`)."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward of one micro-batch. Gradients add up; where ranks meet in it, on this rank's parts."""
+
+    @abstractmethod
+    def sum_gradients(self) -> None:
+        """After a step's last backward: what is left to sum over ranks. A missing gradient counts as zeros."""
+
+    @abstractmethod
+    def clip(self, largest: float) -> float:
+        """The norm of the whole gradient over all ranks, which is scaled down to ``largest`` if it is above.
+
+        Infinite: nothing is scaled.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget the gradients of a step that is begun anew."""
+
+    @abstractmethod
+    def owned(self) -> Sequence[Owned]:
+        """The parts of the trained parameters whose optimizer state lies on this rank."""
+
+    @abstractmethod
+    def gather_weights(self) -> None:
+        """Give every rank the weights that each has written into its own parts."""
+
+    @abstractmethod
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        """Write this rank's optimizer state. False: the optimizer's own state is whole on each rank."""
+
+    @abstractmethod
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        """Read it, however many ranks wrote it. False: there is the usual file alone, and it fits as it is."""
+
+
+@torch.no_grad()
+def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
+    """The sum of all squares, in float64: whichever way it is cut into parts, its float32 root is the same."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+
+@torch.no_grad()
+def scale_down(gradients: Sequence[torch.Tensor], norm: float, largest: float) -> None:
+    """As `torch.nn.utils.clip_grad_norm_` does it, given the norm."""
+    factor = largest / (norm + 1e-6)
+    if gradients and factor < 1.0:
+        torch._foreach_mul_(gradients, factor)

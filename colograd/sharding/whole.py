@@ -1,0 +1,61 @@
+"""Every rank holds all of it: full gradients, summed once per step, and the whole optimizer state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from ..parallel.gradients import sum_gradients, zero_gradients
+from . import optimizer_state
+from .way import Owned, Sharding, scale_down, squared_norm
+
+
+class WholeCopies(Sharding):
+    """Nothing is shared out."""
+
+    def describe(self) -> str:
+        return ""
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has all parameters, on every rank alike."""
+
+    def agree(self, what: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def sum_gradients(self) -> None:
+        parameters = list(self.model.parameters())
+        if all(parameter.grad is None for parameter in parameters):  # a step without a micro-batch
+            zero_gradients(parameters)
+        self.traffic.reduced += sum_gradients(parameters)
+
+    def clip(self, largest: float) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = squared_norm(gradients) ** 0.5
+        scale_down(gradients, norm, largest)
+        return norm
+
+    def discard(self) -> None:
+        """They are the parameters' own gradients, which whoever begins anew sets to None."""
+
+    def owned(self) -> Sequence[Owned]:
+        trained = self.model.named_parameters()
+        return [Owned(name, p, 0, p.numel()) for name, p in trained if p.requires_grad]
+
+    def gather_weights(self) -> None:
+        """Each rank has written all of them."""
+
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        return False
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        if not optimizer_state.is_sharded(folder):
+            return False
+        optimizer_state.load(optimizer, self.owned(), folder)
+        return True

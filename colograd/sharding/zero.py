@@ -1,0 +1,160 @@
+"""ZeRO (arXiv 1910.02054) over parameters that stay whole, and stay where they are: in the engine's memory, say.
+
+Each rank owns one N-th of every bucket: its optimizer's parameters are views of those elements, so its step writes
+straight into the policy. The other ranks' elements come by an all-gather, into the same tensors. Where these are the
+engine's, the optimizer's exchange is the publishing too, and nothing more is moved.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..parallel.ranks import rank, together, world_size
+from . import optimizer_state
+from .buckets import Bucket, Reduction, buckets_of
+from .way import Owned, Sharding, scale_down, squared_norm
+
+IN_FLIGHT = 2  # reductions at once: the next gradients are computed meanwhile, and their memory is bounded
+
+
+class SharedOptimizer(Sharding):
+    """Stage 1: the optimizer's state is shared out. Gradients are whole until a step's last backward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model, parts=world_size())
+        self.buckets: list[Bucket] = buckets_of(model, rank(), world_size())
+        self._under_way: collections.deque[Reduction] = collections.deque()
+        self._order: list[str] = []  # the parameters' names as the whole optimizer counts them
+
+    def describe(self) -> str:
+        elements = sum(sum(bucket.sizes) for bucket in self.buckets)
+        return (
+            f"sharding: {self._what()} of {elements / 1e6:,.1f} M trained parameters in {self.parts} parts, one per "
+            f"rank; {len(self.buckets)} buckets, exchanged "
+            f"{'in each backward' if self.meets_in_backward else 'once per step'}"
+        )
+
+    def _what(self) -> str:
+        return "optimizer state"
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        pieces = {piece.name: piece.part for piece in self.owned()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for group in optimizer.param_groups:
+            named = [names[id(parameter)] for parameter in group["params"]]
+            self._order += named
+            group["params"] = [pieces[name] for name in named if name in pieces]
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _after_step(self) -> None:
+        self.gather_weights()
+        self.discard()
+
+    def agree(self, what: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def sum_gradients(self) -> None:
+        for bucket in self.buckets:
+            self._reduce(bucket)
+        self._finish()
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if len(self._under_way) == IN_FLIGHT:
+            self._finish_one()
+        self._under_way.append(bucket.reduce())
+
+    def _finish_one(self) -> None:
+        self.traffic.reduced += self._under_way.popleft().finish()
+
+    def _finish(self) -> None:
+        while self._under_way:
+            self._finish_one()
+
+    def clip(self, largest: float) -> float:
+        sums = [bucket.sum for bucket in self.buckets if bucket.sum is not None]
+        total = torch.tensor(squared_norm(sums), dtype=torch.float64, device=self.buckets[0].parameters[0].device)
+        dist.all_reduce(total)
+        norm = float(total) ** 0.5
+        scale_down(sums, norm, largest)
+        return norm
+
+    def discard(self) -> None:
+        for bucket in self.buckets:
+            bucket.discard()
+
+    def owned(self) -> Sequence[Owned]:
+        return [piece for bucket in self.buckets for piece in bucket.owned]
+
+    def gather_weights(self) -> None:
+        for bucket in self.buckets:
+            self.traffic.gathered += bucket.gather()
+
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        optimizer_state.save(optimizer, self.owned(), folder, rank(), world_size())
+        return True
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        optimizer_state.load(optimizer, self.owned(), folder, self._order)
+        return True
+
+
+class SharedGradients(SharedOptimizer):
+    """Stage 2: gradients are shared out too. A bucket's are reduced, and freed, as soon as a backward has made them."""
+
+    meets_in_backward = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._next = len(self.buckets)  # bucket to reduce: outside of a backward none
+        self._missing: list[int] = []  # gradients of each bucket that this backward hasn't made yet
+        for index, bucket in enumerate(self.buckets):
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._made(index))
+
+    def _what(self) -> str:
+        return "optimizer state and gradients"
+
+    def agree(self, what: str) -> AbstractContextManager[None]:
+        return together(what)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """A collective. Should it fail on this rank, the others' exchanges are still answered, with zeros."""
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._next = 0
+        try:
+            loss.backward()
+        except BaseException:
+            self.model.zero_grad(set_to_none=True)  # room for what is still to be answered
+            raise
+        finally:
+            while self._next < len(self.buckets):
+                self._reduce_next()
+            self._finish()
+
+    def _made(self, index: int) -> None:
+        """A gradient of bucket ``index`` is there. Buckets go in their order, which is the same on all ranks."""
+        if self._next == len(self.buckets):
+            return
+        self._missing[index] -= 1
+        while self._next < len(self.buckets) and not self._missing[self._next]:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        self._reduce(self.buckets[self._next])
+        self._next += 1
+
+    def sum_gradients(self) -> None:
+        """All of it was done in the backwards; after a step without any there are zeros."""
+        for bucket in self.buckets:
+            if bucket.sum is None:
+                bucket.add(torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device))

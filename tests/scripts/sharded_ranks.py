@@ -1,0 +1,132 @@
+"""Six optimizer steps in each way of sharding, on gradients whose sums are exact. Started by tests/test_sharding.py.
+
+    torchrun --nproc-per-node N sharded_ranks.py OUT_DIR [CHECKPOINTS]
+
+Each step sums the gradients of four rows, dealt out among the ranks: small multiples of 1/64, so that no order of
+additions rounds. With CHECKPOINTS, the state after three steps is loaded from there, as other ranks have saved it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from colograd.parallel.ranks import rank, world_size
+from colograd.sharding import Sharding, buckets
+from colograd.sharding.selection import WAYS
+from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
+
+STEPS, ROWS, SAVED = 6, 4, 3
+CASES = [(way, dtype) for way in WAYS for dtype in ("bfloat16", "float32")]
+
+
+def fresh(dtype: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=130, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(getattr(torch, dtype))
+
+
+def row_loss(model: torch.nn.Module, step: int, row: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * step + row)
+    return sum(
+        (p.float() * (torch.randint(-8, 9, p.shape, generator=draw) / 64)).sum()
+        for name, p in model.named_parameters()
+        if not (name.endswith("k_proj.weight") and row % 2 and step + 1 == STEPS)  # which this row doesn't use
+    )
+
+
+class Watch:
+    """The most bytes of gradients alive at once in this rank's backwards."""
+
+    def __init__(self, model: torch.nn.Module, way: Sharding) -> None:
+        self.model, self.way, self.peak, self.off = model, way, 0, False
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.look())
+
+    def look(self) -> None:
+        if self.off:
+            return
+        alive = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
+        sums = [bucket.sum for bucket in getattr(self.way, "buckets", ()) if bucket.sum is not None]
+        self.peak = max(self.peak, alive + sum(total.nbytes for total in sums))
+
+
+def digest(model: torch.nn.Module) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().float().numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[str, Any]:
+    model = fresh(dtype)
+    accumulate_in_float32(model.parameters())
+    addresses = [p.data_ptr() for p in model.parameters()]
+    way = WAYS[name if world_size() > 1 else "none"](model)
+    decayed = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    optimizer = AdamWSplit([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2)
+    way.share(optimizer)
+    watch, first = Watch(model, way), 0
+    if checkpoints is not None:
+        folder = checkpoints / f"{name}-{dtype}"
+        model.load_state_dict(torch.load(folder / "model.pt"))
+        if not way.load_optimizer(optimizer, folder):
+            optimizer.load_state_dict(torch.load(folder / "optimizer.pt"))
+        way.gather_weights()
+        first = SAVED
+    seen: list[dict[str, Any]] = []
+    way.traffic.take()
+    for step in range(first, STEPS):
+        watch.off = step + 1 == STEPS  # buckets wait for a gradient that doesn't come
+        for row in range(rank(), ROWS, world_size()):
+            way.backward(row_loss(model, step, row))
+        way.sum_gradients()
+        norm = way.clip(0.5)
+        optimizer.step()
+        model.zero_grad()
+        seen.append({"weights": digest(model), "norm": norm, **way.traffic.take()})
+        if step + 1 == SAVED:
+            folder = out / f"{name}-{dtype}"
+            folder.mkdir(exist_ok=True)
+            if not way.save_optimizer(optimizer, folder) and rank() == 0:
+                torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+            if rank() == 0:
+                torch.save(model.state_dict(), folder / "model.pt")
+    state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
+    return {
+        "steps": seen,
+        "stayed": addresses == [p.data_ptr() for p in model.parameters()],
+        "state": sum(value.nbytes for value in state),
+        "gradients": watch.peak,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "largest": max(p.numel() for p in model.parameters()),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    buckets.buckets_of.__defaults__ = (4096,)  # several buckets, with one parameter and with many
+    out = Path(sys.argv[1])
+    checkpoints = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    results = {}
+    for name, dtype in CASES:
+        results[f"{name}-{dtype}"] = train(name, dtype, checkpoints, out)
+        dist.barrier()
+    (out / f"rank{rank()}-of-{world_size()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
