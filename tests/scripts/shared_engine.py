@@ -40,7 +40,8 @@ from colograd.rollout.toolbox import Toolbox
 from colograd.runtime import process
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-SAMPLING = Sampling(n=4, max_tokens=12, temperature=1.0, options={})
+# Completions of very different lengths.
+SAMPLING = Sampling(n=4, max_tokens=40, temperature=1.0, options={"stop_token_ids": list(range(0, 256, 16))})
 Groups = Sequence[Group]
 
 
@@ -165,6 +166,7 @@ def tokens(groups: Groups) -> list[Any]:
 def main() -> None:
     model, out_dir, *fault = sys.argv[1:]
     process.prepare_ranks()
+    process.quiet_logs(verbose=False)
     config = tiny.config(Path(out_dir) / "run", vllm_tensor_parallel_size=RANKS, prompts_per_step=4)
     engine = Engine(model, config, torch.float32, context=512, kv_bytes=2**24)
     engine.stamp(0)
