@@ -129,7 +129,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter)
-            check_split(args, self.policy.model.config, self.policy.adapter)
+            check_split(args, self.policy.model.config)
             check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
             form = tool_format_of(self.tools, self.policy, args)

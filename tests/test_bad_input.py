@@ -60,15 +60,13 @@ def launched_with(**variables: str) -> Callable[[pytest.MonkeyPatch], object]:
     return make
 
 
-def split(
-    ranks: int, sizes: dict[str, int] | None = None, adapter: bool = False, **changes: Any
-) -> Callable[[pytest.MonkeyPatch], object]:
+def split(ranks: int, sizes: dict[str, int] | None = None, **changes: Any) -> Callable[[pytest.MonkeyPatch], object]:
     """A Llama of ``sizes`` in one engine of ``ranks`` ranks."""
 
     def make(monkeypatch: pytest.MonkeyPatch) -> object:
         monkeypatch.setattr(process, "local_world_size", lambda: ranks)
         made: Any = on_ranks(ranks, vllm_tensor_parallel_size=ranks, **changes)(monkeypatch)
-        return check_split(made, LlamaConfig(**(sizes or {})), SimpleNamespace() if adapter else None)  # type: ignore
+        return check_split(made, LlamaConfig(**(sizes or {})))
 
     return make
 
@@ -305,28 +303,22 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "weights: auto, or vllm_tensor_parallel_size: 1",
     ),
     "heads that the ranks of an engine can't share": (
-        split(4, {"num_attention_heads": 6, "num_key_value_heads": 2}),
+        split(4, {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 2}),
         "vllm_tensor_parallel_size is 4",
         "divide the model's num_attention_heads, which is 6",
         "choose one of 1, 2",
     ),
     "key heads that are neither shared nor repeated": (
-        split(4, {"num_attention_heads": 24, "num_key_value_heads": 6}),
+        split(4, {"hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 6}),
         "vllm_tensor_parallel_size is 4",
         "divide the model's num_key_value_heads, which is 6",
         "choose one of 1, 2",
     ),
     "a vocabulary that the ranks of an engine can't share": (
-        split(3, {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 30}),
+        split(3, {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 30}),
         "vllm_tensor_parallel_size is 3",
         r"divide the model's vocab_size \(filled up to a multiple of 64\), which is 32000",
         "choose one of 1",
-    ),
-    "an adapter for an engine of several ranks": (
-        split(2, adapter=True),
-        "vllm_tensor_parallel_size is 2",
-        "takes whole weights in this version, no LoRA adapter",
-        "vllm_tensor_parallel_size: 1, or use_peft: false",
     ),
     "ranks that don't find each other": (
         launched_with(WORLD_SIZE="2"),

@@ -28,9 +28,10 @@ def weights(folder: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
     return [torch.load(folder / f"weights{rank}-of-{ranks}.pt") for rank in range(ranks)]
 
 
-def check_alike(model: Path, folder: Path, engines: int, size: int) -> list[dict]:
+def check_alike(model: Path, folder: Path, engines: int, size: int, sharding: str = "none") -> list[dict]:
     """``engines`` of ``size`` ranks train as one rank does."""
-    (alone,), ranks = run(model, folder, 1), run(model, folder, engines * size, vllm_tensor_parallel_size=size)
+    split = {"vllm_tensor_parallel_size": size, "sharding": sharding}
+    (alone,), ranks = run(model, folder, 1), run(model, folder, engines * size, **split)
     (expected,), found = weights(folder, 1), weights(folder, engines * size)
     from transformers import AutoModelForCausalLM
 
@@ -67,14 +68,29 @@ def test_two_ranks_of_one_engine_train_as_one_rank_does(tiny_model: Path, tmp_pa
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("engines", "size", "family", "tied", "heads", "keys"),
-    [(2, 2, "qwen3", False, 4, 2), (1, 4, "qwen3", True, 4, 2), (1, 2, "qwen2", False, 2, 1)],
+    ("engines", "size", "family", "tied", "heads", "keys", "sharding"),
+    [
+        (2, 2, "qwen3", False, 4, 2, "gradients"),
+        (1, 4, "qwen3", True, 4, 2, "optimizer"),
+        (1, 2, "qwen2", False, 2, 1, "none"),
+    ],
 )
 def test_other_shapes_and_engines_train_as_one_rank_does(
-    tmp_path: Path, engines: int, size: int, family: str, tied: bool, heads: int, keys: int
+    tmp_path: Path, engines: int, size: int, family: str, tied: bool, heads: int, keys: int, sharding: str
 ) -> None:
     model = tiny.make_model(tmp_path / "model", family, tied=tied, heads=heads, keys=keys)
-    check_alike(model, tmp_path, engines, size)
+    check_alike(model, tmp_path, engines, size, sharding)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_an_adapter_is_merged_on_its_way_into_the_parts(tiny_model: Path, tmp_path: Path) -> None:
+    (alone,), ranks = run(tiny_model, tmp_path, 1, lora=True), run(tiny_model, tmp_path, 2, lora=True, **TWO)
+    assert max(rank["parity"] for rank in ranks) < 1e-5
+    for one, other in zip(alone["logs"], ranks[0]["logs"], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3) and one["grad_norm"] > 0
+    assert "the adapter is merged on its way into the engine's copy: ranks share the engine" in ranks[0]["weights"]
 
 
 @pytest.mark.slow

@@ -61,20 +61,15 @@ def engine_kwargs(
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
 
-def check_split(config: GRPOConfig, model_config: Any, adapter: Adapter | None) -> None:
+def check_split(config: GRPOConfig, model_config: Any) -> None:
     """Check that vLLM can split the model over the ranks of an engine.
 
     Raises:
-        ValueError: naming the size that ``vllm_tensor_parallel_size`` doesn't divide; or there is an adapter.
+        ValueError: naming the size that ``vllm_tensor_parallel_size`` doesn't divide.
     """
     ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
     if ranks == 1:
         return
-    if adapter is not None:
-        raise ValueError(
-            f"vllm_tensor_parallel_size is {ranks}, but an engine over several ranks takes whole weights in this "
-            "version, no LoRA adapter: set vllm_tensor_parallel_size: 1, or use_peft: false (give no peft_config)."
-        )
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     vocabulary = -(-int(text.vocab_size) // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
     sizes = {

@@ -32,7 +32,11 @@ class Slice:
     @property
     def held(self) -> torch.Tensor:
         """What ``destination`` holds, as a view of the policy's parameter; looked up anew, as that may move."""
-        return self.source.detach()[self.cut]
+        return self.part_of(self.source.detach())
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same part of a tensor that has the parameter's shape."""
+        return whole[self.cut]
 
     def equal(self) -> bool:
         """Whether the engine holds the policy's value, cast to its dtype, bit for bit."""

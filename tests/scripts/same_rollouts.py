@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 same_rollouts.py MODEL OUT_DIR '{"vllm_tensor_parallel_size": 2}' [FAULT]
 
-Started by tests/test_tensor_parallel.py. The second argument changes the configuration. After training, each rank's
+Started by tests/test_tensor_parallel.py. The third argument changes the configuration, and
+`{"lora": true}` trains an adapter. After training, each rank's
 weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.
 FAULT: `reward` (rank 0's raises in the second step), `loss` (a NaN on the last rank), `memory` (the last rank runs out
 of it above 100 tokens).
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
 import torch
+from peft import LoraConfig
 from test_same_rollouts import STEPS, Rollouts
 
 from colograd import GRPOTrainer
@@ -78,9 +80,13 @@ def parity(trainer: GRPOTrainer) -> float:
 def main() -> None:
     model, out_dir, changes = sys.argv[1:4]
     settings = {"max_steps": STEPS, "prompts_per_step": 8, "save_strategy": "steps", "save_steps": 3}
-    config = tiny.config(Path(out_dir) / f"run-{RANKS}", **(settings | json.loads(changes)))
+    settings |= json.loads(changes)
+    adapter = LoraConfig(r=4, target_modules="all-linear") if settings.pop("lora", False) else None
+    config = tiny.config(Path(out_dir) / f"run-{RANKS}", **settings)
     rollouts = Rollouts()
-    trainer = Watching(model, reward, config, tiny.prompts(), tiny.prompts(5), rollout_func=rollouts)
+    trainer = Watching(
+        model, reward, config, tiny.prompts(), tiny.prompts(5), rollout_func=rollouts, peft_config=adapter
+    )
     trainer.train()
     trainer.publish()
     result = {
@@ -90,6 +96,7 @@ def main() -> None:
         "trained": trainer.trained,
         "logs": [entry for entry in trainer.state.log_history if "grad_norm" in entry],
         "engine": trainer.engine.weight_bytes,
+        "weights": trainer.weights.describe(),
         "counted": trainer.evaluate()["eval_completions"],
     }
     torch.save(trainer.model.state_dict(), Path(out_dir, f"weights{RANK}-of-{RANKS}.pt"))
