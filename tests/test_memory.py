@@ -190,6 +190,12 @@ def test_what_the_user_gives_vllm_is_planned_with(gpu: None) -> None:
     assert memory.plan(few, llama(), 200, 16, 2048, True).kv_bytes == 5 * (200 + 128) * 2 * LAYERS * KEYS * HEAD
 
 
+@pytest.mark.parametrize(("ranks", "heads"), [(1, KEYS), (2, KEYS // 2), (8 * KEYS, 1)])
+def test_ranks_of_one_engine_share_its_keys_down_to_one_head_each(ranks: int, heads: int) -> None:
+    shape = memory.Shape.of(llama().config, ranks)
+    assert memory.CacheNeed.of(shape, 2, 200, 16).per_token == 2 * LAYERS * heads * HEAD * 2
+
+
 def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any) -> None:
     config = tiny.config(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True)
     plan = memory.plan(config, llama(), 64, 8, 4096, False)

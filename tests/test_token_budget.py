@@ -155,8 +155,7 @@ def test_auto_is_a_number_on_a_cpu_and_measured_on_a_gpu(given: Any, monkeypatch
     monkeypatch.setattr(GRPOConfig, "on_cpu", False)
     config = made()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
-    policy: Any = SimpleNamespace(model=model, why_padded="")
-    rules = packing_rules(config, policy, Objective.from_config(config), equal_counts=False)
+    rules = packing_rules(config, SimpleNamespace(model=model, why_padded=""), Objective.from_config(config), False)  # type: ignore[arg-type]
     assert config.max_tokens_per_microbatch == "auto" and rules.max_tokens == 0
 
 

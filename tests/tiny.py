@@ -41,7 +41,15 @@ def make_tokenizer() -> Any:
     return fast
 
 
-def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: int = 2, context: int = 256) -> Path:
+def make_model(
+    folder: Path,
+    family: str = "llama",
+    tied: bool = True,
+    layers: int = 2,
+    context: int = 256,
+    heads: int = 2,
+    keys: int = 1,
+) -> Path:
     """Save a random model with head size 32, which vLLM's CPU attention takes."""
     import transformers as hf
 
@@ -51,8 +59,8 @@ def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: i
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
         "max_position_embeddings": context,
         "tie_word_embeddings": tied,
         "eos_token_id": tokenizer.eos_token_id,
