@@ -498,8 +498,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         args: GRPOConfig = self.args
         started = time.perf_counter()
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
-        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
+        with together("publishing"):
             self.publish()
+        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
             one_call = args.reward_call == "all"
             groups: list[ScoredGroup] = self.engine.lead(
                 lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
