@@ -54,8 +54,8 @@ class EngineKnobs(TrainingArguments):
         "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), `copied` (one "
         "pass over the bytes), `adapter` (LoRA: the adapter's tensors only), `gathered` (a few rows of each rank at a "
         "time, of a policy that `sharding: fsdp` has cut), `auto` (shared where that can be had; adapter for LoRA "
-        "where vLLM serves it, else copied and merged on the way; gathered where the policy is cut), or the import path of a "
-        "class of your own; see docs/weights.md.",
+        "where vLLM serves it, else copied and merged on the way; gathered where the policy is cut), or the import "
+        "path of a class of your own; see docs/weights.md.",
     )
 
     @property

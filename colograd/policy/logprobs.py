@@ -64,7 +64,7 @@ class PolicyForward:
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probabilities and (N,) entropies; see `policy_logprobs`."""
         around = getattr(self.model, "around_forward", nullcontext)
-        with _calls(self.model, self._compute), around():
+        with calls(self.model, self._compute), around():
             logprobs, entropy = self.model(micro_batch)
         return logprobs, entropy
 
@@ -84,7 +84,7 @@ class PolicyForward:
 
 
 @contextmanager
-def _calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
+def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """While the context lasts, calling ``module`` runs its hooks around ``compute`` in place of its own forward."""
     own = module.__dict__.get("forward")  # of an instance: accelerate may have put one there
     module.forward = compute

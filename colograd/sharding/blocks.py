@@ -38,8 +38,11 @@ class Listener(Protocol):
     def on_gather(self, block: FSDPModule, whole: torch.Tensor) -> None:
         """A block's weights are about to be gathered into ``whole``."""
 
-    def on_reduce(self, block: FSDPModule, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """A block's gradients ``whole`` were summed, and this rank's rows of them are ``own``."""
+    def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
+        """A block's gradients ``whole`` are about to be summed over ranks."""
+
+    def take(self, own: torch.Tensor) -> None:
+        """They were, and this rank's rows of them are ``own``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,8 +67,9 @@ class _Reduce(_Comm):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        self.listener.on_reduce(self.block, input_tensor)
         work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        self.listener.on_reduce(self.block, input_tensor, output_tensor)
+        self.listener.take(output_tensor)
         return work
 
 
@@ -105,10 +109,16 @@ def cut(
     for block in blocks:
         block.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the whole step's denominator
         block.set_force_sum_reduction_for_comms(True)
+        if hasattr(block, "set_reduce_scatter_unused_params") and _alike(block, gradients):
+            block.set_reduce_scatter_unused_params(True)  # torch's zeros are of the parameter's own dtype
         block.set_custom_all_gather(_Gather(block, listener))
         block.set_custom_reduce_scatter(_Reduce(block, listener))
         _accumulate_in(gradients, block)
     return blocks
+
+
+def _alike(block: Any, dtype: torch.dtype) -> bool:
+    return all(parameter.dtype == dtype for parameter in block.parameters())
 
 
 def _accumulate_in(dtype: torch.dtype, block: Any) -> None:

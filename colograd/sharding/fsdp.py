@@ -62,7 +62,9 @@ class FullySharded(SharedParts):
         self._pieces: dict[str, Owned] = {}
         for one in self.cuts:
             self._own(one, model.get_parameter(one.name))
+        self._sizes = self._sizes_of_sums()
         self._usual[model, BACKWARD] = list(self._first_backward())
+        self.traffic.take()  # what it took to get here is no step's
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> FullySharded:
@@ -124,9 +126,17 @@ class FullySharded(SharedParts):
         self._passed.append(Exchange(block))
         self.traffic.gathered += whole.nbytes
 
-    def on_reduce(self, block: FSDPModule, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
+        if whole.numel() != self._sizes[block]:
+            raise RuntimeError(
+                f"The gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements and "
+                f"not {self._sizes[block]:,}: a parameter had no part in the loss. Freeze those that never have "
+                "(requires_grad_(False)), or set sharding: gradients."
+            )
         self._passed.append(Exchange(block, whole.numel()))
         self.traffic.reduced += whole.nbytes
+
+    def take(self, own: torch.Tensor) -> None:
         self._summed, self._taken = own, 0
 
     # -- a pass
@@ -179,19 +189,24 @@ class FullySharded(SharedParts):
 
     def _first_backward(self) -> Iterator[Exchange]:
         """The exchanges of a backward as long as none has been seen: each block's weights come one block ahead."""
+        root, *decoder = self.blocks
+        gathers = [Exchange(block) for block in reversed(decoder) if self._reshard]
+        sums = [Exchange(block, self._sizes[block]) for block in reversed(decoder)]
+        yield from gathers[:1]
+        for pair in itertools.zip_longest(gathers[1:], sums):
+            yield from filter(None, pair)
+        yield Exchange(root, self._sizes[root])
+
+    def _sizes_of_sums(self) -> dict[FSDPModule, int]:
+        """Elements of each block's gradients, every parameter's padded to equal shares."""
+        # The model itself comes first: parameters of the other blocks are theirs.
         owner = {id(p): block for block in self.blocks for p in block.parameters()}
-        sums = dict.fromkeys(self.blocks, 0)
+        sizes = dict.fromkeys(self.blocks, 0)
         for one in self.cuts:
             parameter = self.model.get_parameter(one.name)
             if parameter.requires_grad:
-                sums[owner[id(parameter)]] += one.share * one.row * self.parts
-        root, *decoder = self.blocks
-        gathers = [Exchange(block) for block in reversed(decoder) if self._reshard]
-        reduces = [Exchange(block, sums[block]) for block in reversed(decoder)]
-        yield from gathers[:1]
-        for pair in itertools.zip_longest(gathers[1:], reduces):
-            yield from filter(None, pair)
-        yield Exchange(root, sums[root])
+                sizes[owner[id(parameter)]] += one.share * one.row * self.parts
+        return sizes
 
     # -- a step
 

@@ -116,6 +116,7 @@ class Sharding(ABC):
 
     def close(self) -> None:  # noqa: B027 (most ways have nothing to undo)
         """Leave the model as it was found: another trainer may take it."""
+
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor] | None:
         """The model's state dict, whole and in host memory; None: the model's own is. A collective.
 
