@@ -113,7 +113,6 @@ def cut(
             block.set_reduce_scatter_unused_params(True)  # torch's zeros are of the parameter's own dtype
         block.set_custom_all_gather(_Gather(block, listener))
         block.set_custom_reduce_scatter(_Reduce(block, listener))
-        _accumulate_in(gradients, block)
     return blocks
 
 
@@ -121,13 +120,13 @@ def _alike(block: Any, dtype: torch.dtype) -> bool:
     return all(parameter.dtype == dtype for parameter in block.parameters())
 
 
-def _accumulate_in(dtype: torch.dtype, block: Any) -> None:
-    """Within a backward too, as a tied embedding has two gradients. torch keeps the whole parameters' objects."""
+def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
+    """The parameters of which a pass makes the gradients: the same objects in each, without memory in between.
+    A collective."""
     block.unshard()
-    for parameter in block.parameters():
-        if not isinstance(parameter, DTensor) and parameter.requires_grad and hasattr(parameter, "grad_dtype"):
-            parameter.grad_dtype = dtype
+    whole = [parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)]
     block.reshard()
+    return whole
 
 
 def decoder_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..config import GRPOConfig
 from ..parallel.ranks import together
-from .blocks import Exchange, cut
+from .blocks import Exchange, cut, whole_parameters
 from .parts import SharedParts
 from .rows import Cut, cuts_of, gathered
 from .way import Owned
@@ -58,6 +58,10 @@ class FullySharded(SharedParts):
         self._began = False  # whether a pass has begun in the present `agree`
         self._summed, self._taken = torch.empty(0), 0  # the present block's gradients, and how many were taken
         self.blocks = self._cut(model, self._reshard)
+        self._whole = [p for block in self.blocks for p in whole_parameters(block) if p.requires_grad]
+        for parameter in self._whole:
+            if hasattr(parameter, "grad_dtype"):
+                parameter.grad_dtype = self._gradients  # a tied embedding has two gradients in one backward
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
         for one in self.cuts:
@@ -224,6 +228,8 @@ class FullySharded(SharedParts):
 
     def discard(self) -> None:
         self._forget_gradients()
+        for parameter in self._whole:
+            parameter.grad = None
         for model, kind in self._usual:
             if kind == FORWARD:
                 model.reset_iter_state()  # as if the pass that failed hadn't begun
