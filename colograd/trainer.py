@@ -30,12 +30,14 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from .batch import DrawnStep, Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
+from .engine.arguments import check_split
 from .engine.sampling import Sampling, check_sampling
 from .engine.vllm_engine import check_vllm
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
 from .losses.objective import Objective
 from .memory import token_budget
+from .parallel.layout import check_machines
 from .parallel.ranks import together
 from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
@@ -113,6 +115,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = prepared_config(args, model)
+        check_machines(args.layout)
         with together("the start"):
             args.check_for_trainer(quantization_config=quantization_config)
             check_vllm()
@@ -126,6 +129,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
+            check_split(args, self.policy.model.config)
             check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
             form = tool_format_of(self.tools, self.policy, args)
@@ -296,9 +300,12 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             assert isinstance(self.train_prompts, PromptDataset), "a streamed one was refused with dynamic_sampling"
             return extra_prompts(self.train_prompts, args, self.state.global_step, drawn, count)
 
+        def draw_all() -> list[DrawnStep]:
+            return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
+
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
+            return self.engine.lead(draw_all, others=[DrawnStep((), ()) for _ in prompts])
 
     def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
         if not self._told_unjudged and (line := unjudged(drawn)):
@@ -393,7 +400,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
         with self.times.phase("measure"):
-            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim) // self.sharding.parts
+            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim, self.sharding.parts)
             self.model.train()
             tokens, size = token_budget.measure(train, self._free_gradients, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
@@ -495,7 +502,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
         with self.device_turns.sampling(self.optimizer), together("the evaluation"):
             self.publish()
-            groups = roll_out(mine, self._stages(), self.times, args.reward_call == "all")
+            one_call = args.reward_call == "all"
+            groups: list[ScoredGroup] = self.engine.lead(
+                lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
+            )
             counts = self._take_counts()
         if self.completion_log is not None:
             self.completion_log.add_evaluation(groups, self.decode, self.state, name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+
+from .ranks import gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +66,22 @@ class RankLayout:
     def is_main(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.rank == 0
+
+
+def check_machines(layout: RankLayout) -> None:
+    """Check that the ranks of each engine are on one machine, by its name. A collective where engines have several.
+
+    Raises:
+        ValueError: on all ranks, naming the first engine whose aren't.
+    """
+    size = layout.ranks_per_engine
+    if size == 1:
+        return
+    names = gather(socket.gethostname())
+    for first in range(0, layout.world_size, size):
+        if len(found := sorted(set(names[first : first + size]))) > 1:
+            raise ValueError(
+                f"vllm_tensor_parallel_size is {size}, but the ranks {first} to {first + size - 1}, which would share "
+                f"an engine, are on {len(found)} machines ({', '.join(found)}): start as many ranks on each machine, "
+                "in order, that it divides their number."
+            )

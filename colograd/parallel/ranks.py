@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from . import alarm
+
 T = TypeVar("T")
 
 
@@ -41,7 +43,7 @@ def together(what: str) -> Iterator[None]:
         failure = error
     if world_size() > 1:
         memory = isinstance(failure, torch.OutOfMemoryError)
-        reports = gather(None if failure is None else (memory, f"{type(failure).__name__}: {failure}"))
+        reports = _reports(None if failure is None else (memory, f"{type(failure).__name__}: {failure}"), failure)
         reported = [(other, *report) for other, report in enumerate(reports) if report is not None]
         faults = [f"Rank {other} failed in {what}: {text}" for other, of_memory, text in reported if not of_memory]
         if faults and (failure is None or memory):
@@ -50,6 +52,18 @@ def together(what: str) -> Iterator[None]:
             raise torch.OutOfMemoryError(f"Rank {reported[0][0]} failed in {what}: {reported[0][2]}")
     if failure is not None:
         raise failure
+
+
+def _reports(own: T, failure: BaseException | None) -> list[T]:
+    """Every rank's report. Where a rank is gone: the error that this one had itself, or what the other one told."""
+    try:
+        return gather(own)
+    except RuntimeError as lost:
+        if failure is not None:
+            raise failure from lost
+        if (told := alarm.heard()) is not None:
+            raise RankError(told) from lost
+        raise
 
 
 def gather(value: T) -> list[T]:

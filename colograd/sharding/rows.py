@@ -25,6 +25,7 @@ class Rows(NamedTuple):
     name: str
     first: int
     values: torch.Tensor
+    total: int  # rows of the parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +111,4 @@ def _exchange(bucket: Sequence[tuple[Cut, range]], dtype: torch.dtype, device: t
             owned = cut.rows_of(owner)[rows.start : rows.stop]
             if owned:
                 shape = (len(owned), *cut.shape[1:])
-                yield Rows(cut.name, owned.start, values[: cut.row * len(owned)].view(shape))
+                yield Rows(cut.name, owned.start, values[: cut.row * len(owned)].view(shape), cut.shape[0])

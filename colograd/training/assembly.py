@@ -79,6 +79,9 @@ def assemble(
         tokens=max_tokens,
         shared=expects_sharing(config, policy),
         reference=reference_bytes(config, policy),
+        way=config.sharding if config.world_size > 1 else "none",
+        prompt=max(part.longest for part in prompts),
+        packed=not policy.why_padded,
     )
     end = policy.tokenizer.eos_token_id
     engine = Engine(

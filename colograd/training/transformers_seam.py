@@ -51,7 +51,8 @@ class PackedTrainer(ResumableTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """And this rank's history of lengths, which says what the engine's batches will be."""
         super()._save_rng_state(output_dir)
-        self.lengths.save(output_dir, self.args.layout.data_rank)
+        if self.args.layout.engine_place == 0:  # which has seen them
+            self.lengths.save(output_dir, self.args.layout.data_rank)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -10,6 +10,7 @@ import torch
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.vllm_engine import Engine
+from ..parallel.ranks import together
 from ..policy.loading import Policy
 from ..policy.lora import Adapter
 from ..runtime.importing import find_object, is_import_path
@@ -140,7 +141,9 @@ def publisher(
             f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
             "the resized model with save_pretrained and give its folder."
         )
-    slices = map_parameters(policy, engine.model)
+    layout = engine.layout
+    with together("the map of the weights"):
+        slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine)
     equal = untouched and engine.dtype == next(policy.parameters()).dtype
     if equal:
         proof.check_equal(slices)
@@ -192,12 +195,15 @@ def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
             f"weights: shared can't be had for {len(obstacles)} of {len(sides.slices)} parameters ({name}: {reason}): "
             "set weights: auto, or give policy and engine the same dtype."
         )
-    if wanted != "copied" and len(obstacles) < len(sides.slices):
+    split = sides.engine.layout.ranks_per_engine > 1
+    if wanted != "copied" and len(obstacles) < len(sides.slices) and not split:
         return _shared(sides, obstacles, constant)
     sides.place_policy()
     if not constant:
         proof.check_read(sides.slices, sides.policy, sides.engine)
-    why = "as asked" if wanted == "copied" else next(iter(obstacles.values()))
+    why = "as asked" if wanted == "copied" else next(iter(obstacles.values()), "")
+    if split:
+        why = f"each of the engine's {sides.engine.layout.ranks_per_engine} ranks has a part, the policy is whole"
     return CopiedWeights(sides.policy, sides.engine, sides.slices, why)
 
 
