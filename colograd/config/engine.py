@@ -32,8 +32,8 @@ class EngineKnobs(TrainingArguments):
         1,
         "Ranks that share one engine, which splits its weights, its KV cache and its work among them: neighbours on "
         "one machine. Each holds the policy beside it as `sharding` says, and trains a part of what its engine "
-        "sampled. A step's prompts are shared out to engines, so `per_device_train_batch_size` counts an engine's completions "
-        "(TRL's, a rank's).",
+        "sampled. A step's prompts are shared out to engines, so `per_device_train_batch_size` counts an engine's "
+        "completions (TRL's, a rank's).",
     )
     vllm_gpu_memory_utilization: float | None = knob(
         None,
