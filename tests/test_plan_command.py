@@ -137,7 +137,10 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
         (["--gpus", "0"], "--gpus is 0, but must be above 0"),
         (["--gpu-memory", "-1"], "--gpu-memory is -1, but must be above 0"),
         (["--tensor-parallel", "3"], "--tensor-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8."),
-        (["--tensor-parallel", "8"], "--tensor-parallel is 8, but must divide the model's 28 attention heads"),
+        (
+            ["--tensor-parallel", "8"],
+            "vllm_tensor_parallel_size is 8, but must divide the model's num_attention_heads, which is 28",
+        ),
         (["--completion", "9000"], "--completion is 9000, but must leave room for a prompt in --context (8192)"),
         (["--model", "./no/such/folder"], "'./no/such/folder' has no configuration of a causal language model"),
     ],

@@ -84,6 +84,7 @@ def run_of(options: argparse.Namespace) -> Run:
     """The run that the options describe, on empty GPUs."""
     import torch
 
+    from ..engine.arguments import check_parts
     from ..memory.choice import Run
     from ..memory.shape import Lengths, Shape
     from ..memory.ways import PolicySizes
@@ -91,11 +92,8 @@ def run_of(options: argparse.Namespace) -> Run:
 
     dtype = getattr(torch, options.dtype)
     model = outline(options.model, dtype, options.trust_remote_code)
-    heads, per_engine = int(model.config.get_text_config().num_attention_heads), options.tensor_parallel
-    if heads % per_engine:
-        raise ValueError(
-            f"--tensor-parallel is {per_engine}, but must divide the model's {heads} attention heads: choose another."
-        )
+    per_engine = options.tensor_parallel
+    check_parts(model.config, per_engine, options.gpus)
     if options.lora_rank:
         model = with_adapter(model, options.lora_rank)
     engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)

@@ -67,7 +67,12 @@ def check_split(config: GRPOConfig, model_config: Any) -> None:
     Raises:
         ValueError: naming the size that ``vllm_tensor_parallel_size`` doesn't divide.
     """
-    ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
+    check_parts(model_config, config.vllm_tensor_parallel_size, config.world_size)
+
+
+def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
+    """`check_split` for engines of ``ranks`` among ``world_size``."""
+    text = model_config.get_text_config()
     if ranks == 1:
         return
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
@@ -82,7 +87,7 @@ def check_split(config: GRPOConfig, model_config: Any) -> None:
         sizes["num_key_value_heads"] = keys
     for name, size in sizes.items():
         if size % ranks:
-            able = [str(n) for n in range(1, config.world_size + 1) if config.world_size % n == 0 and size % n == 0]
+            able = [str(n) for n in range(1, world_size + 1) if world_size % n == 0 and size % n == 0]
             raise ValueError(
                 f"vllm_tensor_parallel_size is {ranks}, but must divide the model's {name}, which is {size}: choose "
                 f"one of {', '.join(able)}."

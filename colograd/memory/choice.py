@@ -95,7 +95,7 @@ def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
         way=way,
         ranks=run.ranks,
         exchange=parts.exchange,
-        batches=batch_bytes(run.lengths, run.sequences),
+        batches=batch_bytes(run.lengths, -(-run.sequences // run.ranks_per_engine)),  # an engine's ranks share them out
     )
 
 
