@@ -128,7 +128,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.tools)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
-            check_choice(args.weights, self.policy.adapter)
+            check_choice(args.weights, self.policy.adapter, args.cuts_weights)
             check_split(args, self.policy.model.config)
             check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
@@ -163,7 +163,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
-        self.sharding = way(self.model)
+        self.sharding = way.for_run(self.model, args)
+        if isinstance(self.reference, FrozenCopy) and not self.reference.offload:
+            self.sharding.share_frozen(self.reference.model)
         self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
@@ -498,8 +500,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         args: GRPOConfig = self.args
         started = time.perf_counter()
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
-        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
+        with together("publishing"):
             self.publish()
+        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
             one_call = args.reward_call == "all"
             groups: list[ScoredGroup] = self.engine.lead(
                 lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]

@@ -84,7 +84,7 @@ def test_a_rank_without_groups_gets_some() -> None:
 def test_the_ranks_of_an_engine_share_out_what_the_first_one_sampled() -> None:
     costs = [[5.0, 4.0, 3.0, 3.0], [], [1.0, 2.0], []]
     shared = share_out(costs, ranks_per_engine=2)
-    assert shared == [[(0, 0), (0, 2)], [(0, 1), (0, 3)], [(2, 1)], [(2, 0)]]
+    assert shared == [[(0, 0), (0, 3)], [(0, 1), (0, 2)], [(2, 1)], [(2, 0)]]
     assert share_out([[1.0], [2.0, 1.0]]) == [[(0, 0)], [(1, 0), (1, 1)]], "an engine per rank: everybody's own"
     between = plan(costs, ranks_per_engine=2)
     assert sorted(place for row in between for place in row) == sorted(place for row in shared for place in row)

@@ -58,9 +58,10 @@ class EngineKnobs(TrainingArguments):
     weights: str = knob(
         "auto",
         "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), `copied` (one "
-        "pass over the bytes), `adapter` (LoRA: the adapter's tensors only), `auto` (shared where that can be had; "
-        "adapter for LoRA where vLLM serves it, else copied and merged on the way), or the import path of a class of "
-        "your own; see docs/weights.md.",
+        "pass over the bytes), `adapter` (LoRA: the adapter's tensors only), `gathered` (a few rows of each rank at a "
+        "time, of a policy that `sharding: fsdp` has cut), `auto` (shared where that can be had; adapter for LoRA "
+        "where vLLM serves it, else copied and merged on the way; gathered where the policy is cut), or the import "
+        "path of a class of your own; see docs/weights.md.",
     )
 
     @property
@@ -76,7 +77,7 @@ class EngineKnobs(TrainingArguments):
         one_of(self, "vllm_mode", ("colocate",), " (there is no server: each rank has its own engine)")
         one_of(self, "vllm_model_impl", ("auto", "vllm", "transformers"))
         if not is_import_path(str(self.weights)):
-            one_of(self, "weights", ("auto", "shared", "copied", "adapter"), " in this version")
+            one_of(self, "weights", ("auto", "shared", "copied", "adapter", "gathered"), " in this version")
         share = self.vllm_gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(

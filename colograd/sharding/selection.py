@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import GRPOConfig
+from .fsdp import FullySharded
 from .way import Sharding
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
-WAYS: dict[str, type[Sharding]] = {"none": WholeCopies, "optimizer": SharedOptimizer, "gradients": SharedGradients}
+WAYS: dict[str, type[Sharding]] = {
+    "none": WholeCopies,
+    "optimizer": SharedOptimizer,
+    "gradients": SharedGradients,
+    "fsdp": FullySharded,
+}
 
 
 def way_of(config: GRPOConfig) -> type[Sharding]:

@@ -11,6 +11,8 @@ from typing import ClassVar
 
 import torch
 
+from ..config import GRPOConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:
@@ -56,6 +58,14 @@ class Sharding(ABC):
 
     meets_in_backward: ClassVar[bool] = False  # ranks exchange in each backward, so all need equally many
     parts: int = 1  # into which the optimizer's state is cut
+
+    @classmethod
+    def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> Sharding:
+        """As the configuration wants it."""
+        return cls(model)
+
+    def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most ways leave whole what isn't trained)
+        """Share out a second model that isn't trained, the reference, as far as the policy's weights are."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -106,6 +116,18 @@ class Sharding(ABC):
 
     def close(self) -> None:  # noqa: B027 (most ways have nothing to undo)
         """Leave the model as it was found: another trainer may take it."""
+
+    def state_dict(self, keep: bool) -> dict[str, torch.Tensor] | None:
+        """The model's state dict, whole and in host memory; None: the model's own is. A collective.
+
+        Args:
+            keep: this rank wants it; else it gets an empty one.
+        """
+        return None
+
+    def load_weights(self, folder: Path) -> bool:
+        """Read a saved model's weights, each rank its own. False: nothing is cut, it is loaded as ever."""
+        return False
 
 
 @torch.no_grad()

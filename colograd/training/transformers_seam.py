@@ -42,6 +42,7 @@ class PackedTrainer(ResumableTrainer):
         self.lengths = LengthHistory()
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
         self._step_started = 0.0
+        self._gathered: dict[str, torch.Tensor] | None = None  # the weights to be saved, of a policy that is cut
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         self.add_callback(self.console)
@@ -99,10 +100,18 @@ class PackedTrainer(ResumableTrainer):
 
     # -- saving
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers. A collective: of a policy that is cut, the ranks bring the one that writes all parts."""
+        self._gathered = self.sharding.state_dict(keep=self.args.should_save)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._gathered = None
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
         if state_dict is None and self.policy.adapter is None:
-            state_dict = state_dict_on_host(self.model)
+            state_dict = state_dict_on_host(self.model) if self._gathered is None else self._gathered
         super()._save(output_dir, state_dict)
 
     def create_model_card(

@@ -53,9 +53,11 @@ def reward(completions, **kwargs):
 
 
 def digest(model) -> str:
+    """Of the whole weights; a collective where each rank has some rows of them."""
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().float().numpy().tobytes())
+        whole = getattr(parameter, "full_tensor", lambda kept=parameter: kept)()
+        found.update(whole.detach().float().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -119,7 +121,8 @@ def main() -> None:
     trainer.publish()
     metrics = trainer.evaluate()
     steps = [entry for entry in trainer.state.log_history if "reward" in entry]
-    shared = [part.source.data_ptr() == part.destination.data_ptr() for part in trainer.weights.shared]
+    slices = getattr(trainer.weights, "shared", ())
+    shared = [part.source.data_ptr() == part.destination.data_ptr() for part in slices]
     result = {
         "seen": trainer.seen,
         "shared": all(shared) and len(shared) == len(list(trainer.model.parameters())),
