@@ -42,8 +42,10 @@ def check_vllm() -> None:
 
 
 @contextlib.contextmanager
-def build_conditions(on_cpu: bool, sleeps: bool, has_adapter: bool) -> Iterator[None]:
-    """While an engine is built: its weights can be written, no sleep will move them, and the random state is kept."""
+def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool) -> Iterator[None]:
+    """While an engine is built: its weights can be written, no sleep will move them, the random state is kept, and
+    it is on the policy's device."""
+    on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         # vLLM reseeds python, numpy and torch; the user's seed must still mean something afterwards.
         while_built.callback(random.setstate, random.getstate())
@@ -57,7 +59,23 @@ def build_conditions(on_cpu: bool, sleeps: bool, has_adapter: bool) -> Iterator[
             while_built.enter_context(one_adapter())
         if sleeps:
             while_built.enter_context(weights_stay())
+        if not on_cpu:
+            while_built.enter_context(local_rank_of(device))
         yield
+
+
+@contextlib.contextmanager
+def local_rank_of(device: torch.device) -> Iterator[None]:
+    """While it lasts, LOCAL_RANK is the number of this rank's GPU among those that it sees, for which vLLM takes it.
+
+    A launcher that shows each rank one GPU alone (`srun --gpus-per-task=1`) leaves the ranks' numbers as they are.
+    """
+    launched = os.environ["LOCAL_RANK"]
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = launched
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class Engine:
         self._set_num_threads = torch.set_num_threads  # vLLM may replace it
         self._requests = 0  # so far
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes) | lora_kwargs(model_path, config, adapter)
-        with build_conditions(config.on_cpu, self.sleeps, adapter is not None):
+        with build_conditions(config.device, self.sleeps, adapter is not None):
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+
+from ..runtime import process
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,73 @@ class RankLayout:
         return self.rank // self.ranks_per_node
 
     @property
+    def nodes(self) -> int:
+        """Machines. All have the same number of ranks."""
+        return self.world_size // self.ranks_per_node
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank writes what each node writes once."""
+        return self.rank % self.ranks_per_node == 0
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs: what its launcher and its device say."""
+
+    host: str
+    local_rank: int
+    ranks_per_node: int
+    device: str = ""  # which GPU of the world; empty on a CPU
+
+    @classmethod
+    def here(cls, device: torch.device) -> Place:
+        """That of this process, which trains on ``device``."""
+        of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        return cls(socket.gethostname(), int(os.environ["LOCAL_RANK"]), process.local_world_size(), of_gpu)
+
+
+def check_places(places: Sequence[Place]) -> None:
+    """That ranks lie on nodes as `RankLayout` counts them, each on a device of its own.
+
+    Args:
+        places: of all ranks, in their order.
+
+    Raises:
+        ValueError: the launcher started them otherwise.
+    """
+    sizes = {place.ranks_per_node for place in places}
+    if len(sizes) > 1 or len(places) % min(sizes):
+        found = ", ".join(f"{place.ranks_per_node} on {place.host}" for place in dict.fromkeys(_nodes(places)))
+        raise ValueError(
+            f"The nodes have different numbers of ranks (LOCAL_WORLD_SIZE: {found}; {len(places)} in all), but each "
+            "must have the same: start as many on every node (`torchrun --nproc-per-node`, `srun --ntasks-per-node`)."
+        )
+    size = sizes.pop()
+    for rank, place in enumerate(places):
+        first = rank - rank % size
+        if place.local_rank != rank % size or place.host != places[first].host:
+            raise ValueError(
+                f"Rank {rank} is local rank {place.local_rank} on {place.host}, but nodes of {size} ranks "
+                f"(LOCAL_WORLD_SIZE) have neighbouring ones, here {first} to {first + size - 1}, which begin on "
+                f"{places[first].host}: set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does (with `srun`: "
+                "`--distribution=block`)."
+            )
+    taken: dict[str, int] = {}
+    for rank, place in enumerate(places):
+        other = taken.setdefault(place.device, rank) if place.device else rank
+        if other != rank:
+            raise ValueError(
+                f"Ranks {other} and {rank} were given the same GPU of {place.host}, but each needs one of its own: "
+                "start at most as many ranks on a node as it has GPUs, or look at CUDA_VISIBLE_DEVICES."
+            )
+
+
+def _nodes(places: Sequence[Place]) -> list[Place]:
+    """One of each node, as far as the launcher's variables tell nodes apart."""
+    return [Place(place.host, 0, place.ranks_per_node) for place in places]

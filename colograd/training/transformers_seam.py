@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..config import GRPOConfig
 from ..engine.queue_order import LengthHistory
+from ..parallel.faults import ends_together
 from ..policy.loading import Policy
 from ..reporting.console import Console, Timekeeper
 from ..reporting.metrics import PhaseTimes
@@ -97,6 +98,11 @@ class PackedTrainer(ResumableTrainer):
         super().log(logs, start_time)
 
     # -- saving
+
+    @ends_together("saving")
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers. All ranks call it."""
+        super().save_model(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
