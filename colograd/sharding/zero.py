@@ -104,7 +104,7 @@ class SharedOptimizer(Sharding):
         return True
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        optimizer_state.load(optimizer, self.owned(), folder, self._order)
+        optimizer_state.load(optimizer, self.owned(), folder, self._order, rank(), world_size())
         return True
 
 

@@ -1,11 +1,11 @@
-"""Ranks of which one fails while the others wait for it in an exchange. Started by tests/test_faults.py.
+"""Ranks of which the last fails while the others wait for it. Started by tests/test_faults.py and tests/test_nodes.py.
 
-    torchrun --nproc-per-node N faulty_ranks.py FAULT
+    faulty_ranks.py FAULT [FOLDER]
 
-FAULT, on the last rank: `raises` an error in the middle, `killed` by SIGKILL, `stops` answering until the limit of
-an exchange (3 s); `late`, it fails before the others come; `skips`, it fails in a body that has exchanges; `caught`:
-all ranks fail alike, catch it and go on; `ends` its process in good order while others still write; `main`: the first
-rank is killed; `object`: nothing fails, values are gathered beside an exchange that only one rank is in.
+FAULT: it `raises` in the middle; fails in a body that has exchanges (`skips`); fails before the others come (`early`);
+is `killed`, or the first rank instead (`first`), or while the others wait where nothing wakes them (`stuck`); doesn't
+come within the 3 s that an exchange may take (`absent`). All fail alike, catch it and go on (`caught`); it ends in good
+order while the first still writes (`leaves`); all say in FOLDER that they wait for each other, and do (`cut`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,60 +25,70 @@ from colograd.parallel.faults import ends_together
 from colograd.parallel.ranks import RankError, join, rank, together, world_size
 
 FAULT = sys.argv[1]
+LIMIT = {"absent": 3, "stuck": 3}.get(FAULT, 60)
 
 
 def exchange() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def is_failing() -> bool:
+    return rank() == (0 if FAULT == "first" else world_size() - 1)
+
+
+def fail() -> None:
+    if FAULT in ("killed", "first", "stuck"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT == "absent":
+        time.sleep(60)
+    if FAULT in ("raises", "early"):
+        raise ValueError("no room on the last rank")
+
+
+@ends_together("the start")
+def begin() -> None:
+    exchange()
+
+
 @ends_together("training")
 def train() -> None:
-    exchange()
-    failing = 0 if FAULT == "main" else world_size() - 1
-    if FAULT == "caught":
-        with together("the step"):
-            if rank() == failing:
-                raise FloatingPointError("the loss is nan")
-    elif rank() == failing:
-        if FAULT in ("killed", "main"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if FAULT == "stops":
-            time.sleep(60)
-        if FAULT == "raises":
-            raise ValueError("no room on the last rank")
-        if FAULT == "skips":
-            with together("the forward", exchanges=True):
+    if FAULT in ("caught", "skips"):
+        with together("the forward", exchanges=FAULT == "skips"):
+            if is_failing():
                 raise torch.OutOfMemoryError("no room on the last rank")
-    elif FAULT == "late":
-        time.sleep(1)
-    if FAULT == "skips":
-        with together("the forward", exchanges=True):
-            exchange()
+            if FAULT == "skips":
+                exchange()
+    if is_failing():
+        fail()
+    if FAULT == "stuck":
+        time.sleep(60)  # as in a GPU's exchange
+    if FAULT == "cut":
+        Path(sys.argv[2], f"waits-{rank()}").touch()
+        time.sleep(300)
     exchange()
 
 
 @ends_together("saving")
 def save() -> None:
     if rank() == 0:
-        time.sleep(2)
+        time.sleep(1)
 
 
 def main() -> None:
-    join(timedelta(seconds=3 if FAULT == "stops" else 60))
-    if FAULT == "caught":
-        for _ in range(3):
-            try:
-                train()
-            except (FloatingPointError, RankError) as error:
-                print(f"rank {rank()} goes on after: {error}", flush=True)
+    join(timedelta(seconds=LIMIT))
+    begin()
+    if FAULT == "early" and not is_failing():
         time.sleep(2)
-        exchange()
-    elif FAULT == "ends":
-        save()
-        faults.leave()
-    else:
-        train()
-    print(f"rank {rank()} is done", flush=True)
+    for _ in range(2 if FAULT == "caught" else 1):
+        try:
+            train() if FAULT != "leaves" else save()
+        except (torch.OutOfMemoryError, RankError) as error:
+            if FAULT != "caught":
+                raise
+            print(f"goes on after: {error}", flush=True)
+    if FAULT == "caught":
+        begin()
+    faults.leave()
 
 
 if __name__ == "__main__":
