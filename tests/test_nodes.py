@@ -37,7 +37,7 @@ class Node:
         """torchrun, in a process group of its own."""
         launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(self.index)]
         launcher += ["--nproc-per-node", "2", "--master-addr", ADDRESSES[0], "--master-port", "29511"]
-        environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.link}
+        environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         return subprocess.Popen(
             self.command(sys.executable, *launcher, str(SCRIPTS / script), *arguments),
             stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment, start_new_session=True,

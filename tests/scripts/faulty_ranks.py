@@ -23,6 +23,7 @@ import torch.distributed as dist
 from colograd.parallel import faults
 from colograd.parallel.faults import ends_together
 from colograd.parallel.ranks import RankError, join, rank, together, world_size
+from colograd.runtime import process
 
 FAULT = sys.argv[1]
 LIMIT = {"absent": 3, "stuck": 3}.get(FAULT, 60)
@@ -75,6 +76,7 @@ def save() -> None:
 
 
 def main() -> None:
+    process.prepare_network()
     join(timedelta(seconds=LIMIT))
     begin()
     if FAULT == "early" and not is_failing():
