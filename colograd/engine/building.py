@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from packaging.version import Version
 
+from ..runtime import process
+
 SUPPORTED_VLLM = ("0.25", "0.33")
 
 
@@ -59,23 +61,24 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool) -> I
             while_built.enter_context(one_adapter())
         if sleeps:
             while_built.enter_context(weights_stay())
-        if not on_cpu:
-            while_built.enter_context(local_rank_of(device))
+        while_built.enter_context(rank_variables_of(device))
         yield
 
 
 @contextlib.contextmanager
-def local_rank_of(device: torch.device) -> Iterator[None]:
+def rank_variables_of(device: torch.device) -> Iterator[None]:
     """While it lasts, LOCAL_RANK is the number of this rank's GPU among those that it sees, for which vLLM takes it.
+    Afterwards all of the launcher's variables are as they were: vLLM's CPU worker sets LOCAL_WORLD_SIZE.
 
     A launcher that shows each rank one GPU alone (`srun --gpus-per-task=1`) leaves the ranks' numbers as they are.
     """
-    launched = os.environ["LOCAL_RANK"]
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
+    if device.type != "cpu":
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
     try:
         yield
     finally:
-        os.environ["LOCAL_RANK"] = launched
+        os.environ.update(launched)
 
 
 @contextlib.contextmanager

@@ -107,9 +107,11 @@ def check_places(places: Sequence[Place]) -> None:
     Raises:
         ValueError: the launcher started them otherwise.
     """
+    if len(places) == 1:
+        return
     sizes = {place.ranks_per_node for place in places}
     if len(sizes) > 1 or len(places) % min(sizes):
-        found = ", ".join(f"{place.ranks_per_node} on {place.host}" for place in dict.fromkeys(_nodes(places)))
+        found = ", ".join(dict.fromkeys(f"{place.ranks_per_node} on {place.host}" for place in places))
         raise ValueError(
             f"The nodes have different numbers of ranks (LOCAL_WORLD_SIZE: {found}; {len(places)} in all), but each "
             "must have the same: start as many on every node (`torchrun --nproc-per-node`, `srun --ntasks-per-node`)."
@@ -132,8 +134,3 @@ def check_places(places: Sequence[Place]) -> None:
                 f"Ranks {other} and {rank} were given the same GPU of {place.host}, but each needs one of its own: "
                 "start at most as many ranks on a node as it has GPUs, or look at CUDA_VISIBLE_DEVICES."
             )
-
-
-def _nodes(places: Sequence[Place]) -> list[Place]:
-    """One of each node, as far as the launcher's variables tell nodes apart."""
-    return [Place(place.host, 0, place.ranks_per_node) for place in places]
