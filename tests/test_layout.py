@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
+import pytest
+import torch
+
+from colograd.engine.building import rank_variables_of
 from colograd.parallel.layout import RankLayout
 
 
@@ -15,6 +19,7 @@ def test_the_example_of_the_docstring() -> None:
     assert [layout.engine_group for layout in ranks][2:4] == [(2, 3), (2, 3)]
     assert {layout.shard_group for layout in ranks} == {(0, 2, 4, 6), (1, 3, 5, 7)}
     assert [layout.node for layout in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.leads_node for layout in ranks] == ([True] + [False] * 3) * 2 and ranks[0].nodes == 2
     assert [layout.is_main for layout in ranks] == [True] + [False] * 7
 
 
@@ -24,3 +29,15 @@ def test_engines_and_shards_divide_the_ranks(world: int, engine: int) -> None:
     for groups in ({layout.engine_group for layout in ranks}, {layout.shard_group for layout in ranks}):
         assert sorted(rank for group in groups for rank in group) == list(range(world))
     assert all(layout.rank in layout.engine_group and layout.rank in layout.shard_group for layout in ranks)
+
+
+def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it does to the launcher's variables is undone."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with rank_variables_of(torch.device("cuda", 0)):
+        assert os.environ["LOCAL_RANK"] == "0"
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("3", "8")
+    with rank_variables_of(torch.device("cpu")):
+        assert os.environ["LOCAL_RANK"] == "3"

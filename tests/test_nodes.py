@@ -138,6 +138,7 @@ def test_two_nodes_train_and_save_and_go_on_after_one_of_them_was_killed(nodes, 
     resumed = results(tmp_path)
     assert [rank["host"] for rank in resumed] == [nodes[0].name] * 2 + [nodes[1].name] * 2
     assert [rank["node"] for rank in resumed] == [0, 0, 1, 1]
+    assert [rank["limits"] for rank in resumed] == [[240, 240]] * 4, "ddp_timeout, in vLLM's groups too"
     assert all((folder / "checkpoint-4").is_dir() and (folder / "model.safetensors").is_file() for folder in folders)
     assert all(not (folder / f"checkpoint-{step}").exists() for folder in folders for step in (2, 9))
 

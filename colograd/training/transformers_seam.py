@@ -108,7 +108,12 @@ class PackedTrainer(ResumableTrainer):
         """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
         if state_dict is None and self.policy.adapter is None:
             state_dict = state_dict_on_host(self.model)
-        super()._save(output_dir, state_dict)
+        # transformers would have rank 0 alone write the weights, also where each node writes its own.
+        self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            del self.model.should_save_on_this_rank
 
     def create_model_card(
         self,

@@ -19,6 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
+import torch
+import torch.distributed as dist
 
 from colograd import GRPOTrainer
 
@@ -33,11 +35,18 @@ def reward(completions, trainer_state, **kwargs):
     return tiny.vowels(completions)
 
 
+def limit_of(group: dist.ProcessGroup | None) -> float:
+    """Seconds."""
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def main() -> None:
     config = tiny.config(
         RUN_DIR, sharding="gradients", save_strategy="steps", save_steps=2, save_total_limit=1, ddp_timeout=240
     )
     trainer = GRPOTrainer(MODEL, reward, config, tiny.prompts())
+    from vllm.distributed.parallel_state import get_world_group
+
     trainer.train(resume_from_checkpoint="auto")
     found = hashlib.sha256()
     for parameter in trainer.model.parameters():
@@ -45,6 +54,7 @@ def main() -> None:
     result = {
         "host": socket.gethostname(),
         "node": config.layout.node,
+        "limits": [limit_of(None), limit_of(get_world_group().cpu_group)],
         "weights": found.hexdigest(),
         "steps": [entry["step"] for entry in trainer.state.log_history if "reward" in entry],
         "rewards": [entry["reward"] for entry in trainer.state.log_history if "reward" in entry],
