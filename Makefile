@@ -9,6 +9,8 @@ VENV ?= .venv
 CONFIG ?= recipes/grpo_smollm2_cpu.yaml
 ARGS ?=
 BENCH ?= --prompt-tokens 45 --completion-tokens 32 --num-generations 4 --prompts-per-step 2 --steps 2
+# Tests that run at the same time: most of a test's time is a start on one core. A file's tests stay in one process.
+JOBS ?= 2
 # cpu or cuda: which of requirements/*.txt is installed. Empty: cuda where `nvidia-smi -L` lists a GPU, else cpu.
 KIND ?=
 
@@ -26,7 +28,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  Variables: CONFIG (a recipe), ARGS and BENCH (passed on), PYTHON, VENV, KIND (cpu or cuda)'
+	@echo '  Variables: CONFIG (a recipe), ARGS and BENCH (passed on), PYTHON, VENV, JOBS, KIND (cpu or cuda)'
 
 setup: $(STAMP) ## Make .venv with everything pinned; does nothing when it is up to date
 
@@ -72,10 +74,10 @@ train: $(STAMP) model ## Train by a recipe: CONFIG=recipes/X.yaml ARGS="--any.fl
 	$(PY) colograd/train.py --config "$(CONFIG)" $(ARGS)
 
 test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-all: $(STAMP) model ## Run the full suite: real training runs too (minutes each)
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not gpu" $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(PY) -m ruff check .

@@ -30,6 +30,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from .batch import DrawnStep, Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
+from .engine.arguments import check_split
 from .engine.sampling import Sampling, check_sampling
 from .engine.vllm_engine import check_vllm
 from .losses.advantages import Estimator
@@ -38,7 +39,7 @@ from .losses.objective import Objective
 from .memory import token_budget
 from .parallel import faults
 from .parallel.faults import ends_together
-from .parallel.layout import Place, check_places
+from .parallel.layout import Place, check_engines, check_places
 from .parallel.ranks import gather, together
 from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
@@ -50,7 +51,7 @@ from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import RolloutStatistics, round_statistics
 from .rollout.tool_format import with_messages
-from .sharding import way_of
+from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source
 from .training.evaluation import evaluation_metrics
@@ -120,9 +121,11 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         places = gather(Place.here(args.device))
         with together("the start"):
             check_places(places)
+            check_engines(args.layout, places)
             args.check_for_trainer(quantization_config=quantization_config)
             check_vllm()
             check_sampling(args)
+            check_sharding(args, optimizers[0])
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
             self.tools = toolbox_of(args, tools, environment_factory)
             rollout_func = rollout_func_of(rollout_func, self.tools)
@@ -130,7 +133,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.tools)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
             self.policy = load_policy(model, processing_class, args, peft_config)
-            check_choice(args.weights, self.policy.adapter)
+            check_choice(args.weights, self.policy.adapter, args.cuts_weights)
+            check_split(args, self.policy.model.config)
             check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
             form = tool_format_of(self.tools, self.policy, args)
@@ -164,7 +168,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
-        self.sharding = way(self.model)
+        self.sharding = way.for_run(self.model, args)
+        if isinstance(self.reference, FrozenCopy) and not self.reference.offload:
+            self.sharding.share_frozen(self.reference.model)
         self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
@@ -299,9 +305,12 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             assert isinstance(self.train_prompts, PromptDataset), "a streamed one was refused with dynamic_sampling"
             return extra_prompts(self.train_prompts, args, self.state.global_step, drawn, count)
 
+        def draw_all() -> list[DrawnStep]:
+            return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
+
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
+            return self.engine.lead(draw_all, others=[DrawnStep((), ()) for _ in prompts])
 
     def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
         if not self._told_unjudged and (line := unjudged(drawn)):
@@ -339,7 +348,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """Give the engine the policy's present weights, unless it has them."""
         with self.times.phase("publish"):
             if self.engine.version != self.state.global_step:
-                self.weights.publish(self.state.global_step)
+                self.sharding.traffic.published += self.weights.publish(self.state.global_step)
 
     # -- an optimizer step: forward, backward, gradients
 
@@ -396,7 +405,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
         shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
         with self.times.phase("measure"):
-            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim) // self.sharding.parts
+            pending = token_budget.optimizer_bytes(self.model, self.optimizer, args.optim, self.sharding.parts)
             self.model.train()
             tokens, size = token_budget.measure(train, self._free_gradients, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
@@ -499,9 +508,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         args: GRPOConfig = self.args
         started = time.perf_counter()
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
-        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
+        with together("publishing"):
             self.publish()
-            groups = roll_out(mine, self._stages(), self.times, args.reward_call == "all")
+        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
+            one_call = args.reward_call == "all"
+            groups: list[ScoredGroup] = self.engine.lead(
+                lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
+            )
             counts = self._take_counts()
         if self.completion_log is not None:
             self.completion_log.add_evaluation(groups, self.decode, self.state, name)
@@ -533,7 +546,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""
         self.stop_signal.remove()
-        del self.weights  # views of the engine's tensors, which would stay in memory
+        self.sharding.close()
+        del self.weights, self.sharding  # views of the engine's tensors, which would stay in memory
         self.scorer.close()
         if self.tools is not None:
             self.tools.close()

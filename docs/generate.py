@@ -86,7 +86,9 @@ exact float32 master, kept as the bfloat16 parameter and a 16-bit remainder. Gra
 
 A run starts with a table of what each rank's device will hold while it samples and while it trains. On a GPU the KV
 cache follows from it: what weights, gradients, optimizer and a micro-batch leave, less 8 % of the GPU, up to what one
-generation can use, and at least one full sequence. `vllm_gpu_memory_utilization` overrules that.
+generation can use, and at least one full sequence. `vllm_gpu_memory_utilization` overrules that. What doesn't fit, in
+either phase, is an error with the table and what would fit; on a CPU it is a line. `colograd plan` says it for GPUs
+that one doesn't have ([scaling.md](scaling.md)).
 
 With `vllm_enable_sleep_mode` the KV cache exists only while the engine samples, and shares its space with gradients and
 activations. Weights stay where they are. `offload_optimizer` moves the optimizer's state to pinned host memory

@@ -16,18 +16,19 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
+from transformers import LlamaConfig, TrainingArguments
 
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
-from colograd.engine.arguments import engine_kwargs
+from colograd.engine.arguments import check_split, engine_kwargs
 from colograd.engine.sampling import check_sampling
 from colograd.engine.vllm_engine import check_vllm
 from colograd.policy.loading import check_tokenizer, load_policy
 from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.rollout.toolbox import Toolbox
 from colograd.runtime import process
+from colograd.sharding import check_sharding
 from colograd.training.task import prepared_config, train_prompts_of
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
@@ -52,9 +53,20 @@ def launched_with(**variables: str) -> Callable[[pytest.MonkeyPatch], object]:
     """A configuration of one rank where a launcher has set ``variables``."""
 
     def make(monkeypatch: pytest.MonkeyPatch) -> object:
-        for module in ("engine", "policy"):
+        for module in ("engine", "sharding"):
             monkeypatch.setattr(f"colograd.config.{module}.os", SimpleNamespace(environ=variables))
         return config()
+
+    return make
+
+
+def split(ranks: int, sizes: dict[str, int] | None = None, **changes: Any) -> Callable[[pytest.MonkeyPatch], object]:
+    """A Llama of ``sizes`` in one engine of ``ranks`` ranks."""
+
+    def make(monkeypatch: pytest.MonkeyPatch) -> object:
+        monkeypatch.setattr(process, "local_world_size", lambda: ranks)
+        made: Any = on_ranks(ranks, vllm_tensor_parallel_size=ranks, **changes)(monkeypatch)
+        return check_split(made, LlamaConfig(**(sizes or {})))
 
     return make
 
@@ -278,6 +290,36 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         r"ranks \(1\)",
         "choose one of 1",
     ),
+    "a tensor-parallel size over machines": (
+        on_ranks(8, vllm_tensor_parallel_size=8),
+        "vllm_tensor_parallel_size is 8",
+        "must be on one machine, and each has 1 of them",
+        "choose one of 1",
+    ),
+    "a way of publishing whole weights to parts of them": (
+        split(2, weights="shared"),
+        "weights is 'shared'",
+        "an engine over 2 ranks holds parts",
+        "weights: auto, or vllm_tensor_parallel_size: 1",
+    ),
+    "heads that the ranks of an engine can't share": (
+        split(4, {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 2}),
+        "vllm_tensor_parallel_size is 4",
+        "divide the model's num_attention_heads, which is 6",
+        "choose one of 1, 2",
+    ),
+    "key heads that are neither shared nor repeated": (
+        split(4, {"hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 6}),
+        "vllm_tensor_parallel_size is 4",
+        "divide the model's num_key_value_heads, which is 6",
+        "choose one of 1, 2",
+    ),
+    "a vocabulary that the ranks of an engine can't share": (
+        split(3, {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 30}),
+        "vllm_tensor_parallel_size is 3",
+        r"divide the model's vocab_size \(filled up to a multiple of 64\), which is 32000",
+        "choose one of 1",
+    ),
     "ranks that don't find each other": (
         launched_with(WORLD_SIZE="2"),
         "started 2 ranks",
@@ -289,6 +331,30 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "ACCELERATE_USE_FSDP is set",
         "FSDP isn't available",
         r"launch with .*ddp\.yaml",
+    ),
+    "a way of sharding that isn't there": (
+        lambda _: config(sharding="zero2"),
+        "sharding 'zero2'",
+        "isn't supported in this version",
+        "choose one of none, optimizer, gradients",
+    ),
+    "sharding an optimizer that needs whole parameters": (
+        lambda _: config(sharding="optimizer", optim="adafactor"),
+        "sharding is 'optimizer' and optim is 'adafactor'",
+        "a rank updates slices of parameters, which that optimizer can't",
+        "or set sharding: none",
+    ),
+    "sharding with gradients that come late": (
+        lambda _: config(sharding="gradients", gradient_checkpointing_kwargs={"use_reentrant": True}),
+        "gradient_checkpointing_kwargs has use_reentrant: true",
+        "after its parameter was exchanged",
+        "remove use_reentrant",
+    ),
+    "sharding an optimizer of one's own": (
+        lambda _: check_sharding(config(sharding="gradients"), torch.optim.SGD([torch.zeros(1)])),
+        "sharding is 'gradients' and an optimizer is given",
+        "each rank's holds slices of parameters",
+        "name it with optim",
     ),
     "a share of the GPU that is none": (
         lambda _: config(vllm_gpu_memory_utilization=35),
@@ -466,13 +532,10 @@ def test_a_supported_vllm_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         vllm(version)(monkeypatch)
 
 
-def test_a_tensor_parallel_size_that_divides_the_ranks_is_refused_for_another_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(
-        ValueError, match=r"is 2: engines over several ranks aren't available in this version\. Set it to 1"
-    ):
-        on_ranks(4, vllm_tensor_parallel_size=2)(monkeypatch)
+def test_a_tensor_parallel_size_that_divides_ranks_and_machines_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "local_world_size", lambda: 4)
+    made: Any = on_ranks(8, vllm_tensor_parallel_size=2, prompts_per_step=8)(monkeypatch)
+    assert (made.layout.data_size, made.per_device_train_batch_size) == (4, 16)
 
 
 def test_overlong_prompts_are_dropped_and_counted() -> None:

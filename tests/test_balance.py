@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.config import GRPOConfig
 from colograd.losses.objective import Objective
-from colograd.parallel.balance import MIN_GAIN, balance, cost, pair_cost, plan
+from colograd.parallel.balance import MIN_GAIN, balance, cost, pair_cost, plan, share_out
 from colograd.policy import attention, packing
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules, dummy, pack, pack_step
@@ -79,6 +79,16 @@ def test_little_to_gain_moves_nothing() -> None:
 
 def test_a_rank_without_groups_gets_some() -> None:
     assert sorted(loads([[3.0, 3.0, 3.0], []], plan([[3.0, 3.0, 3.0], []]))) == [3.0, 6.0]
+
+
+def test_the_ranks_of_an_engine_share_out_what_the_first_one_sampled() -> None:
+    costs = [[5.0, 4.0, 3.0, 3.0], [], [1.0, 2.0], []]
+    shared = share_out(costs, ranks_per_engine=2)
+    assert shared == [[(0, 0), (0, 3)], [(0, 1), (0, 2)], [(2, 1)], [(2, 0)]]
+    assert share_out([[1.0], [2.0, 1.0]]) == [[(0, 0)], [(1, 0), (1, 1)]], "an engine per rank: everybody's own"
+    between = plan(costs, ranks_per_engine=2)
+    assert sorted(place for row in between for place in row) == sorted(place for row in shared for place in row)
+    assert max(loads(costs, between)) < max(loads(costs, shared)), "and engines help each other"
 
 
 def test_the_cost_of_a_group_is_its_tokens_and_its_pairs() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from colograd.engine.building import rank_variables_of
-from colograd.parallel.layout import RankLayout
+from colograd.parallel.layout import Place, RankLayout, check_engines
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -41,3 +41,16 @@ def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: py
     assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("3", "8")
     with rank_variables_of(torch.device("cpu")):
         assert os.environ["LOCAL_RANK"] == "3"
+
+
+def test_the_ranks_of_an_engine_are_on_one_machine() -> None:
+    def places(*hosts: str) -> list[Place]:
+        return [Place(host, 0, 4) for host in hosts]
+
+    check_engines(RankLayout(7, 8), places(*["one"] * 3, *["two"] * 5))
+    for rank in (0, 7):  # on all ranks, whosever engine it is
+        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* different machines \(one, two\): start"):
+            check_engines(RankLayout(rank, 8, 2, ranks_per_node=8), places(*["one"] * 3, *["two"] * 5))
+        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* different machines \(localhost\): start"):
+            check_engines(RankLayout(rank % 6, 6, 2, ranks_per_node=3), places(*["localhost"] * 6))
+    check_engines(RankLayout(5, 8, 4, ranks_per_node=4), places(*["one"] * 4, *["two"] * 4))

@@ -1,4 +1,4 @@
-"""The memory plan: its parts from a model's sizes, the KV cache from what they leave."""
+"""The memory plan of a rank: the KV cache from what the other parts leave, the table, a configuration in numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.config import GRPOConfig
 from colograd.engine.arguments import engine_dtype, engine_kwargs
 from colograd.memory import plan as memory
-from colograd.memory.plan import GIB, CacheNeed, MemoryPlan, Shape
+from colograd.memory.choice import PLANNED_TOKENS
+from colograd.memory.shape import CacheNeed, Shape
+from colograd.memory.table import GIB, PHASES, MemoryPlan
+from colograd.policy.outline import outline
 
 LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 3, 64, 160, 4, 2, 16, 100
 LLAMA = {
@@ -28,89 +31,6 @@ PLAN = MemoryPlan(
 
 def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
     return LlamaForCausalLM(LlamaConfig(**LLAMA)).to(dtype)
-
-
-# -- the parts
-
-
-def test_a_shape_is_read_from_the_configuration() -> None:
-    assert Shape.of(LlamaConfig(**LLAMA)) == Shape(LAYERS, HIDDEN, INNER, HEADS * HEAD, KEYS * HEAD, VOCABULARY)
-    plain = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=None, head_dim=None)
-    assert (Shape.of(plain).queries, Shape.of(plain).keys) == (64, 64)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_estimate_of_activations_is_near_what_a_forward_keeps(dtype: torch.dtype, checkpointing: bool) -> None:
-    """Against the bytes that autograd really holds for the backward pass of a Llama, each storage once."""
-    tokens, model = 512, llama(dtype)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        alive.append(tensor)  # so that no address is used twice
-        return tensor
-
-    alive: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model.model(torch.randint(VOCABULARY, (1, tokens)), use_cache=False)
-    assert output.last_hidden_state.requires_grad
-    shape = Shape.of(model.config)
-    layer = memory.layer_bytes(shape, dtype.itemsize)
-    expected = LAYERS * HIDDEN * dtype.itemsize if checkpointing else LAYERS * layer
-    expected += HIDDEN * (4 + dtype.itemsize)  # the final norm
-    assert 0.75 < sum(kept.values()) / (tokens * expected) < 1.25
-    whole = memory.activation_bytes(shape, tokens, dtype.itemsize, checkpointing, "cpu")
-    assert whole > tokens * expected
-
-
-def test_activations_grow_with_the_tokens_and_shrink_with_checkpointing() -> None:
-    shape = Shape.of(LlamaConfig(**LLAMA))
-    one, two = (memory.activation_bytes(shape, tokens, 2, False, "cpu") for tokens in (1000, 2000))
-    none = memory.activation_bytes(shape, 0, 2, False, "cpu")
-    assert two - one == one - none and none == 2 * 4 * 2**23 + 4 * VOCABULARY * HIDDEN
-    assert memory.activation_bytes(shape, 1000, 2, True, "cpu") < one
-
-
-def test_gradients_and_optimizer_state_of_each_optimizer() -> None:
-    model = llama()
-    numel = sum(p.numel() for p in model.parameters())
-    assert memory.gradient_bytes(model) == 2 * numel
-    assert memory.optimizer_bytes(model, "adamw_split") == 10 * numel
-    assert memory.optimizer_bytes(model, "adamw_torch") == 4 * numel, "two moments in the parameter's dtype"
-    assert memory.optimizer_bytes(model, "adamw_8bit") == 2 * numel
-    assert memory.optimizer_bytes(model, "sgd") == 0
-    assert memory.optimizer_bytes(model.float(), "adamw_torch") == 8 * numel
-    model.model.requires_grad_(False)
-    head = model.lm_head.weight.numel()
-    assert memory.gradient_bytes(model) == 4 * head and memory.optimizer_bytes(model, "adamw_torch") == 8 * head
-
-
-def test_the_planned_state_of_an_optimizer_is_what_it_keeps() -> None:
-    from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
-
-    for dtype, made, name in (
-        (torch.bfloat16, AdamWSplit, "adamw_split"),
-        (torch.float32, AdamWSplit, "adamw_split"),
-        (torch.float32, torch.optim.AdamW, "adamw_torch"),
-        (torch.bfloat16, torch.optim.AdamW, "adamw_torch"),
-    ):
-        model = llama(dtype)
-        if made is AdamWSplit:
-            accumulate_in_float32(model.parameters())
-        optimizer = made(model.parameters(), lr=1e-3)
-        model(torch.ones(1, 4, dtype=torch.long)).logits.float().sum().backward()
-        planned = memory.gradient_bytes(model)
-        assert planned == sum(p.grad.nbytes for p in model.parameters())
-        optimizer.step()
-        state = [value for entry in optimizer.state.values() for value in entry.values() if value.dim()]
-        assert memory.optimizer_bytes(model, name) == sum(value.nbytes for value in state)
 
 
 # -- the KV cache
@@ -139,28 +59,17 @@ def test_the_cache_is_no_larger_than_a_generation_can_use() -> None:
     assert PLAN.with_cache(CacheNeed(1000, GIB, 4 * GIB)).kv_bytes == 4 * GIB
     assert PLAN.with_cache(CacheNeed(1000, GIB, 400 * GIB)).kv_bytes == PLAN.room
     assert PLAN.with_cache(CacheNeed(1000, PLAN.room, 400 * GIB)).kv_bytes == PLAN.room
-    for phase in memory.PHASES:
+    for phase in PHASES:
         assert PLAN.with_cache(CacheNeed(1000, GIB, 400 * GIB)).remains(phase) >= 0
 
 
-def test_a_sequence_that_does_not_fit_is_one_error_with_figures_and_remedies() -> None:
-    with pytest.raises(ValueError) as raised:
-        PLAN.with_cache(CacheNeed(1000, 16 * GIB, 400 * GIB))
-    said = str(raised.value)
-    assert "\n" not in said
-    for part in (
-        "one full sequence takes 16.00 GiB, but 15.00 of 100.00 GiB are left",
-        "weights of the engine 10.00",
-        "gradients 20.00",
-        "at least one must fit",
-        "Lower vllm_max_model_length or max_tokens_per_microbatch",
-        "set vllm_enable_sleep_mode: true",
-        "set offload_optimizer: true",
-    ):
-        assert part in said, said
-    with pytest.raises(ValueError) as raised:
-        dataclasses.replace(PLAN, sleeps=True, offloads=True).with_cache(CacheNeed(1, 99 * GIB, 99 * GIB))
-    assert "set vllm_enable_sleep_mode" not in str(raised.value) and "set offload" not in str(raised.value)
+def test_a_plan_takes_a_cache_of_one_sequence_only_beside_training() -> None:
+    assert PLAN.takes(CacheNeed(1000, 15 * GIB, 400 * GIB)) and not PLAN.takes(CacheNeed(1000, 16 * GIB, 400 * GIB))
+    asleep = dataclasses.replace(PLAN, sleeps=True)
+    assert asleep.takes(CacheNeed(1000, 40 * GIB, 400 * GIB)), "while it samples there is more room"
+    crowded = dataclasses.replace(asleep, gradients=60 * GIB)
+    assert crowded.room == asleep.room and not crowded.takes(CacheNeed(1000, GIB, GIB)), "but training must fit too"
+    assert dataclasses.replace(crowded).with_cache(CacheNeed(1, GIB, GIB)).remains("training") < 0
 
 
 def test_on_a_cpu_it_takes_a_quarter_of_what_is_free_and_one_sequence_always() -> None:
@@ -245,7 +154,7 @@ def test_a_gpu_s_plan_counts_this_process_s_tensors_as_free(gpu: None) -> None:
 
 def test_before_it_is_measured_a_budget_is_planned(gpu: None) -> None:
     plan = memory.plan(made(Cuda), llama(), length=200, sequences=16, tokens=0, shared=True)
-    assert plan.tokens == memory.PLANNED_TOKENS
+    assert plan.tokens == PLANNED_TOKENS
     assert memory.plan(made(Cuda), llama(), 50_000, 16, tokens=0, shared=True).tokens == 50_000
 
 
@@ -281,9 +190,61 @@ def test_what_the_user_gives_vllm_is_planned_with(gpu: None) -> None:
     assert memory.plan(few, llama(), 200, 16, 2048, True).kv_bytes == 5 * (200 + 128) * 2 * LAYERS * KEYS * HEAD
 
 
+@pytest.mark.parametrize(("ranks", "heads"), [(1, KEYS), (2, KEYS // 2), (8 * KEYS, 1)])
+def test_ranks_of_one_engine_share_its_keys_down_to_one_head_each(ranks: int, heads: int) -> None:
+    shape = memory.Shape.of(llama().config, ranks)
+    assert memory.CacheNeed.of(shape, 2, 200, 16).per_token == 2 * LAYERS * heads * HEAD * 2
+
+
 def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any) -> None:
     config = tiny.config(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True)
     plan = memory.plan(config, llama(), 64, 8, 4096, False)
     assert not plan.sleeps and not plan.offloads and plan.device.startswith("cpu")
     assert plan.kv_bytes == 9 * (64 + 128) * 2 * LAYERS * KEYS * HEAD * 2
     assert 0 < plan.available <= plan.total
+
+
+def test_a_run_is_the_same_before_its_model_is_loaded(tmp_path: Any, gpu: None) -> None:
+    config, model = made(Cuda, optim="auto"), llama()
+    model.save_pretrained(tmp_path)
+    before = memory.read(config, outline(str(tmp_path), torch.bfloat16), 200, 16, 0, True)
+    assert before == memory.read(made(Cuda), model, 200, 16, 0, True)
+    assert before.sizes.gradients == 4 * before.sizes.trained
+
+
+# -- sharding, and what doesn't fit
+
+
+def test_a_plan_knows_its_way_of_sharding(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
+    monkeypatch.setattr(memory, "world_size", lambda: 4)
+    model = llama()
+    numel = sum(p.numel() for p in model.parameters())
+    plan = memory.plan(made(Cuda), model, 200, 16, 2048, True, way="gradients")
+    assert (plan.gradients, plan.optimizer) == (4 * numel // 4, 10 * numel // 4)
+    names = [name for name, *_ in plan.rows()]
+    assert {"gradients, 1/4", "optimizer state, 1/4", "gradients on their way"} <= set(names)
+    assert plan.table().startswith("memory of a rank, sharding gradients over 4: a GPU, 10.00 GiB")
+    assert memory.plan(made(Cuda), model, 200, 16, 2048, True, way="auto").way == "none", "there is room for all"
+
+
+def test_training_that_does_not_fit_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
+    """Even where the cache sleeps while it trains, so that sampling alone would fit."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 10 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    config = made(Cuda, vllm_enable_sleep_mode=True, offload_optimizer=True)
+    with pytest.raises(ValueError, match=r"(?s)^Training takes \S+ GiB more than the 10.00 GiB of a GPU; .*remains"):
+        memory.plan(config, llama(), 100, 4, 400_000, True)
+
+
+def test_a_cache_without_room_is_an_error_with_what_would_fit(gpu: None) -> None:
+    with pytest.raises(ValueError) as raised:
+        memory.plan(made(Cuda), llama(), 30_000_000, 4, 512, True)
+    said = str(raised.value).splitlines()
+    assert "vllm_max_model_length: " in said[0] and said[1].startswith("memory of a rank: a GPU")
+
+
+def test_on_a_cpu_it_is_a_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "device_memory", lambda device, loaded: ("cpu", GIB, GIB))
+    plan = memory.plan(tiny.config(tmp_path), llama(), 64, 8, 10_000_000, False)
+    assert not plan.fits
+    assert plan.table().splitlines()[-1].startswith("  more is planned than there is: lower max_tokens_per_microbatch")

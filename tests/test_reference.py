@@ -17,7 +17,8 @@ from colograd import GRPOTrainer
 from colograd.batch import MicroBatch, StepBatch
 from colograd.config import GRPOConfig
 from colograd.memory import token_budget
-from colograd.memory.plan import GIB, plan
+from colograd.memory.plan import plan
+from colograd.memory.table import GIB
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import policy_logprobs

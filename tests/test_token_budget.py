@@ -95,12 +95,15 @@ def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch
     weight = torch.nn.Linear(4, 4)
     sizes: list[int] = []
 
-    def loss(row: Any) -> torch.Tensor:
+    def train(row: Any) -> None:
         assert weight.weight.grad is None and row.loss_mask.sum() == 0
         sizes.append(row.input_ids.numel())
         if sizes[-1] > 3000:
             raise torch.OutOfMemoryError("the counters know better than the line")
-        return weight(torch.ones(4)).sum() * 0.0
+        (weight(torch.ones(4)).sum() * 0.0).backward()
+
+    def clean() -> None:
+        token_budget.free_memory(weight)
 
     counters = {
         "reset_peak_memory_stats": lambda device: None,
@@ -112,11 +115,12 @@ def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch
     for name, stand_in in counters.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     tokens = 4000 // 256 * 256
-    assert token_budget.measure(weight, loss, (30, 20, 4), RULES, 500_000) == (tokens, 100 * tokens), (
+    assert token_budget.measure(train, clean, (30, 20, 4), RULES, 500_000) == (tokens, 100 * tokens), (
         "0.8 * 500,000 / 100"
     )
-    assert sizes == [1024, 2048] and weight.weight.grad is None
-    assert token_budget.measure(weight, loss, (30, 20, 4), RULES, 0)[0] == 4096 - 256, "4096 ran out of memory"
+    assert sizes == [1024, 1024, 2048, 2048], "with long completions and with short ones"
+    assert weight.weight.grad is None
+    assert token_budget.measure(train, clean, (30, 20, 4), RULES, 0)[0] == 4096 - 256, "4096 ran out of memory"
 
 
 def test_bytes_are_read_off_the_line_through_the_last_sizes() -> None:
@@ -151,7 +155,7 @@ def test_auto_is_a_number_on_a_cpu_and_measured_on_a_gpu(given: Any, monkeypatch
     monkeypatch.setattr(GRPOConfig, "on_cpu", False)
     config = made()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
-    rules = packing_rules(config, SimpleNamespace(model=model, why_padded=""), Objective.from_config(config))  # type: ignore[arg-type]
+    rules = packing_rules(config, SimpleNamespace(model=model, why_padded=""), Objective.from_config(config), False)  # type: ignore[arg-type]
     assert config.max_tokens_per_microbatch == "auto" and rules.max_tokens == 0
 
 

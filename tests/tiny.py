@@ -41,7 +41,15 @@ def make_tokenizer() -> Any:
     return fast
 
 
-def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: int = 2, context: int = 256) -> Path:
+def make_model(
+    folder: Path,
+    family: str = "llama",
+    tied: bool = True,
+    layers: int = 2,
+    context: int = 256,
+    heads: int = 2,
+    keys: int = 1,
+) -> Path:
     """Save a random model with head size 32, which vLLM's CPU attention takes."""
     import transformers as hf
 
@@ -51,8 +59,8 @@ def make_model(folder: Path, family: str = "llama", tied: bool = True, layers: i
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
         "max_position_embeddings": context,
         "tie_word_embeddings": tied,
         "eos_token_id": tokenizer.eos_token_id,
@@ -129,6 +137,6 @@ def plain_vllm(folder: Path, ids: list[int], scratch: Path, adapter: Path | None
     given.write_text(json.dumps(ids))
     script = Path(__file__).parent / "scripts" / "plain_vllm.py"
     command = [sys.executable, script, folder, given, found, *([adapter] if adapter else [])]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return torch.tensor(json.loads(found.read_text()))

@@ -9,6 +9,7 @@ USAGE = """usage: colograd COMMAND ...
 
   train --config recipes/X.yaml [--any_flag value]    train by a recipe
   doctor --config recipes/X.yaml [--any_flag value]   check a recipe on this machine, without training
+  plan --model M --gpus N --gpu-memory GIB            say what fits such GPUs, in each way of sharding
   show RUN [--step N]                                 print a step's completions
   version                                             print the version
 """
@@ -25,6 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .doctor import main as doctor
 
         return doctor(rest)
+    if command == "plan":
+        from .plan import main as plan
+
+        return plan(rest)
     if command == "show":
         from .show import main as show
 

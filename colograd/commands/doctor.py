@@ -129,14 +129,14 @@ def _processor() -> str:
 
 def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     """Memory, weights, and log-probabilities of completions sampled for it."""
-    from ..memory.plan import PHASES
+    from ..memory.table import PHASES, REMEDIES
 
     plan = trainer.memory
     yield Check(
         "memory",
         ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),
         plan.fits or trainer.args.on_cpu,  # where pages can be swapped and caches dropped
-        "Lower max_tokens_per_microbatch, vllm_max_model_length or vllm_gpu_memory_utilization.",
+        f"Remedies: {plan.remedies or REMEDIES}, or lower vllm_gpu_memory_utilization.",
     )
     trainer.publish()
     differing = trainer.weights.differing()

@@ -28,7 +28,13 @@ class EngineKnobs(TrainingArguments):
     vllm_max_model_length: int | None = knob(
         None, "The engine's context in tokens; default: the model's, or what is needed if less."
     )
-    vllm_tensor_parallel_size: int = knob(1, "Ranks that share one engine. Only 1 in this version.")
+    vllm_tensor_parallel_size: int = knob(
+        1,
+        "Ranks that share one engine, which splits its weights, its KV cache and its work among them: neighbours on "
+        "one machine. Each still holds the whole policy, and trains a part of what its engine sampled. A step's "
+        "prompts are shared out to engines, so `per_device_train_batch_size` counts an engine's completions "
+        "(TRL's, a rank's).",
+    )
     vllm_gpu_memory_utilization: float | None = knob(
         None,
         "Share of a GPU's memory for the engine: its weights, its activations and the KV cache. Unset, the KV cache is "
@@ -52,9 +58,10 @@ class EngineKnobs(TrainingArguments):
     weights: str = knob(
         "auto",
         "How the engine gets new weights: `shared` (the policy's parameters are views of the engine's), `copied` (one "
-        "pass over the bytes), `adapter` (LoRA: the adapter's tensors only), `auto` (shared where that can be had; "
-        "adapter for LoRA where vLLM serves it, else copied and merged on the way), or the import path of a class of "
-        "your own; see docs/weights.md.",
+        "pass over the bytes), `adapter` (LoRA: the adapter's tensors only), `gathered` (a few rows of each rank at a "
+        "time, of a policy that `sharding: fsdp` has cut), `auto` (shared where that can be had; adapter for LoRA "
+        "where vLLM serves it, else copied and merged on the way; gathered where the policy is cut), or the import "
+        "path of a class of your own; see docs/weights.md.",
     )
 
     @property
@@ -70,7 +77,7 @@ class EngineKnobs(TrainingArguments):
         one_of(self, "vllm_mode", ("colocate",), " (there is no server: each rank has its own engine)")
         one_of(self, "vllm_model_impl", ("auto", "vllm", "transformers"))
         if not is_import_path(str(self.weights)):
-            one_of(self, "weights", ("auto", "shared", "copied", "adapter"), " in this version")
+            one_of(self, "weights", ("auto", "shared", "copied", "adapter", "gathered"), " in this version")
         share = self.vllm_gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(
@@ -88,15 +95,21 @@ class EngineKnobs(TrainingArguments):
                 "start with `torchrun` or `accelerate launch`, and make the GRPOConfig in the process that was "
                 "launched."
             )
-        per_engine = self.vllm_tensor_parallel_size
+        per_engine, per_node = self.vllm_tensor_parallel_size, process.local_world_size()
         if per_engine < 1 or self.world_size % per_engine:
             divisors = [str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0]
             raise ValueError(
                 f"vllm_tensor_parallel_size is {per_engine}, but must divide the number of ranks "
                 f"({self.world_size}): choose one of {', '.join(divisors)}."
             )
-        if per_engine > 1:
+        if per_node % per_engine:
+            divisors = [str(n) for n in range(1, per_node + 1) if per_node % n == 0 and self.world_size % n == 0]
             raise ValueError(
-                f"vllm_tensor_parallel_size is {per_engine}: engines over several ranks aren't available in this "
-                "version. Set it to 1: every rank then has an engine of its own."
+                f"vllm_tensor_parallel_size is {per_engine}, but the ranks of an engine must be on one machine, and "
+                f"each has {per_node} of them (LOCAL_WORLD_SIZE): choose one of {', '.join(divisors)}."
+            )
+        if per_engine > 1 and self.weights not in ("auto", "copied"):
+            raise ValueError(
+                f"weights is {self.weights!r}, but an engine over {per_engine} ranks holds parts of the weights, into "
+                "which those of the policy are copied: set weights: auto, or vllm_tensor_parallel_size: 1."
             )

@@ -13,6 +13,7 @@ from ..policy.lora import Adapter
 # Tokens of a KV block on a CPU. A group's prompt is computed once as far as it fills whole blocks; with vLLM's 128 most
 # prompts would be computed G times.
 CPU_BLOCK = 32
+VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and then splits it
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
@@ -53,6 +54,8 @@ def engine_kwargs(
     }
     if config.world_size > 1:
         kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
+    if config.vllm_tensor_parallel_size > 1:
+        kwargs["async_scheduling"] = False  # some versions decide by whether a batch is done, each rank for itself
     if config.on_cpu:
         kwargs["block_size"] = CPU_BLOCK
     else:
@@ -67,6 +70,34 @@ def _accepted(*names: str) -> list[str]:
     from vllm import EngineArgs
 
     return [name for name in names if name in inspect.signature(EngineArgs).parameters]
+
+
+def check_split(config: GRPOConfig, model_config: Any) -> None:
+    """Check that vLLM can split the model over the ranks of an engine.
+
+    Raises:
+        ValueError: naming the size that ``vllm_tensor_parallel_size`` doesn't divide.
+    """
+    ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
+    if ranks == 1:
+        return
+    heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    vocabulary = -(-int(text.vocab_size) // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
+    sizes = {
+        "num_attention_heads": heads,
+        "intermediate_size": int(getattr(text, "intermediate_size", 0) or 0),
+        f"vocab_size (filled up to a multiple of {VOCABULARY_BLOCK})": vocabulary,
+    }
+    keys = int(getattr(text, "num_key_value_heads", 0) or heads)
+    if keys > ranks or ranks % keys:  # fewer heads than ranks are repeated
+        sizes["num_key_value_heads"] = keys
+    for name, size in sizes.items():
+        if size % ranks:
+            able = [str(n) for n in range(1, config.world_size + 1) if config.world_size % n == 0 and size % n == 0]
+            raise ValueError(
+                f"vllm_tensor_parallel_size is {ranks}, but must divide the model's {name}, which is {size}: choose "
+                f"one of {', '.join(able)}."
+            )
 
 
 def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:

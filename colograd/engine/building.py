@@ -44,7 +44,7 @@ def check_vllm() -> None:
 
 
 @contextlib.contextmanager
-def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool) -> Iterator[None]:
+def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
     """While an engine is built: its weights can be written, no sleep will move them, the random state is kept, and
     it is on the policy's device."""
     on_cpu = device.type == "cpu"
@@ -57,6 +57,8 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool) -> I
             ranks_without_compiling()
             while_built.enter_context(live_weights())
             while_built.enter_context(one_draw_per_token())
+        if on_cpu and ranks > 1:
+            while_built.enter_context(plain_collectives())
         if on_cpu and has_adapter:
             while_built.enter_context(one_adapter())
         if sleeps:
@@ -136,8 +138,9 @@ def ranks_without_compiling() -> None:
     """Let vLLM count how many tokens are likelier than the sampled one, which nobody here reads, in plain torch.
 
     It has that one line compiled at the first request that asks for log-probabilities: some seconds, and on a machine
-    without a C++ compiler an error. Stays in force for the process.
+    without a C++ compiler an error. Likewise the mask of a vocabulary that ranks share. Stays in force for the process.
     """
+    from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.v1.sample import sampler
 
     def count(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -145,6 +148,28 @@ def ranks_without_compiling() -> None:
 
     if hasattr(sampler, "batched_count_greater_than"):  # a later vLLM may have it elsewhere
         sampler.batched_count_greater_than = count
+    if hasattr(embedding, "get_masked_input_and_mask"):
+        mask = embedding.get_masked_input_and_mask
+        embedding.get_masked_input_and_mask = getattr(mask, "_torchdynamo_orig_callable", mask)
+
+
+def plain_collectives() -> contextlib.AbstractContextManager[None]:
+    """While an engine of several ranks is built on a CPU, let these exchange by gloo.
+
+    vLLM's own shared memory has a name that two jobs of one machine have in common, is left behind by a process that is
+    killed (the next job then fails), and is waited for by spinning, without noticing that the other rank has gone.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    class Gloo:
+        def __new__(cls, communicator: Any) -> Any:
+            return torch.distributed
+
+        @staticmethod
+        def make_group_name(communicator: Any) -> str:
+            return ""
+
+    return replaced(cpu_communicator, "_CPUSHMDistributed", Gloo)
 
 
 def one_draw_per_token() -> contextlib.AbstractContextManager[None]:

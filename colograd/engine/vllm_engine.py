@@ -1,8 +1,9 @@
 """`Engine`: vLLM in this process, which holds weights of one known step, samples with them, and sleeps.
 
-Every rank builds its own engine through vLLM's external launcher, which joins the process group that is there. All
-requests of a generation round enter the queue at once, so continuous batching sees everything; `Engine.generate` steps
-the engine itself and hands out each group when its last completion ends.
+Every rank builds its own engine, or its part of one that it shares with its neighbours, through vLLM's external
+launcher, which joins the process group that is there. All requests of a generation round enter the queue at once, so
+continuous batching sees everything; `Engine.generate` steps the engine itself and hands out each group when its last
+completion ends.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
+from ..parallel import faults
+from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from .arguments import engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm, replaced
+from .leading import follow, leading
 from .sampling import Sampling, request_seed
+
+T = TypeVar("T")
 
 
 class StaleWeights(RuntimeError):
@@ -83,8 +89,12 @@ class Engine:
         self._adapter: Any = None  # the LoRARequest that every request carries
         self._set_num_threads = torch.set_num_threads  # vLLM may replace it
         self._requests = 0  # so far
+        self._open: dict[str, None] = {}  # requests in flight
+        self.layout = config.layout
+        ranks = self.layout.ranks_per_engine
+        self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes) | lora_kwargs(model_path, config, adapter)
-        with build_conditions(config.device, self.sleeps, adapter is not None):
+        with build_conditions(config.device, self.sleeps, adapter is not None, ranks):
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
@@ -118,8 +128,10 @@ class Engine:
 
         config = self.vllm_config.model_config
         mode = "eager" if config.enforce_eager else "compiled"
+        ranks, engines = self.layout.ranks_per_engine, self.layout.data_size
+        where = "in this process" if ranks == 1 else f"on {ranks} ranks ({engines} such engine(s))"
         return (
-            f"engine: vLLM {vllm_version} in this process, {config.model}, "
+            f"engine: vLLM {vllm_version} {where}, {config.model}, "
             f"{str(self.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, KV "
             f"cache {self.kv_tokens:,} tokens, weights {self.weight_bytes / 2**30:.2f} GiB, ready in "
             f"{self.build_seconds:.0f} s"
@@ -214,6 +226,30 @@ class Engine:
 
     # -- sampling
 
+    def lead(self, work: Callable[[], T], others: T) -> T:
+        """Run ``work``, which samples, on one of the ranks of this engine; the others follow it step by step.
+
+        What ``work`` does with the engine, or with the `vllm.LLM` in it, may depend on clocks and on this rank alone.
+        (Outside of it, ranks of one engine must make the same calls.)
+
+        Args:
+            others: what the ranks return that follow.
+
+        Raises:
+            Exception: what ``work`` raises, on its rank only; of the others, what fails there.
+        """
+        if self._lockstep is None:
+            return work()
+        with faults.waiting("the generation"):
+            if not self._lockstep.leads:
+                follow(self.core, self._lockstep)
+                return others
+            with leading(self.core, self._lockstep):
+                try:
+                    return work()
+                finally:
+                    self.abort([*self._open])  # an error's traceback may keep generators open
+
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
@@ -277,6 +313,7 @@ class Engine:
         self._requests += 1
         request = f"request-{self._requests}"
         self.core.add_request(request, {"prompt_token_ids": list(asked.ids)}, params, lora_request=self._adapter)
+        self._open[request] = None
         return request
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
@@ -300,12 +337,17 @@ class Engine:
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         """One step of the engine: the requests that it finished, each with its n completions."""
-        return [(output.request_id, _sampled(output)) for output in self.core.step() if output.finished]
+        finished = [output for output in self.core.step() if output.finished]
+        for output in finished:
+            self._open.pop(output.request_id, None)
+        return [(output.request_id, _sampled(output)) for output in finished]
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop requests, and drain the engine."""
-        if names := list(requests):
+        """Drop those of the requests that are in flight, and drain the engine."""
+        if names := [name for name in requests if name in self._open]:
             self.core.abort_request(names)
+            for name in names:
+                del self._open[name]
             while self.core.has_unfinished_requests():
                 self.core.step()
 
@@ -320,10 +362,11 @@ class Engine:
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        self._enqueue(ModelInput(tuple(ids)), params)
+        request = self._enqueue(ModelInput(tuple(ids)), params)
         outputs: list[Any] = []
         while self.core.has_unfinished_requests():
             outputs += self.core.step()
+        del self._open[request]
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
 

@@ -17,7 +17,8 @@ import torch
 from ..batch import MicroBatch, RolloutId, StepBatch
 from ..parallel.ranks import gather
 from ..policy.packing import PackingRules, dummy, pack_step, sequences
-from . import plan
+from . import ways
+from .shape import SHORT
 
 SHARE = 0.8  # of the free memory: fragmentation and lengths that the dummy rows don't have need the rest
 SMALLEST, LARGEST = 1024, 65536  # measured sizes, in tokens; a row of LARGEST keeps any GPU busy
@@ -68,18 +69,24 @@ def measure(
         pending_bytes: what will be allocated later, by the optimizer at its first step.
     """
     device = rules.device
-    if not rules.share_prompts:
-        shape = (*shape[:2], 1)  # rows that are padded have a prompt for each completion
+    prompt, completion, count = shape
+    if rules.share_prompts:  # long completions predict most, short ones join most keys with their prompt's
+        shapes = [shape, (prompt, max(1, completion // SHORT), count)]
+    else:
+        shapes = [(prompt, completion, 1)]  # rows that are padded have a prompt for each completion
 
-    def peak(tokens: int) -> float:
+    def used(row: MicroBatch) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        used = math.inf
+        found = math.inf
         with contextlib.suppress(torch.OutOfMemoryError):
-            train(dummy_row(tokens, shape, device))
-            used = torch.cuda.max_memory_allocated(device) - before
+            train(row)
+            found = torch.cuda.max_memory_allocated(device) - before
         clean()
-        return max(gather(used))
+        return found
+
+    def peak(tokens: int) -> float:
+        return max(gather(max(used(dummy_row(tokens, of, device)) for of in dict.fromkeys(shapes))))
 
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
@@ -101,9 +108,9 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
     return dummy(device, groups)
 
 
-def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, name: str) -> int:
-    """What the optimizer is still to allocate. (None: it isn't made yet.)"""
-    return 0 if optimizer is not None and optimizer.state else plan.optimizer_bytes(model, name)
+def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, name: str, parts: int = 1) -> int:
+    """What the optimizer is still to allocate, of a state that is cut into ``parts``. (None: it isn't made yet.)"""
+    return 0 if optimizer is not None and optimizer.state else ways.optimizer_bytes(model, name) // parts
 
 
 def back_off(
@@ -123,8 +130,8 @@ def back_off(
     if not any(gather(any(row.num_sequences > 1 for row in failed))):
         raise torch.OutOfMemoryError(
             f"A single completion with its prompt doesn't fit ({largest:,} tokens; {reason}): keep "
-            "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, or lower max_completion_length, "
-            "max_prompt_tokens or vllm_gpu_memory_utilization."
+            "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, share more out among the ranks "
+            "(sharding), or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
         )
     rules = dataclasses.replace(rules, max_tokens=max(1, min(rules.max_tokens, largest) // 2))
     return rules, [repack(batch, rules) for batch in batches]

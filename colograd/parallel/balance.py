@@ -1,4 +1,4 @@
-"""Which rank trains which group. Groups move from slow ranks to fast ones after scoring.
+"""Which rank trains which group. Ranks of one engine share out its groups; these move from slow ranks to fast ones.
 
 A step is as slow as its slowest rank, and lengths differ by luck. The denominators are global and gradients are summed,
 so where a group is trained changes nothing but rounding.
@@ -35,21 +35,44 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
     return sum(prompts) + sum(c for _, c in sizes) + pair * pairs
 
 
-def plan(costs: Sequence[Sequence[float]]) -> list[list[Place]]:
+def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> list[list[Place]]:
+    """Assign each rank's groups to the ranks of its engine: the costliest first, each to the one with the least yet.
+
+    Args:
+        costs: of each rank's own groups; of an engine's ranks only the first one has any.
+
+    Returns:
+        For each rank the groups that it trains; everybody's own, where each has an engine.
+    """
+    assigned: list[list[Place]] = [[] for _ in costs]
+    loads = [0.0] * len(costs)
+    for owner, row in enumerate(costs):
+        first = owner - owner % ranks_per_engine
+        for index in sorted(range(len(row)), key=lambda i: -row[i]):
+            least = min(range(first, first + ranks_per_engine), key=lambda r: loads[r])
+            assigned[least].append((owner, index))
+            loads[least] += row[index]
+    return [sorted(row) for row in assigned]
+
+
+def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> list[list[Place]]:
     """Assign groups to ranks, by moves and swaps between the slowest and the fastest while they bring these together.
 
     Args:
         costs: of each rank's own groups.
 
     Returns:
-        For each rank the groups that it trains; everybody's own, unless the slowest rank gains more than `MIN_GAIN`.
+        For each rank the groups that it trains: as `share_out` has it, unless the slowest rank gains more than
+        `MIN_GAIN`.
     """
-    own = [[(owner, index) for index in range(len(row))] for owner, row in enumerate(costs)]
-    assigned, loads = [list(row) for row in own], [sum(row) for row in costs]
+    own = share_out(costs, ranks_per_engine)
+    assigned = [list(row) for row in own]
 
     def cost_of(place: Place) -> float:
         return costs[place[0]][place[1]]
 
+    loads = [sum(map(cost_of, row)) for row in own]
+    slowest = max(loads)
     for _ in range(sum(len(row) for row in costs)):
         slow, fast = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[slow] - loads[fast]
@@ -70,13 +93,19 @@ def plan(costs: Sequence[Sequence[float]]) -> list[list[Place]]:
             assigned[slow].append(take)
         loads[slow] -= moved
         loads[fast] += moved
-    before = max(sum(row) for row in costs)
-    return [sorted(row) for row in assigned] if before - max(loads) > MIN_GAIN * before else own
+    return [sorted(row) for row in assigned] if slowest - max(loads) > MIN_GAIN * slowest else own
 
 
-def balance(groups: Sequence[ScoredGroup], pair: float, share_prompts: bool) -> tuple[list[ScoredGroup], int]:
-    """The groups that this rank trains, and how many of them came from others. A collective: all ranks call it."""
-    assignment = plan(gather([cost(group, pair, share_prompts) for group in groups]))
+def balance(
+    groups: Sequence[ScoredGroup],
+    pair: float,
+    share_prompts: bool,
+    ranks_per_engine: int = 1,
+    between_engines: bool = True,
+) -> tuple[list[ScoredGroup], int]:
+    """The groups that this rank trains, and how many of them other engines sampled. A collective: all ranks call it."""
+    assign = plan if between_engines else share_out
+    assignment = assign(gather([cost(group, pair, share_prompts) for group in groups]), ranks_per_engine)
     me = rank()
     if all(owner == train for train, row in enumerate(assignment) for owner, _ in row):
         return list(groups), 0  # decided alike on all ranks
@@ -88,4 +117,4 @@ def balance(groups: Sequence[ScoredGroup], pair: float, share_prompts: bool) -> 
     }
     moved = {place: group for sent in gather(leaving) for place, group in sent.items()}
     mine = [groups[index] if owner == me else moved[owner, index] for owner, index in assignment[me]]
-    return mine, sum(owner != me for owner, _ in assignment[me])
+    return mine, sum(owner // ranks_per_engine != me // ranks_per_engine for owner, _ in assignment[me])

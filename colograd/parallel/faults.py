@@ -61,7 +61,7 @@ def ends_together(what: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _body(what):
+            with waiting(what):
                 return function(*args, **kwargs)
 
         return run  # type: ignore[return-value]
@@ -73,7 +73,8 @@ _present: Watch | None = None
 _numbers = itertools.count(1)  # of the watches of this process: all ranks begin and end theirs at the same places
 
 
-def _body(what: str) -> AbstractContextManager[None]:
+def waiting(what: str) -> AbstractContextManager[None]:
+    """The same for a body: ranks wait for each other in it."""
     global _present
     if world_size() == 1:
         return contextlib.nullcontext()
@@ -81,6 +82,16 @@ def _body(what: str) -> AbstractContextManager[None]:
         _present = Watch()
         atexit.register(_present.leave)
     return _present.body(what)
+
+
+def tell(what: str, error: BaseException) -> None:
+    """Let the other ranks know at once what will keep them waiting in a body that they share with this one.
+
+    Args:
+        what: this one was doing when it failed.
+    """
+    if _present is not None and not is_lost_connection(error):  # which is another rank's to tell
+        _present.tell(what, error)
 
 
 def leave() -> None:
@@ -142,11 +153,15 @@ class Watch:
         except BaseException as error:
             if (cause := self._cause(error)) is not None:
                 raise RankError(cause.text) from error
-            self._say(self._entered, f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}")
+            self.tell(what, error)
             raise
         finally:
             with self._changed:
                 self._inside = ""
+
+    def tell(self, what: str, error: BaseException) -> None:
+        """See the function of that name."""
+        self._say(self._entered, f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}")
 
     def _fault(self) -> Fault | None:
         """The first one of a rank that the present body needs and that isn't in it any more."""

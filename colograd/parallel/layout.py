@@ -134,3 +134,21 @@ def check_places(places: Sequence[Place]) -> None:
                 f"Ranks {other} and {rank} were given the same GPU of {place.host}, but each needs one of its own: "
                 "start at most as many ranks on a node as it has GPUs, or look at CUDA_VISIBLE_DEVICES."
             )
+
+
+def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
+    """That the ranks of each engine are on one machine.
+
+    Raises:
+        ValueError: on all ranks, naming the first engine whose aren't.
+    """
+    size, on_node = layout.ranks_per_engine, layout.ranks_per_node
+    for first in range(0, layout.world_size if size > 1 else 0, size):
+        shared = places[first : first + size]
+        if len({(rank // on_node, place.host) for rank, place in enumerate(shared, start=first)}) > 1:
+            found = sorted({place.host for place in shared})
+            raise ValueError(
+                f"vllm_tensor_parallel_size is {size}, but the ranks {first} to {first + size - 1}, which would share "
+                f"an engine, are on different machines ({', '.join(found)}): start as many ranks on each machine, in "
+                "order, that it divides their number."
+            )

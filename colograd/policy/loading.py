@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,8 @@ def load_policy(
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
+    if adapter is not None and config.vllm_tensor_parallel_size > 1:
+        adapter = dataclasses.replace(adapter, why_merged=adapter.why_merged or "ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if adapter is not None and config.gradient_checkpointing and reentrant:
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one

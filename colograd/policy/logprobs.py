@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,8 @@ class PolicyForward:
     """One forward of the policy, from a packed row to its labels' log-probabilities.
 
     Hidden states and the head's product are both computed inside a call of the model itself, whichever wrapper that is:
-    the hooks of its root fire (a sharded model gathers its weights in them), and no part of it is skipped.
+    the hooks of its root fire (a sharded model gathers its weights in them), and no part of it is skipped. A model may
+    have a context of its own for it, ``around_forward``: where ranks meet in a forward, it fails on all or on none.
     """
 
     model: torch.nn.Module  # or a wrapper around it, such as a PeftModel
@@ -62,7 +63,8 @@ class PolicyForward:
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probabilities and (N,) entropies; see `policy_logprobs`."""
-        with _calls(self.model, self._compute):
+        around = getattr(self.model, "around_forward", nullcontext)
+        with calls(self.model, self._compute), around():
             logprobs, entropy = self.model(micro_batch)
         return logprobs, entropy
 
@@ -82,7 +84,7 @@ class PolicyForward:
 
 
 @contextmanager
-def _calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
+def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """While the context lasts, calling ``module`` runs its hooks around ``compute`` in place of its own forward."""
     own = module.__dict__.get("forward")  # of an instance: accelerate may have put one there
     module.forward = compute

@@ -30,6 +30,7 @@ class PackingRules:
     equal_counts: bool  # ranks must step together: the same number of micro-batches on each
     pair_cost: float  # of one query-key pair, in tokens, see `balance.pair_cost`
     device: torch.device
+    ranks_per_engine: int = 1  # they share out the groups of their engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,11 +72,20 @@ class FrozenCopy:
         model: the policy's.
         offload: keep the weights in host memory, pinned where there is a GPU, but while they are asked.
         follows: it will be mixed with the policy, so that a checkpoint has to hold it.
+        place: where it is made; default: where it will be.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool, follows: str = "") -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        offload: bool,
+        follows: str = "",
+        place: torch.device | None = None,
+    ) -> None:
         self.device, self.offload, self.follows = device, offload, follows
-        self.model = _frozen_copy(model, torch.device("cpu") if offload else device, pin=device.type == "cuda")
+        place = torch.device("cpu") if offload else place or device
+        self.model = _frozen_copy(model, place, pin=offload and device.type == "cuda")
         self._changes = bool(follows)
 
     def describe(self) -> str:
@@ -200,6 +209,11 @@ def check_reference(config: GRPOConfig, policy: Policy) -> None:
     Raises:
         ValueError: the reference is to follow, and there is no second model that could.
     """
+    if config.sync_ref_model and config.cuts_weights:
+        raise ValueError(
+            "sync_ref_model is true and sharding is 'fsdp', but a rank has a part of the policy only and can't mix it "
+            "into the reference: set sharding: gradients, or sync_ref_model: false."
+        )
     if config.sync_ref_model and policy.adapter is not None:
         raise ValueError(
             "sync_ref_model is true, but the policy trains an adapter, whose reference is the model below it: there is "
@@ -237,7 +251,8 @@ def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdap
         return WithoutAdapter(policy.model) if _keeps_no_copy(policy) else InitialAdapter(policy.model)
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
     follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
-    return FrozenCopy(policy.model, config.device, offloads(config), follows)
+    waiting = torch.device("cpu") if config.cuts_weights else None  # until it is cut like the policy
+    return FrozenCopy(policy.model, config.device, offloads(config), follows, waiting)
 
 
 class FollowPolicy(TrainerCallback):

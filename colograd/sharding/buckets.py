@@ -17,8 +17,8 @@ from .way import Owned
 ELEMENTS = 2**24
 
 # torch 2.13 has new names for both.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +91,7 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
         summed = torch.empty(self.part, dtype=flat.dtype, device=flat.device)
-        return Reduction(self, flat, summed, _reduce_scatter(summed, flat, async_op=True))
+        return Reduction(self, flat, summed, reduce_scatter(summed, flat, async_op=True))
 
     def add(self, summed: torch.Tensor) -> None:
         """Add what a reduction brought to this rank's part of the step's gradient, and let the optimizer see it."""
@@ -114,7 +114,7 @@ class Bucket:
     def gather(self) -> int:
         """Every rank's part of the weights to all, in place. Returns the bytes of the collective."""
         flat = self.flat([parameter.data for parameter in self.parameters], self.parameters[0].dtype)
-        _all_gather(flat, flat[self.begin : self.begin + self.part])
+        all_gather(flat, flat[self.begin : self.begin + self.part])
         if not self.in_place:
             for parameter, start, size in zip(self.parameters, self.starts, self.sizes, strict=True):
                 parameter.data.copy_(flat[start : start + size].view_as(parameter))

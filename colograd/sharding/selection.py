@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..config import GRPOConfig
+from .fsdp import FullySharded
 from .way import Sharding
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
-WAYS: dict[str, type[Sharding]] = {"none": WholeCopies, "optimizer": SharedOptimizer, "gradients": SharedGradients}
+WAYS: dict[str, type[Sharding]] = {
+    "none": WholeCopies,
+    "optimizer": SharedOptimizer,
+    "gradients": SharedGradients,
+    "fsdp": FullySharded,
+}
 
 
 def way_of(config: GRPOConfig) -> type[Sharding]:
     """The class of the way. One rank has nobody to share with."""
     return WAYS[config.sharding if config.world_size > 1 else "none"]
+
+
+def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
+    """Refuse what can't be shared out.
+
+    Args:
+        optimizer: the one that the trainer was given, if any.
+
+    Raises:
+        ValueError: its state might be made for whole parameters.
+    """
+    if optimizer is not None and config.sharding != "none":
+        raise ValueError(
+            f"sharding is {config.sharding!r} and an optimizer is given ({type(optimizer).__name__}), but each rank's "
+            "holds slices of parameters: leave optimizers out and name it with optim, or set sharding: none."
+        )

@@ -11,6 +11,8 @@ from typing import ClassVar
 
 import torch
 
+from ..config import GRPOConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:
@@ -29,16 +31,17 @@ class Owned:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that went through collectives since they were last taken."""
+    """Bytes that were moved between ranks, and into the engine, since they were last taken."""
 
     reduced: int = 0  # of gradients
     gathered: int = 0  # of weights, after the optimizer
-    _names: ClassVar[Sequence[str]] = ("reduced", "gathered")
+    published: int = 0  # written into the engine's tensors beside that
+    _names: ClassVar[Sequence[str]] = ("reduced", "gathered", "published")
 
     def take(self) -> dict[str, float]:
         """As metrics; counting begins anew."""
         taken = {f"sync/{name}_bytes": float(getattr(self, name)) for name in self._names}
-        self.reduced = self.gathered = 0
+        self.reduced = self.gathered = self.published = 0
         return taken
 
 
@@ -55,6 +58,14 @@ class Sharding(ABC):
 
     meets_in_backward: ClassVar[bool] = False  # ranks exchange in each backward, so all need equally many
     parts: int = 1  # into which the optimizer's state is cut
+
+    @classmethod
+    def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> Sharding:
+        """As the configuration wants it."""
+        return cls(model)
+
+    def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most ways leave whole what isn't trained)
+        """Share out a second model that isn't trained, the reference, as far as the policy's weights are."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -102,6 +113,21 @@ class Sharding(ABC):
     @abstractmethod
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
         """Read it, however many ranks wrote it. False: there is the usual file alone, and it fits as it is."""
+
+    def close(self) -> None:  # noqa: B027 (most ways have nothing to undo)
+        """Leave the model as it was found: another trainer may take it."""
+
+    def state_dict(self, keep: bool) -> dict[str, torch.Tensor] | None:
+        """The model's state dict, whole and in host memory; None: the model's own is. A collective.
+
+        Args:
+            keep: this rank wants it; else it gets an empty one.
+        """
+        return None
+
+    def load_weights(self, folder: Path) -> bool:
+        """Read a saved model's weights, each rank its own. False: nothing is cut, it is loaded as ever."""
+        return False
 
 
 @torch.no_grad()

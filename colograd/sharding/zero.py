@@ -11,27 +11,24 @@ import collections
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ..parallel.ranks import rank, together, world_size
-from . import optimizer_state
 from .buckets import Bucket, Reduction, buckets_of
-from .way import Owned, Sharding, scale_down, squared_norm
+from .parts import SharedParts
+from .way import Owned
 
 IN_FLIGHT = 2  # reductions at once: the next gradients are computed meanwhile, and their memory is bounded
 
 
-class SharedOptimizer(Sharding):
+class SharedOptimizer(SharedParts):
     """Stage 1: the optimizer's state is shared out. Gradients are whole until a step's last backward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model, parts=world_size())
+        super().__init__(model)
         self.buckets: list[Bucket] = buckets_of(model, rank(), world_size())
         self._under_way: collections.deque[Reduction] = collections.deque()
-        self._order: list[str] = []  # the parameters' names as the whole optimizer counts them
 
     def describe(self) -> str:
         elements = sum(sum(bucket.sizes) for bucket in self.buckets)
@@ -43,15 +40,6 @@ class SharedOptimizer(Sharding):
 
     def _what(self) -> str:
         return "optimizer state"
-
-    def share(self, optimizer: torch.optim.Optimizer) -> None:
-        pieces = {piece.name: piece.part for piece in self.owned()}
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for group in optimizer.param_groups:
-            named = [names[id(parameter)] for parameter in group["params"]]
-            self._order += named
-            group["params"] = [pieces[name] for name in named if name in pieces]
-        optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _after_step(self) -> None:
         self.gather_weights()
@@ -80,13 +68,12 @@ class SharedOptimizer(Sharding):
         while self._under_way:
             self._finish_one()
 
-    def clip(self, largest: float) -> float:
-        sums = [bucket.sum for bucket in self.buckets if bucket.sum is not None]
-        total = torch.tensor(squared_norm(sums), dtype=torch.float64, device=self.buckets[0].parameters[0].device)
-        dist.all_reduce(total)
-        norm = float(total) ** 0.5
-        scale_down(sums, norm, largest)
-        return norm
+    def _sums(self) -> Sequence[torch.Tensor]:
+        return [bucket.sum for bucket in self.buckets if bucket.sum is not None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.buckets[0].parameters[0].device
 
     def discard(self) -> None:
         for bucket in self.buckets:
@@ -99,14 +86,6 @@ class SharedOptimizer(Sharding):
         for bucket in self.buckets:
             self.traffic.gathered += bucket.gather()
 
-    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        optimizer_state.save(optimizer, self.owned(), folder, rank(), world_size())
-        return True
-
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        optimizer_state.load(optimizer, self.owned(), folder, self._order, rank(), world_size())
-        return True
-
 
 class SharedGradients(SharedOptimizer):
     """Stage 2: gradients are shared out too. A bucket's are reduced, and freed, as soon as a backward has made them."""
@@ -117,9 +96,15 @@ class SharedGradients(SharedOptimizer):
         super().__init__(model)
         self._next = len(self.buckets)  # bucket to reduce: outside of a backward none
         self._missing: list[int] = []  # gradients of each bucket that this backward hasn't made yet
-        for index, bucket in enumerate(self.buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._made(index))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._made(index))
+            for index, bucket in enumerate(self.buckets)
+            for parameter in bucket.parameters
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _what(self) -> str:
         return "optimizer state and gradients"

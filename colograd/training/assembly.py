@@ -79,6 +79,9 @@ def assemble(
         tokens=max_tokens,
         shared=expects_sharing(config, policy),
         reference=reference_bytes(config, policy),
+        way=config.sharding if config.world_size > 1 else "none",
+        prompt=max(part.longest for part in prompts),
+        packed=not policy.why_padded,
     )
     end = policy.tokenizer.eos_token_id
     engine = Engine(
@@ -88,7 +91,7 @@ def assemble(
         context,
         plan.kv_bytes,
         end_tokens=() if end is None else (end,),
-        adapter=check_choice(config.weights, policy.adapter),
+        adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
     )
     with together("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
@@ -101,6 +104,7 @@ def assemble(
             untouched=policy.untouched,
             device=config.device,
             adapter=policy.adapter,
+            cut=config.cuts_weights,
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place

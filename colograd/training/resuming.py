@@ -126,6 +126,18 @@ class ResumableTrainer(Trainer):
         """Without accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """As in transformers; of a policy that is cut, each rank reads its part."""
+        with together("loading the weights"):
+            if not self.sharding.load_weights(Path(resume_from_checkpoint)):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Likewise."""
+        with together("loading the best model"):
+            if not self.sharding.load_weights(Path(str(self.state.best_model_checkpoint))):
+                super()._load_best_model()
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in transformers; each rank writes its own part of an optimizer that is shared out."""
         if not self.sharding.save_optimizer(self._plain_optimizer, Path(output_dir)):

@@ -34,6 +34,7 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
         equal_counts=equal_counts,
         pair_cost=pair_cost(policy.model.config, policy.model.num_parameters()),
         device=config.device,
+        ranks_per_engine=config.layout.ranks_per_engine,
     )
 
 
@@ -64,7 +65,7 @@ class _Share(NamedTuple):
     sequences: int
     packed_tokens: int  # through the model in one forward
     micro_batches: int
-    moved_groups: int  # trained here and sampled on another rank
+    moved_groups: int  # trained here and sampled by another engine
 
 
 def step_batch(
@@ -77,8 +78,9 @@ def step_batch(
     """
     with times.phase("pack"):
         groups, moved = trainable(step.kept, rules), 0
-        if rules.balance_ranks:
-            groups, moved = balance(groups, rules.pair_cost, rules.share_prompts)
+        if rules.balance_ranks or rules.ranks_per_engine > 1:
+            size, moving = rules.ranks_per_engine, rules.balance_ranks
+            groups, moved = balance(groups, rules.pair_cost, rules.share_prompts, size, moving)
         rows = pack_step(groups, rules)
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)

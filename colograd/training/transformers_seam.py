@@ -43,6 +43,7 @@ class PackedTrainer(ResumableTrainer):
         self.lengths = LengthHistory()
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
         self._step_started = 0.0
+        self._gathered: dict[str, torch.Tensor] | None = None  # the weights to be saved, of a policy that is cut
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         self.add_callback(self.console)
@@ -51,7 +52,8 @@ class PackedTrainer(ResumableTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """And this rank's history of lengths, which says what the engine's batches will be."""
         super()._save_rng_state(output_dir)
-        self.lengths.save(output_dir, self.args.layout.data_rank)
+        if self.args.layout.engine_place == 0:  # which has seen them
+            self.lengths.save(output_dir, self.args.layout.data_rank)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -100,14 +102,18 @@ class PackedTrainer(ResumableTrainer):
     # -- saving
 
     @ends_together("saving")
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers. All ranks call it."""
-        super().save_model(*args, **kwargs)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers. A collective: of a policy that is cut, the ranks bring the one that writes all parts."""
+        self._gathered = self.sharding.state_dict(keep=self.args.should_save)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
         if state_dict is None and self.policy.adapter is None:
-            state_dict = state_dict_on_host(self.model)
+            state_dict = state_dict_on_host(self.model) if self._gathered is None else self._gathered
         # transformers would have rank 0 alone write the weights, also where each node writes its own.
         self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
         try:

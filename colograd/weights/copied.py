@@ -20,7 +20,7 @@ class Copies:
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         # Detached views share the policy's storage: they stay valid while the optimizer writes in place.
-        self._sources = [part.source.detach() for part in slices]
+        self._sources = [part.held for part in slices]
         self._destinations = [part.destination for part in slices]
         self.nbytes = sum(destination.nbytes for destination in self._destinations)
 

@@ -1,7 +1,8 @@
 """Which slice of which engine tensor holds which policy parameter.
 
 vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The model class names its fusions
-in ``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``; shapes decide the rest.
+in ``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``; shapes decide the rest, also which part of a
+parameter a rank has of an engine that it shares with others.
 """
 
 from __future__ import annotations
@@ -18,25 +19,43 @@ from ..policy.lora import base_name
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A policy parameter and its place in the engine: ``destination`` is a view of the engine's own storage."""
+    """A policy parameter and its place in the engine: ``destination`` is a view of the engine's own storage.
+
+    Where several ranks share the engine, this rank's part of it may hold a part of the parameter only.
+    """
 
     name: str  # the policy's name of the parameter
     source: torch.Tensor
     destination: torch.Tensor
+    cut: tuple[slice, ...] = ()  # of the source, what ``destination`` holds; empty: all of it
+
+    @property
+    def held(self) -> torch.Tensor:
+        """What ``destination`` holds, as a view of the policy's parameter; looked up anew, as that may move."""
+        return self.part_of(self.source.detach())
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same part of a tensor that has the parameter's shape."""
+        return whole[self.cut]
 
     def equal(self) -> bool:
         """Whether the engine holds the policy's value, cast to its dtype, bit for bit."""
-        return torch.equal(self.destination, self.source.detach().to(self.destination))
+        return torch.equal(self.destination, self.held.to(self.destination))
 
 
 class UnmappedParameter(ValueError):
     """A parameter of the policy has no place in the engine, or a tensor of the engine no source in the policy."""
 
 
-def map_parameters(policy: torch.nn.Module, engine_model: torch.nn.Module) -> list[Slice]:
+def map_parameters(
+    policy: torch.nn.Module, engine_model: torch.nn.Module, place: int = 0, ranks: int = 1
+) -> list[Slice]:
     """Pair every parameter of the policy with its slice of the engine's tensors.
 
     Of a LoRA policy, the parameters of its base: an adapter's tensors have no place among the engine's weights.
+
+    Args:
+        place: of this rank among the ``ranks`` of its engine.
 
     Raises:
         UnmappedParameter: naming what is left over on either side.
@@ -45,11 +64,14 @@ def map_parameters(policy: torch.nn.Module, engine_model: torch.nn.Module) -> li
     own_names = {base_name(name): name for name, _ in policy.named_parameters()}
     slices, missing = [], []
     for name, source in sources.items():
-        destination = _destination(name, source, sources, targets, engine_model)
-        if destination is None:
+        found = _whereabouts(name, sources, targets, engine_model)
+        if found and ranks > 1 and name.split(".")[-2] in fusions(engine_model):
+            found = None  # fused in the checkpoint already: where its parts end, no shape tells
+        split = found and _split(*found, place, ranks)
+        if not split:
             missing.append(f"{name} {tuple(source.shape)}")
         else:
-            slices.append(Slice(own_names[name], source, destination))
+            slices.append(Slice(own_names[name], source, *split))
     if missing:
         raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {', '.join(missing[:4])}.")
     bare = sorted(_uncovered(slices, targets))
@@ -63,25 +85,21 @@ def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {base: p for name, p in model.named_parameters() if (base := base_name(name)) is not None}
 
 
-def _destination(
-    name: str,
-    source: torch.Tensor,
-    sources: dict[str, torch.Tensor],
-    targets: dict[str, torch.Tensor],
-    engine_model: torch.nn.Module,
-) -> torch.Tensor | None:
-    """The rows of one of the engine's tensors (``targets``) that hold ``source``; None: there are none."""
+def _whereabouts(
+    name: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine_model: torch.nn.Module
+) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
+    """The engine's tensor that holds a parameter, the parameters that are fused in it, and which of them it is."""
     mapped = renamed(name, engine_model)
     if mapped in targets:
-        return _rows(targets[mapped], 0, source)
+        return targets[mapped], [sources[name]], 0
     for fused, parts in fusions(engine_model).items():
         for index, part in enumerate(parts):
             target = targets.get(mapped.replace(f".{part}.", f".{fused}."))
             if target is not None:
-                siblings = [name.replace(f".{part}.", f".{earlier}.") for earlier in parts[:index]]
-                if not sources.keys() >= {*siblings}:
+                siblings = [name.replace(f".{part}.", f".{other}.") for other in parts]
+                if not sources.keys() >= {*siblings[:index]}:
                     return None
-                return _rows(target, sum(sources[sibling].shape[0] for sibling in siblings), source)
+                return target, [sources[sibling] for sibling in siblings if sibling in sources], index
     return None
 
 
@@ -101,15 +119,50 @@ def renamed(name: str, engine_model: torch.nn.Module) -> str:
     return found[0] if found else name
 
 
-def _rows(target: torch.Tensor, offset: int, source: torch.Tensor) -> torch.Tensor | None:
-    """Rows offset ... offset+len(source) of ``target``; None where the shapes don't fit."""
-    if target.dim() != source.dim() or target.shape[1:] != source.shape[1:]:
+def _split(
+    target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int
+) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
+    """The view of ``target`` that holds ``parts[index]``, and the part of it that it holds; None: the shapes don't fit.
+
+    As vLLM splits: a matrix whose outputs are added up by columns, any other by rows, each fused part by itself;
+    key-value heads that are fewer than the ranks are repeated; the last rows of a filled-up vocabulary are nobody's;
+    what has the whole shape (a norm) every rank has.
+    """
+    target, source = target.detach(), parts[index]
+    if target.dim() != source.dim():
         return None
-    if source.dim() == 0:
-        return target.detach()
-    if offset + source.shape[0] > target.shape[0]:
+    if len(parts) == 1 and target.shape == source.shape:
+        return target, ()
+    if len(parts) == 1 and target.dim() == 2 and target.shape[0] == source.shape[0]:
+        columns = target.shape[1]
+        cut = slice(place * columns, (place + 1) * columns)
+        return (target, (slice(None), cut)) if columns * ranks == source.shape[1] else None
+    if target.shape[1:] != source.shape[1:]:
         return None
-    return target.detach()[offset : offset + source.shape[0]]
+    if len(parts) == 1:  # rows, and perhaps a filled-up vocabulary
+        start = min(place * target.shape[0], source.shape[0])
+        stop = min(start + target.shape[0], source.shape[0])
+        fits = target.shape[0] * ranks >= source.shape[0]
+        return (target[: stop - start], _rows(start, stop, source)) if fits else None
+    rows, repeated = _fused_rows(target, parts, ranks)
+    if sum(rows) != target.shape[0]:
+        return None
+    offset, start = sum(rows[:index]), place // repeated[index] * rows[index]
+    return target[offset : offset + rows[index]], _rows(start, start + rows[index], source)
+
+
+def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> tuple[list[int], list[int]]:
+    """Of each of a fused layer's parts: the rows that a rank has, and how many neighbours have the same ones."""
+    rows = [part.shape[0] // ranks for part in parts]
+    first, others = rows[0], sum(rows[1:])
+    times = (target.shape[0] - first) // others if others else 1
+    if times > 1 and first + times * others == target.shape[0]:  # of queries, keys and values, the latter are repeated
+        return [first, *(times * own for own in rows[1:])], [1, *(times for _ in rows[1:])]
+    return rows, [1 for _ in rows]
+
+
+def _rows(start: int, stop: int, source: torch.Tensor) -> tuple[slice, ...]:
+    return () if stop - start == source.shape[0] else (slice(start, stop),)
 
 
 def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterator[str]:
@@ -118,6 +171,7 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
     for part in slices:
         filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
-        covered = filled[target.untyped_storage().data_ptr()]
-        if (covered < target.numel() and not ("embed" in name or "lm_head" in name or "wte" in name)) or covered == 0:
+        vocabulary = "embed" in name or "lm_head" in name or "wte" in name
+        storage = target.untyped_storage().data_ptr()
+        if storage not in filled or (filled[storage] < target.numel() and not vocabulary):
             yield name

@@ -6,6 +6,7 @@ layers in float32, one layer at a time, and rounds them once into the engine's t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -32,10 +33,12 @@ class MergedWeights(PlannedWay):
         adapted = {f"{layer.name}.weight": layer for layer in adapted_layers(policy)}
         places = {base_name(part.name) or part.name: part for part in slices}
         whole = {name: part for name, part in places.items() if part.source.requires_grad and name not in adapted}
-        whole |= {name: Slice(name, copy, places[name].destination) for name, copy in trained_copies(policy)}
+        whole |= {
+            name: dataclasses.replace(places[name], name=name, source=copy) for name, copy in trained_copies(policy)
+        }
         self.moving = [part for name, part in places.items() if name in adapted | whole]  # what each publish writes
         self._still = [part for name, part in places.items() if name not in adapted | whole]
-        self._merged = [(layer, places[name].destination) for name, layer in adapted.items()]
+        self._merged = [(layer, places[name]) for name, layer in adapted.items()]
         self._whole = list(whole.values())
         self._copies, self._copies_of_base = Copies(self._whole), Copies(self._still)
         self._base_is_there = False
@@ -43,7 +46,7 @@ class MergedWeights(PlannedWay):
     @property
     def nbytes(self) -> int:
         """Bytes that a publish writes, after the first."""
-        return self._copies.nbytes + sum(destination.nbytes for _, destination in self._merged)
+        return self._copies.nbytes + sum(part.destination.nbytes for _, part in self._merged)
 
     def describe(self) -> str:
         tensors = len(self._merged) + len(self._whole)
@@ -57,14 +60,14 @@ class MergedWeights(PlannedWay):
         first = 0 if self._base_is_there else self._copies_of_base.write()
         self._base_is_there = True
         self._copies.write()
-        for layer, destination in self._merged:
-            destination.copy_(layer.merged())
+        for layer, part in self._merged:
+            part.destination.copy_(part.part_of(layer.merged()))
         return first + self.nbytes
 
     def differing(self) -> list[str]:
         """See `Publisher.differing`; of an adapted layer, merged in float32 and rounded once."""
         names = [part.name for part in (*self._still, *self._whole) if not part.equal()]
-        for layer, destination in self._merged:
-            if not torch.equal(destination, layer.merged().to(destination.dtype)):
+        for layer, part in self._merged:
+            if not torch.equal(part.destination, part.part_of(layer.merged()).to(part.destination.dtype)):
                 names.append(f"{layer.name}.weight")
         return names

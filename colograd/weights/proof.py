@@ -4,38 +4,44 @@ Two things are shown for each parameter. *The right place*: after both sides loa
 the parameter's value bit for bit. *A place that is read*: when the value changes there, the engine's output changes.
 Equality alone proves nothing for norms of ones and biases of zeros, nor for a tensor that the engine has since packed
 away into a private layout.
+
+Where several ranks share the engine, both are shown of each rank's part, one rank after the other: they take part in
+each forward, and all see what it gives.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from ..engine.vllm_engine import Engine
+from ..parallel.ranks import together
 from .mapping import Slice
 
 PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer one
 
 
 def check_equal(slices: Sequence[Slice]) -> None:
-    """Check that every slice holds its parameter's value, after both loaded the same checkpoint.
+    """Check that every slice holds its parameter's value, after both loaded the same checkpoint. A collective.
 
     Raises:
         RuntimeError: naming the parameters that differ.
     """
-    differing = [part.name for part in slices if not part.equal()]
-    if differing:
-        raise RuntimeError(
-            f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
-            f"checkpoint ({', '.join(differing[:3])}): this architecture's weights are laid out in a way that isn't "
-            "known yet."
-        )
+    with together("the comparison of the weights"):
+        differing = [part.name for part in slices if not part.equal()]
+        if differing:
+            raise RuntimeError(
+                f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
+                f"checkpoint ({', '.join(differing[:3])}): this architecture's weights are laid out in a way that "
+                "isn't known yet."
+            )
 
 
 def check_read(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine) -> list[Slice]:
-    """Check that the engine reads every slice on which the policy's output depends.
+    """Check that the engine reads every slice on which the policy's output depends. A collective.
 
     Returns:
         The slices on which neither output depends.
@@ -44,14 +50,15 @@ def check_read(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine)
         RuntimeError: the policy's output depends on a parameter, and the engine's doesn't.
     """
     silent = unread(slices, engine)
-    elsewhere = [part.name for part in silent if not inert(part, policy, engine)]
-    if elsewhere:
-        raise RuntimeError(
-            f"The engine's output doesn't depend on {len(elsewhere)} of {len(slices)} parameters at the place where "
-            f"vLLM keeps them ({', '.join(elsewhere[:3])}): it samples from copies of its own, which publishing can't "
-            "reach. Leave quantization and custom kernels out of vllm_engine_kwargs; if they are, this architecture "
-            "isn't known yet."
-        )
+    with together("the proof of the weights"):
+        elsewhere = [part.name for part in silent if not inert(part, policy, engine)]
+        if elsewhere:
+            raise RuntimeError(
+                f"The engine's output doesn't depend on {len(elsewhere)} of {len(slices)} parameters at the place "
+                f"where vLLM keeps them ({', '.join(elsewhere[:3])}): it samples from copies of its own, which "
+                "publishing can't reach. Leave quantization and custom kernels out of vllm_engine_kwargs; if they are, "
+                "this architecture isn't known yet."
+            )
     return silent
 
 
@@ -61,20 +68,21 @@ def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
     One short forward of the engine per slice, with the slice's values negated and then negated back, which restores
     every bit and needs no copy.
     """
-    silent = list(slices)
+    layout = engine.layout
+    silent = list(itertools.product(slices, range(layout.ranks_per_engine)))
     for length in PROBE_TOKENS:
         ids = probe_ids(engine, length)
         usual = engine.prompt_logprobs(ids)
         noise = float((engine.prompt_logprobs(ids) - usual).abs().max())  # 0 where kernels are deterministic
         candidates, silent = silent, []
-        for part in candidates:
-            with changed(part.destination):
+        for part, place in candidates:
+            with changed(part.destination) if place == layout.engine_place else nullcontext():
                 seen = engine.prompt_logprobs(ids)
             if not ((seen - usual).abs() > 2 * noise).any() and bool(seen.isfinite().all()):
-                silent.append(part)
+                silent.append((part, place))
         if not silent:
             break
-    return silent
+    return [part for part, place in silent if place == layout.engine_place]
 
 
 @torch.no_grad()
@@ -85,7 +93,7 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine) -> bool:
     was_training = policy.training
     policy.eval()  # a dropout would change the output by itself
     usual = policy(ids).logits
-    with changed(part.source):
+    with changed(part.held):
         same = torch.equal(policy(ids).logits, usual)
     policy.train(was_training)
     return same

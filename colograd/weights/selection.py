@@ -10,12 +10,14 @@ import torch
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.vllm_engine import Engine
+from ..parallel.ranks import together
 from ..policy.loading import Policy
 from ..policy.lora import Adapter
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights
+from .gathered import GatheredWeights
 from .mapping import Slice, map_parameters
 from .merged import MergedWeights
 from .shared import SharedWeights
@@ -39,12 +41,31 @@ class Sides:
             self.policy.to(self.device)  # only then: `.to("cpu:0")` copies tensors on "cpu", and would undo the sharing
 
 
-def check_choice(wanted: str, adapter: Adapter | None) -> Adapter | None:
+def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
     """The adapter that the engine is to have slots for; None: there is none, or it is merged on its way.
+
+    Args:
+        cut: a rank will hold a part of the policy's weights only.
 
     Raises:
         ValueError: what ``weights`` forces can't be had.
     """
+    if cut and adapter is not None:
+        raise ValueError(
+            "sharding is 'fsdp', but the policy trains a LoRA adapter, whose frozen base is in the engine's memory "
+            "anyway: set sharding: gradients, which cuts the adapter's gradients and optimizer state."
+        )
+    if cut and wanted not in ("auto", "gathered"):
+        raise ValueError(
+            f"weights is {wanted!r} and sharding is 'fsdp', but no rank holds weights whole that the engine could read "
+            "or that could be copied: set weights: auto (they are gathered), or sharding: gradients, which leaves them "
+            "whole."
+        )
+    if wanted == "gathered" and not cut:
+        raise ValueError(
+            "weights is 'gathered', but each rank holds the whole policy, and there is nothing to gather: set weights: "
+            "auto, or sharding: fsdp on several ranks."
+        )
     if is_import_path(wanted):
         find_way(wanted)
         if adapter is not None:
@@ -84,6 +105,8 @@ def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
     adapter, dtype = policy.adapter, policy.model.dtype
     if config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged):
         return False
+    if config.cuts_weights:
+        return False
     return engine_dtype(config, dtype) == dtype and config.vllm_tensor_parallel_size == 1
 
 
@@ -95,16 +118,18 @@ def publisher(
     untouched: bool,
     device: torch.device,
     adapter: Adapter | None = None,
+    cut: bool = False,
 ) -> Publisher:
     """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
 
     The policy comes on the CPU or wherever the user put it; the accelerator never holds two copies of what is shared.
 
     Args:
-        wanted: ``auto``, ``shared``, ``copied``, ``adapter`` or the import path of a class (a `Publisher`). Of a LoRA
-            policy, ``shared`` speaks of its base.
+        wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a class (a
+            `Publisher`). Of a LoRA policy, ``shared`` speaks of its base.
         untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
         adapter: what the policy trains in place of its weights.
+        cut: a rank will hold a part of the weights only, once this is done.
 
     Raises:
         ValueError: what is forced can't be had; or the policy isn't the checkpoint's shape.
@@ -116,14 +141,18 @@ def publisher(
             f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
             "the resized model with save_pretrained and give its folder."
         )
-    slices = map_parameters(policy, engine.model)
+    layout = engine.layout
+    with together("the map of the weights"):
+        slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine)
     equal = untouched and engine.dtype == next(policy.parameters()).dtype
     if equal:
         proof.check_equal(slices)
     sides = Sides(policy, engine, slices, device, equal)
-    with_slots = check_choice(wanted, adapter)
+    with_slots = check_choice(wanted, adapter, cut)
     if is_import_path(wanted):
         return _own(wanted, sides)
+    if cut:
+        return _gathered(sides)
     if adapter is None:
         return _whole(wanted, sides)
     if with_slots is None:
@@ -143,6 +172,15 @@ def _own(path: str, sides: Sides) -> Publisher:
     return find_way(path)(sides.policy, sides.engine, sides.slices)
 
 
+def _gathered(sides: Sides) -> GatheredWeights:
+    """Until it is cut, the policy lies in the engine's memory where it can: the device never holds it twice."""
+    if not any(shared.obstacle(part) for part in sides.slices):
+        shared.bind(sides.slices)
+        sides.place_policy()  # its buffers
+    proof.check_read(sides.slices, sides.policy, sides.engine)
+    return GatheredWeights(sides.policy, sides.engine, sides.slices)
+
+
 def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
     """Shared or copied: a policy's own weights, or a LoRA's base.
 
@@ -157,12 +195,15 @@ def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
             f"weights: shared can't be had for {len(obstacles)} of {len(sides.slices)} parameters ({name}: {reason}): "
             "set weights: auto, or give policy and engine the same dtype."
         )
-    if wanted != "copied" and len(obstacles) < len(sides.slices):
+    split = sides.engine.layout.ranks_per_engine > 1
+    if wanted != "copied" and len(obstacles) < len(sides.slices) and not split:
         return _shared(sides, obstacles, constant)
     sides.place_policy()
     if not constant:
         proof.check_read(sides.slices, sides.policy, sides.engine)
-    why = "as asked" if wanted == "copied" else next(iter(obstacles.values()))
+    why = "as asked" if wanted == "copied" else next(iter(obstacles.values()), "")
+    if split:
+        why = f"each of the engine's {sides.engine.layout.ranks_per_engine} ranks has a part, the policy is whole"
     return CopiedWeights(sides.policy, sides.engine, sides.slices, why)
 
 

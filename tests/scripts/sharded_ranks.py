@@ -11,15 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.parallel.ranks import rank, world_size
+from colograd.policy.logprobs import calls
 from colograd.sharding import Sharding, buckets
+from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.selection import WAYS
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
@@ -36,13 +40,30 @@ def fresh(dtype: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(getattr(torch, dtype))
 
 
-def row_loss(model: torch.nn.Module, step: int, row: int) -> torch.Tensor:
+def row_loss(model: LlamaForCausalLM, step: int, row: int, all_used: bool) -> torch.Tensor:
+    """Each parameter times random numbers, while its module is called: then at the latest it is whole."""
     draw = torch.Generator().manual_seed(100 * step + row)
-    return sum(
-        (p.float() * (torch.randint(-8, 9, p.shape, generator=draw) / 64)).sum()
-        for name, p in model.named_parameters()
-        if not (name.endswith("k_proj.weight") and row % 2 and step + 1 == STEPS)  # which this row doesn't use
-    )
+    factors = {name: torch.randint(-8, 9, p.shape, generator=draw) / 64 for name, p in model.named_parameters()}
+    unused = [name for name in factors if name.endswith("k_proj.weight") and row % 2 and step + 1 == STEPS]
+    for name in unused:
+        if all_used:
+            factors[name].zero_()
+        else:
+            del factors[name]
+
+    def of(module: torch.nn.Module, prefix: str, *without: str) -> torch.Tensor:
+        named = [(f"{prefix}{name}", p) for name, p in module.named_parameters()]
+        return sum((p.float() * factors[n]).sum() for n, p in named if n in factors and not n.startswith(without))
+
+    def whole() -> torch.Tensor:
+        total = of(model, "", "model.layers.", "model.norm.")
+        for index, layer in enumerate(model.model.layers):
+            with calls(layer, lambda layer=layer, index=index: of(layer, f"model.layers.{index}.")):
+                total = total + layer()
+        return total + of(model.model.norm, "model.norm.")  # last, as in a model: its gradient is then the first
+
+    with calls(model, whole), getattr(model, "around_forward", nullcontext)():
+        return model()
 
 
 class Watch:
@@ -56,15 +77,19 @@ class Watch:
     def look(self) -> None:
         if self.off:
             return
-        alive = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
         sums = [bucket.sum for bucket in getattr(self.way, "buckets", ()) if bucket.sum is not None]
-        self.peak = max(self.peak, alive + sum(total.nbytes for total in sums))
+        if isinstance(self.way, FullySharded):  # its blocks are measured by fsdp_ranks.py
+            sums = [piece.part.grad for piece in self.way.owned() if piece.part.grad is not None]
+        else:
+            sums += [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.peak = max(self.peak, sum(total.nbytes for total in sums))
 
 
 def digest(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().float().numpy().tobytes())
+        whole = getattr(parameter, "full_tensor", lambda kept=parameter: kept)()
+        found.update(whole.detach().float().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -78,9 +103,11 @@ def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[st
     optimizer = AdamWSplit([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2)
     way.share(optimizer)
     watch, first = Watch(model, way), 0
+    all_used = name == "fsdp" and dtype == "bfloat16"  # where a gradient that one rank doesn't have is an error
     if checkpoints is not None:
         folder = checkpoints / f"{name}-{dtype}"
-        model.load_state_dict(torch.load(folder / "model.pt"))
+        if not way.load_weights(folder):
+            model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
         if not way.load_optimizer(optimizer, folder):
             optimizer.load_state_dict(torch.load(folder / "optimizer.pt"))
         way.gather_weights()
@@ -90,7 +117,7 @@ def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[st
     for step in range(first, STEPS):
         watch.off = step + 1 == STEPS  # buckets wait for a gradient that doesn't come
         for row in range(rank(), ROWS, world_size()):
-            way.backward(row_loss(model, step, row))
+            way.backward(row_loss(model, step, row, all_used))
         way.sum_gradients()
         norm = way.clip(0.5)
         optimizer.step()
@@ -101,8 +128,11 @@ def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[st
             folder.mkdir(exist_ok=True)
             if not way.save_optimizer(optimizer, folder) and rank() == 0:
                 torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+            whole = way.state_dict(keep=rank() == 0)
             if rank() == 0:
-                torch.save(model.state_dict(), folder / "model.pt")
+                weights = model.state_dict() if whole is None else whole
+                weights.pop("lm_head.weight")  # tied
+                save_file(weights, folder / "model.safetensors")
     state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
     return {
         "steps": seen,

@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT [SHARDING]]
 
 FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on rank 1 only), `memory` (rank 1 runs out of
-memory above 100 tokens); on rank 1 a reward that never returns in a worker (`hangs`) or in the trainer's process
-(`stuck`), or that ends its worker (`dies`). `exchange`, no fault, adds what ranks have to agree on further, and so does
-`memory`: advantages scaled over the step, and a reference that follows the policy.
+memory above 100 tokens), `backward` (a backward of rank 1 fails half-way); on rank 1 a reward that never returns in a
+worker (`hangs`) or in the trainer's process (`stuck`), or that ends its worker (`dies`). `exchange`, no fault, adds
+what ranks have to agree on further, and so does `memory`: advantages scaled over the step, and a reference that follows
+the policy.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from colograd import GRPOTrainer
 
 RANK = int(os.environ.get("RANK", "0"))
+TRAFFIC = ("reduced", "gathered", "published")
 FAULT = sys.argv[5] if len(sys.argv) > 5 else ""
 SHARDING = sys.argv[6] if len(sys.argv) > 6 else "none"
 
@@ -33,7 +35,7 @@ EXCHANGE = {"scale_rewards": "batch", "beta": 0.05, "sync_ref_model": True, "ref
 SETTINGS: dict[str, dict[str, Any]] = {
     "exchange": EXCHANGE,
     "memory": EXCHANGE,
-    "hangs": {"reward_workers": 1, "reward_timeout": 2.0},
+    "hangs": {"reward_workers": 1, "reward_timeout": 2.0, "max_steps": 1},
     "stuck": {"reward_timeout": 5.0},
     "dies": {"reward_workers": 1},
 }
@@ -51,10 +53,21 @@ def reward(completions, **kwargs):
 
 
 def digest(model) -> str:
+    """Of the whole weights; a collective where each rank has some rows of them."""
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().float().numpy().tobytes())
+        whole = getattr(parameter, "full_tensor", lambda kept=parameter: kept)()
+        found.update(whole.detach().float().numpy().tobytes())
     return found.hexdigest()
+
+
+def fail_in_backward(model) -> None:
+    """Once the gradients of the last layer are made."""
+
+    def fail(*_) -> None:
+        raise RuntimeError("a kernel of rank 1 failed")
+
+    model.model.layers[0].register_full_backward_pre_hook(fail)
 
 
 class Watching(GRPOTrainer):
@@ -81,6 +94,8 @@ class Watching(GRPOTrainer):
         output = super().compute_loss(model, micro_batch)
         if FAULT == "loss" and RANK == 1 and self.state.global_step == 1:
             output.loss.data.fill_(float("nan"))
+        if FAULT == "backward" and RANK == 1 and self.state.global_step == 1:
+            fail_in_backward(model)
         if FAULT == "memory" and RANK == 1 and micro_batch.input_ids.numel() > 100:
             raise torch.OutOfMemoryError("rank 1 has no room")
         return output
@@ -93,12 +108,11 @@ def main() -> None:
         reward_funcs=reward,
         args=tiny.config(
             run_dir,
-            max_steps=3,
             model_init_kwargs={"dtype": dtype},
             save_strategy="steps",
             save_steps=3,
             sharding=SHARDING,
-            **SETTINGS.get(FAULT, {}),
+            **{"max_steps": 3, **SETTINGS.get(FAULT, {})},
         ),
         train_dataset=tiny.prompts(),
         eval_dataset=tiny.prompts(5),
@@ -106,14 +120,19 @@ def main() -> None:
     trainer.train()
     trainer.publish()
     metrics = trainer.evaluate()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "reward" in entry]
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    slices = getattr(trainer.weights, "shared", ())
+    shared = [part.source.data_ptr() == part.destination.data_ptr() for part in slices]
     result = {
         "seen": trainer.seen,
+        "shared": all(shared) and len(shared) == len(list(trainer.model.parameters())),
+        "bytes": sum(p.nbytes for p in trainer.model.parameters()),
+        "traffic": {name: [step[f"sync/{name}_bytes"] for step in steps] for name in TRAFFIC},
         "eval": metrics["eval_reward"],
         "count": metrics["eval_completions"],
-        "losses": losses,
-        "abstained": [e["rewards/reward/abstained"] for e in trainer.state.log_history if "reward" in e],
-        "timeouts": [e.get("rewards/reward/timeouts", 0) for e in trainer.state.log_history if "reward" in e],
+        "losses": [step["loss"] for step in steps],
+        "abstained": [step["rewards/reward/abstained"] for step in steps],
+        "timeouts": [step.get("rewards/reward/timeouts", 0) for step in steps],
     }
     Path(out_dir, f"rank{RANK}-of-{os.environ.get('WORLD_SIZE', '1')}.json").write_text(json.dumps(result))
 

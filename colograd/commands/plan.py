@@ -1,0 +1,204 @@
+"""``colograd plan``: what a model needs on each GPU in each way of sharding, for machines that one doesn't have.
+
+    colograd plan --model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu-memory 80
+
+Nothing is loaded: the model's ``config.json`` gives the shapes of its parameters. The figures are those of the table
+at the start of a run (`colograd.memory`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..runtime import process
+
+if TYPE_CHECKING:
+    from ..memory.choice import Run
+    from ..memory.table import MemoryPlan
+
+GIB = 2**30
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; the exit status, 2 for bad input."""
+    options = _parser().parse_args(argv)
+    process.quiet_logs(False)
+    try:
+        _check(options)
+        lines = [*told(run_of(options), options)]
+    except ValueError as error:
+        print(f"colograd plan: error: {error}", file=sys.stderr)
+        return 2
+    print(*lines, sep="\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="colograd plan", description="What a model needs on each GPU, in each way of sharding. Nothing is loaded."
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a folder with a config.json, or a Hub id")
+    add("--gpus", type=int, required=True, help="ranks: one per GPU")
+    add("--gpu-memory", type=float, required=True, metavar="GIB", help="of each GPU")
+    add("--tensor-parallel", type=int, default=1, metavar="T", help="ranks that share one engine; default: 1")
+    add("--context", type=int, default=8192, help="tokens of the longest prompt and completion together; default: 8192")
+    add("--completion", type=int, help="tokens of the longest completion; default: half of the context")
+    add("--group", type=int, default=8, help="completions per prompt; default: 8")
+    add("--sequences", type=int, help="completions of a generation, over all GPUs; default: 64 for each engine")
+    add("--max-tokens", type=int, default=0, help="of a micro-batch; default: 16384, or fewer where they don't fit")
+    add("--lora-rank", type=int, default=0, metavar="R", help="train an adapter on all linear layers")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of policy and engine; default: bfloat16")
+    add("--optim", default="adamw_split", help="default: adamw_split")
+    add("--reference", action="store_true", help="a frozen copy for the KL term (beta above 0)")
+    add("--sleep", action="store_true", help="vllm_enable_sleep_mode: the KV cache is away while the policy trains")
+    add("--offload-optimizer", action="store_true", help="its state is on the host while the engine samples")
+    add("--no-checkpointing", action="store_true", help="gradient_checkpointing: false")
+    add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("gpus", "gpu_memory", "tensor_parallel", "context", "group"):
+        if getattr(options, name) <= 0:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {getattr(options, name):g}, but must be above 0: give how many there are.")
+    if options.gpus % options.tensor_parallel:
+        divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
+        raise ValueError(
+            f"--tensor-parallel is {options.tensor_parallel}, but must divide --gpus ({options.gpus}): choose one of "
+            f"{', '.join(divisors)}."
+        )
+    if options.completion is not None and not 0 < options.completion < options.context:
+        raise ValueError(
+            f"--completion is {options.completion}, but must leave room for a prompt in --context ({options.context}): "
+            "lower it."
+        )
+
+
+def run_of(options: argparse.Namespace) -> Run:
+    """The run that the options describe, on empty GPUs."""
+    import torch
+
+    from ..memory.choice import Run
+    from ..memory.shape import Lengths, Shape
+    from ..memory.ways import PolicySizes
+    from ..policy.outline import outline, with_adapter
+
+    dtype = getattr(torch, options.dtype)
+    model = outline(options.model, dtype, options.trust_remote_code)
+    heads, per_engine = int(model.config.get_text_config().num_attention_heads), options.tensor_parallel
+    if heads % per_engine:
+        raise ValueError(
+            f"--tensor-parallel is {per_engine}, but must divide the model's {heads} attention heads: choose another."
+        )
+    if options.lora_rank:
+        model = with_adapter(model, options.lora_rank)
+    engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
+    sequences = -(-(options.sequences or 64 * engines) // engines)
+    completion = options.completion or max(1, options.context // 2)
+    sizes = PolicySizes.of(model, options.optim, dtype.itemsize)
+    return Run(
+        device="a GPU",
+        on_gpu=True,
+        total=memory,
+        available=memory,
+        ranks=options.gpus,
+        ranks_per_engine=per_engine,
+        shape=Shape.of(model.config),
+        sizes=sizes,
+        itemsize=dtype.itemsize,
+        engine_itemsize=dtype.itemsize,
+        cache_itemsize=dtype.itemsize,
+        length=options.context,
+        sequences=sequences,
+        running=sequences,
+        lengths=Lengths(max(1, options.context - completion), completion, options.group),
+        tokens=options.max_tokens,
+        checkpointing=not options.no_checkpointing,
+        sleeps=options.sleep,
+        offloads=options.offload_optimizer,
+        reference=sizes.weights if options.reference and not options.lora_rank else 0,
+    )
+
+
+def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
+    """The lines that are printed."""
+    from ..memory.choice import auto, fits, remedies
+
+    sizes, name = run.sizes, Path(options.model).name
+    adapter = f", {sizes.trained / 1e6:,.1f} M of them trained (LoRA)" if options.lora_rank else ""
+    engine = "an engine each" if run.ranks_per_engine == 1 else f"an engine for {run.ranks_per_engine} of them"
+    yield (
+        f"{name}: {sizes.elements / 1e9:,.2f} billion parameters{adapter}, {options.dtype}, {options.optim}; on "
+        f"{run.ranks} GPU(s) of {options.gpu_memory:g} GiB, {engine}"
+    )
+    yield (
+        f"sequences of up to {run.length:,} tokens, {run.sequences:,} per engine and generation; their KV cache would "
+        f"take {run.need.wanted / GIB:,.1f} GiB per GPU"
+    )
+    yield ""
+    yield from table([*rows(run)])
+    yield ""
+    if run.ranks > 1:
+        layout = ", nor is the policy cut as its engine is (in its layout)" if run.ranks_per_engine > 1 else ""
+        yield f"* isn't available in this version{layout}"
+    taken = auto(run)
+    if fits(run, taken):
+        yield f"sharding: auto takes {taken!r}"
+    else:
+        yield f"sharding: auto finds none that fits; {remedies(run, taken)}"
+
+
+def rows(run: Run) -> Iterator[tuple[str, MemoryPlan, bool]]:
+    """Each way's name, its plan, and whether it fits; those that this version doesn't have with a star."""
+    import dataclasses
+
+    from ..memory.choice import AVAILABLE, fits, plan_of
+    from ..memory.ways import WAYS
+
+    for way in WAYS if run.ranks > 1 else WAYS[:1]:
+        yield way if way in AVAILABLE else f"{way} *", plan_of(run, way), fits(run, way)
+    if run.ranks_per_engine > 1:
+        laid_out = dataclasses.replace(run, in_layout=True)
+        for way in WAYS[:3]:
+            yield f"{way}, in its layout *", plan_of(laid_out, way), fits(laid_out, way)
+
+
+HEADS = (
+    "GiB per GPU", "engine", "policy", "gradients", "optimizer", "exchange", "activations", "of tokens", "kept free",
+    "left for KV", "KV tokens", "fits",
+)  # fmt: skip
+
+
+def table(rows: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
+    """A line per way: what each part takes at its peak, what is left for the KV cache, and its tokens."""
+    cells = [HEADS, *(_cells(way, plan, fitting) for way, plan, fitting in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
+    for first, *others in cells:
+        rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *rest])
+
+
+def _cells(way: str, plan: MemoryPlan, fitting: bool) -> tuple[str, ...]:
+    parts = (
+        plan.engine_weights,
+        plan.policy_weights + plan.reference,
+        plan.gradients,
+        plan.optimizer,
+        plan.exchange,
+        plan.activations + plan.batches,
+    )
+    return (
+        way,
+        *(f"{part / GIB:.1f}" for part in parts),
+        f"{plan.tokens:,}",
+        f"{plan.margin / GIB:.1f}",
+        f"{plan.room / GIB:.1f}",
+        f"{max(plan.room, 0) // plan.kv_per_token:,}",
+        "yes" if fitting else "no",
+    )

@@ -1,0 +1,42 @@
+"""Ranks that must do the same at the same time: the first of a group decides, the others do what it tells them.
+
+What is decided by a clock, by a user's function or by one rank's state can't be decided on each rank again. So only the
+leader runs such code. What comes of it goes through a stream of messages, which the others follow.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .layout import RankLayout
+
+
+class Lockstep:
+    """The ranks of one engine. Making it is a collective of all ranks.
+
+    Args:
+        layout: this rank's place.
+        patience: seconds for which followers wait for the next message.
+    """
+
+    def __init__(self, layout: RankLayout, patience: float) -> None:
+        self.leads = layout.engine_place == 0
+        self._leader = layout.engine_group[0]
+        size = layout.ranks_per_engine
+        every = [[*range(first, first + size)] for first in range(0, layout.world_size, size)]
+        # gloo, as messages are objects: over NCCL they would go through the GPUs.
+        groups = [dist.new_group(ranks, timedelta(seconds=patience), backend="gloo") for ranks in every]
+        self._group = groups[layout.data_rank]
+
+    def tell(self, message: Any) -> None:
+        """Send a message (any picklable object) to all followers."""
+        dist.broadcast_object_list([message], self._leader, self._group)
+
+    def listen(self) -> Any:
+        """Wait for the leader's next message."""
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, self._leader, self._group)
+        return message[0]

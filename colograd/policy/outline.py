@@ -1,0 +1,39 @@
+"""A model's parameters without their values: on the meta device, from its configuration alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .lora import wrap
+
+
+def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The model at ``path`` as it would be loaded, in no memory.
+
+    Args:
+        path: a folder or a Hub id; its ``config.json`` is read and nothing else.
+
+    Raises:
+        ValueError: there is no configuration, or it isn't a causal language model's.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{path!r} has no configuration of a causal language model ({reason}) Give a folder with its config.json, "
+            "or a Hub id."
+        ) from None
+
+
+def with_adapter(model: Any, rank: int) -> Any:
+    """An outline with a LoRA of ``rank`` on all of its linear layers but the head."""
+    import peft
+
+    with torch.device("meta"):
+        return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)

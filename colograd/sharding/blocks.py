@@ -1,0 +1,155 @@
+"""A model as blocks whose weights `fully_shard` gathers and whose gradients it reduces, each in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..parallel.ranks import world_size
+from .buckets import all_gather, reduce_scatter
+
+
+class Exchange(NamedTuple):
+    """One collective of a forward or a backward."""
+
+    block: FSDPModule
+    summed: int = 0  # elements of gradients that are summed; 0: weights are gathered
+
+    def answer(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Take part in it as one that has nothing to add: with its weights, or with zeros."""
+        if not self.summed:
+            self.block.unshard()
+            self.block.reshard()
+            return
+        zeros = torch.zeros(self.summed, dtype=dtype, device=device)
+        reduce_scatter(torch.empty(self.summed // world_size(), dtype=dtype, device=device), zeros)
+
+
+class Listener(Protocol):
+    """Whoever is told of each exchange."""
+
+    def on_gather(self, block: FSDPModule, whole: torch.Tensor) -> None:
+        """A block's weights are about to be gathered into ``whole``."""
+
+    def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
+        """A block's gradients ``whole`` are about to be summed over ranks."""
+
+    def take(self, own: torch.Tensor) -> None:
+        """They were, and this rank's rows of them are ``own``."""
+
+
+@dataclass(eq=False, slots=True)
+class _Comm:
+    block: FSDPModule
+    listener: Listener
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Comm):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        self.listener.on_gather(self.block, output_tensor)
+        work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class _Reduce(_Comm):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        self.listener.on_reduce(self.block, input_tensor)
+        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self.listener.take(output_tensor)
+        return work
+
+
+def cut(
+    model: torch.nn.Module,
+    device: torch.device,
+    listener: Listener,
+    gradients: torch.dtype,
+    reshard: bool = True,
+    offload: bool = False,
+) -> list[FSDPModule]:
+    """Cut the parameters by rows, in place, and bring each rank's to ``device``.
+
+    Args:
+        gradients: the dtype in which they are summed.
+        reshard: forget a block's weights after its forward, and gather them again for its backward.
+        offload: to pinned host memory instead.
+
+    Returns:
+        The blocks in the order of a forward. The first is the model itself, which has what lies outside of the others.
+
+    Raises:
+        ValueError: it can't be cut so.
+    """
+    decoder = decoder_blocks(model)
+    check_blocks(model, decoder)
+    rule: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=gradients),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    for module in decoder:
+        fully_shard(module, reshard_after_forward=reshard, **rule)
+    # The model's own backward begins where its forward ends: nothing is gained by forgetting these in between.
+    fully_shard(model, reshard_after_forward=False, **rule)
+    blocks: list[Any] = [model, *decoder]
+    for block in blocks:
+        block.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the whole step's denominator
+        block.set_force_sum_reduction_for_comms(True)
+        if hasattr(block, "set_reduce_scatter_unused_params") and _alike(block, gradients):
+            block.set_reduce_scatter_unused_params(True)  # torch's zeros are of the parameter's own dtype
+        block.set_custom_all_gather(_Gather(block, listener))
+        block.set_custom_reduce_scatter(_Reduce(block, listener))
+    return blocks
+
+
+def _alike(block: Any, dtype: torch.dtype) -> bool:
+    return all(parameter.dtype == dtype for parameter in block.parameters())
+
+
+def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
+    """The parameters of which a pass makes the gradients: the same objects in each, without memory in between.
+    A collective."""
+    block.unshard()
+    whole = [parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)]
+    block.reshard()
+    return whole
+
+
+def decoder_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers that the model names as indivisible; else the members of its longest list of modules."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if found:
+        inside = {child for module in found for child in module.modules() if child is not module}
+        return [module for module in found if module not in inside]
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return list(max(lists, key=len, default=()))
+
+
+def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
+    """Refuse what `fully_shard` would stumble over later, or on some ranks only."""
+    remedy = "set sharding: gradients, which cuts gradients and optimizer state alone."
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise ValueError(f"sharding is 'fsdp', but {name} is a single number and has no rows to cut: {remedy}")
+    for block in decoder:
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"sharding is 'fsdp', but a {type(block).__name__} has parameters in {' and '.join(sorted(dtypes))}, "
+                f"whose gradients can't be summed in one exchange: {remedy}"
+            )

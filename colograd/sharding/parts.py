@@ -1,0 +1,60 @@
+"""What the ways have in common in which each rank's optimizer has parts of the parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..parallel.ranks import rank, world_size
+from . import optimizer_state
+from .way import Sharding, scale_down, squared_norm
+
+
+class SharedParts(Sharding):
+    """Each element of a trained parameter is one rank's to update; its gradient's sum lies there too."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model, parts=world_size())
+        self._order: list[str] = []  # the parameters' names as the whole optimizer counts them
+
+    @abstractmethod
+    def _sums(self) -> Sequence[torch.Tensor]:
+        """This rank's share of the step's summed gradient; an element that is nobody's is 0."""
+
+    @abstractmethod
+    def _after_step(self) -> None:
+        """What follows the optimizer's step."""
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        pieces = {piece.name: piece.part for piece in self.owned()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for group in optimizer.param_groups:
+            named = [names[id(parameter)] for parameter in group["params"]]
+            self._order += named
+            group["params"] = [pieces[name] for name in named if name in pieces]
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def clip(self, largest: float) -> float:
+        sums = self._sums()
+        total = torch.tensor(squared_norm(sums), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        norm = float(total) ** 0.5
+        scale_down(sums, norm, largest)
+        return norm
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where ranks exchange."""
+
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        optimizer_state.save(optimizer, self.owned(), folder, rank(), world_size())
+        return True
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        optimizer_state.load(optimizer, self.owned(), folder, self._order, rank(), world_size())
+        return True

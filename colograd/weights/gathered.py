@@ -1,0 +1,84 @@
+"""`gathered`: each rank holds some rows of the policy; a publish brings all of them, a few at a time, into each engine.
+
+The rows go from the exchange between ranks straight to their places in the engine's tensors, already cast: no block of
+the policy is ever whole beside the engine. All ranks publish at the same time, in the same exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..engine.vllm_engine import Engine
+from ..sharding.rows import ELEMENTS, Rows, cuts_of, gathered
+from .mapping import Slice
+from .way import PlannedWay
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies in this rank's part of the engine, see `Slice`."""
+
+    destination: torch.Tensor
+    cut: tuple[slice, ...]
+
+    def of(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of some rows, those that lie in it, and their values; None: none does."""
+        held = range(*self.cut[0].indices(rows.total)) if self.cut else range(rows.total)
+        first, last = max(rows.first, held.start), min(rows.first + len(rows.values), held.stop)
+        if first >= last:
+            return None
+        values = rows.values[first - rows.first : last - rows.first]
+        return self.destination[first - held.start : last - held.start], values[(slice(None), *self.cut[1:])]
+
+
+class GatheredWeights(PlannedWay):
+    """Publishes a policy that ranks have cut by rows.
+
+    Args:
+        policy: whole still, or cut already. It is asked for its rows at each publish, so they may move.
+        engine: ``slices`` pairs the policy's parameters with its tensors.
+    """
+
+    def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
+        super().__init__(policy, engine)
+        # Without their sources: these are the whole parameters, which are to be freed.
+        self.places = {part.name: Place(part.destination, part.cut) for part in slices}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a publish writes."""
+        return sum(place.destination.nbytes for place in self.places.values())
+
+    def describe(self) -> str:
+        return (
+            f"weights: gathered, {len(self.places)} parameters, {self.nbytes / 2**20:,.0f} MiB per publish (each rank "
+            f"holds some rows of the policy; at most {ELEMENTS / 1e6:,.0f} M elements of all are together at once)"
+        )
+
+    def write(self) -> int:
+        """A collective."""
+        for _, destination, values in self._rows():
+            destination.copy_(values)
+        return self.nbytes
+
+    def differing(self) -> list[str]:
+        """See `Publisher.differing`. A collective."""
+        found: dict[str, bool] = {}
+        for name, destination, values in self._rows():
+            found[name] = found.get(name, False) or not torch.equal(destination, values)
+        return [name for name, differs in found.items() if differs]
+
+    def _rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Rows of a parameter: its name, their place in the engine, and their values, cast to the engine's dtype."""
+        device = next(iter(self.places.values())).destination.device
+        cuts = cuts_of(self._policy)
+        for rows in gathered(cuts, device, lambda name: self.places[name].destination.dtype):
+            if (found := self.places[rows.name].of(rows)) is not None:
+                yield rows.name, *found
+
+    def _addresses(self) -> dict[str, int]:
+        """Of the engine's tensors alone."""
+        return {f"engine {name}": p.data_ptr() for name, p in self.engine.model.named_parameters()}

@@ -1,0 +1,74 @@
+"""A model that is too large for the tests, by its configuration alone."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, Qwen2Config
+
+from colograd.memory.choice import Run
+from colograd.memory.shape import Lengths, Shape
+from colograd.memory.table import GIB
+from colograd.memory.ways import PolicySizes
+from colograd.policy.outline import outline, with_adapter
+
+# Of Qwen2.5-7B.
+LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 28, 3584, 18944, 28, 4, 128, 152064
+QWEN = {
+    "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
+    "num_key_value_heads": KEYS, "vocab_size": VOCABULARY, "tie_word_embeddings": False,
+    "max_position_embeddings": 32768, "architectures": ["Qwen2ForCausalLM"],
+}  # fmt: skip
+# Hidden, MLP, layers, heads, key-value heads and vocabulary of models in docs/scaling.md, and whether the head is tied.
+SHAPES = {
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-7B": (HIDDEN, INNER, LAYERS, HEADS, KEYS, VOCABULARY, False),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, False),
+    "Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128256, False),
+}
+# Projections with the biases of queries, keys and values, the MLP, two norms.
+BLOCK = (
+    2 * HIDDEN * HEADS * HEAD + 2 * HIDDEN * KEYS * HEAD + (HEADS + 2 * KEYS) * HEAD + 3 * HIDDEN * INNER + 2 * HIDDEN
+)
+ENDS = 2 * VOCABULARY * HIDDEN + HIDDEN  # embedding, head, the last norm
+PARAMETERS = LAYERS * BLOCK + ENDS  # 7.62 billion
+
+
+def folder(place: Path) -> Path:
+    """A folder with the configuration and nothing else."""
+    Qwen2Config(**QWEN).save_pretrained(place)
+    return place
+
+
+def folder_of(name: str, place: Path) -> Path:
+    """The same of one of `SHAPES`."""
+    hidden, inner, layers, heads, keys, vocabulary, tied = SHAPES[name]
+    shape = {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": keys, "vocab_size": vocabulary, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    (LlamaConfig if name.startswith("Llama") else Qwen2Config)(**shape).save_pretrained(place / name)
+    return place / name
+
+
+@functools.cache
+def sizes(place: Path, rank: int = 0) -> tuple[Shape, PolicySizes]:
+    """Of the policy in bfloat16; with a LoRA of ``rank`` if above 0."""
+    model: Any = outline(str(place), torch.bfloat16)
+    model = with_adapter(model, rank) if rank else model
+    return Shape.of(model.config), PolicySizes.of(model, "adamw_split", 2)
+
+
+def run(place: Path, **changes: Any) -> Run:
+    """Of an empty GPU of 80 GiB among 8, contexts of 8,192 tokens and 64 sequences in each engine."""
+    shape, of_policy = sizes(place, changes.pop("rank", 0))
+    settings: dict[str, Any] = {
+        "device": "a GPU", "on_gpu": True, "total": 80 * GIB, "available": 80 * GIB, "ranks": 8, "ranks_per_engine": 1,
+        "shape": shape, "sizes": of_policy, "itemsize": 2, "engine_itemsize": 2, "cache_itemsize": 2, "length": 8192,
+        "sequences": 64, "running": 64, "lengths": Lengths(1024, 7168, 8), "tokens": 0,
+    }  # fmt: skip
+    return Run(**(settings | changes))

@@ -1,0 +1,108 @@
+"""Train on rollouts that are the same whoever asks for them, and write down what becomes of the policy.
+
+    torchrun --nproc-per-node 2 same_rollouts.py MODEL OUT_DIR '{"vllm_tensor_parallel_size": 2}' [FAULT]
+
+Started by tests/test_tensor_parallel.py. The third argument changes the configuration, and
+`{"lora": true}` trains an adapter. After training, each rank's
+weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.
+FAULT: `reward` (rank 0's raises in the second step), `loss` (a NaN on the last rank), `memory` (the last rank runs out
+of it above 100 tokens).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny
+import torch
+from peft import LoraConfig
+from test_same_rollouts import STEPS, Rollouts
+
+from colograd import GRPOTrainer
+from colograd.batch import ScoredGroup
+from colograd.engine.sampling import Sampling
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import pack
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FAULT = sys.argv[4] if len(sys.argv) > 4 else ""
+CALLED: list[int] = []  # completions of each call of the reward on this rank
+
+
+def reward(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[float]:
+    CALLED.append(len(completions))
+    if FAULT == "reward" and trainer_state.global_step == 1:
+        raise RuntimeError(f"the judge of rank {RANK} is out")
+    return tiny.vowels(completions)
+
+
+class Watching(GRPOTrainer):
+    trained = 0  # completions that this rank trained on
+
+    def publish(self) -> None:
+        super().publish()
+        assert self.weights.differing() == []
+
+    def compute_loss(self, model: Any, micro_batch: Any, **kwargs: Any) -> Any:
+        output = super().compute_loss(model, micro_batch)
+        self.trained += micro_batch.num_sequences
+        if FAULT == "loss" and RANK == RANKS - 1 and self.state.global_step == 1:
+            output.loss.data.fill_(float("nan"))
+        if FAULT == "memory" and RANK == RANKS - 1 and micro_batch.input_ids.numel() > 100:
+            raise torch.OutOfMemoryError("the last rank has no room")
+        return output
+
+
+def parity(trainer: GRPOTrainer) -> float:
+    """The largest difference between the sampler's and the trainer's log-probabilities; 0 on ranks that follow."""
+    sampling = Sampling.for_training(trainer.args)
+    prompts = trainer.train_prompts.prompts()[:4]
+
+    def sample() -> Any:
+        return [*trainer.engine.generate(prompts, sampling, version=trainer.state.global_step, seed=5)]
+
+    groups = trainer.engine.lead(sample, others=[])
+    scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
+    worst = 0.0
+    for row in pack(scored, 4096, False, torch.device("cpu")):
+        with torch.no_grad():
+            logprobs, _ = policy_logprobs(trainer.model, row, 1.0)
+        worst = max(worst, float((logprobs - row.sampler_logprobs).abs().max()))
+    return worst
+
+
+def main() -> None:
+    model, out_dir, changes = sys.argv[1:4]
+    settings = {"max_steps": STEPS, "prompts_per_step": 8, "save_strategy": "steps", "save_steps": 3}
+    settings |= json.loads(changes)
+    adapter = LoraConfig(r=4, target_modules="all-linear") if settings.pop("lora", False) else None
+    config = tiny.config(Path(out_dir) / f"run-{RANKS}", **settings)
+    rollouts = Rollouts()
+    trainer = Watching(
+        model, reward, config, tiny.prompts(), tiny.prompts(5), rollout_func=rollouts, peft_config=adapter
+    )
+    trainer.train()
+    trainer.publish()
+    result = {
+        "parity": parity(trainer),
+        "asked": [[step, sorted(texts)] for step, texts in rollouts.asked],
+        "called": sum(CALLED),
+        "trained": trainer.trained,
+        "logs": [entry for entry in trainer.state.log_history if "grad_norm" in entry],
+        "engine": trainer.engine.weight_bytes,
+        "weights": trainer.weights.describe(),
+        "counted": trainer.evaluate()["eval_completions"],
+    }
+    torch.save(trainer.model.state_dict(), Path(out_dir, f"weights{RANK}-of-{RANKS}.pt"))
+    Path(out_dir, f"rank{RANK}-of-{RANKS}.json").write_text(json.dumps(result))
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Let one rank lead an engine that all ranks share, in all that a clock or a rank's own state decides.
+
+    torchrun --nproc-per-node 2 shared_engine.py MODEL OUT_DIR [FAULT]
+
+Started by tests/test_shared_engine.py. Each rank writes what every case returned, how many steps its engine took in it,
+and what both ranks sample afterwards without a leader, which shows that their engines agree. FAULT `follower`: the last
+rank's engine fails in its third step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny
+import tool_cases
+import torch
+
+from colograd.batch import Group, Prompt, ScoredGroup
+from colograd.data import PromptRules
+from colograd.engine.sampling import Sampling
+from colograd.engine.vllm_engine import Engine
+from colograd.parallel.ranks import together
+from colograd.reporting.metrics import PhaseTimes
+from colograd.rewards import Scorer, resolve_rewards
+from colograd.rollout.conversations import Conversations
+from colograd.rollout.custom import CustomRollouts
+from colograd.rollout.rounds import draw
+from colograd.rollout.stages import Stages
+from colograd.rollout.tool_format import ToolCall, ToolFormat
+from colograd.rollout.toolbox import Toolbox
+from colograd.runtime import process
+
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+# Completions of very different lengths.
+SAMPLING = Sampling(n=4, max_tokens=40, temperature=1.0, options={"stop_token_ids": list(range(0, 256, 16))})
+Groups = Sequence[Group]
+
+
+class EachTurnCalls(ToolFormat):
+    """Reads a call out of whatever a random model writes."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        super().__init__(tokenizer, {})
+        self.name = name
+
+    def read(self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Any) -> tuple[dict, list[ToolCall]]:
+        return {"role": "assistant", "content": ""}, [ToolCall(self.name, {"a": ids[0] % 10, "b": len(ids)})]
+
+
+class Cases:
+    """What is led; each returns groups."""
+
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.called = 0  # rewards on this rank
+
+    def prompts(self, first: int = 0, count: int = 4) -> list[Prompt]:
+        asked = [
+            {"prompt": [{"role": "user", "content": f"{'so ' * (i % 3)}{i}"}], "start": i}
+            for i in range(first, first + count)
+        ]
+        return [Prompt(row, tuple(self.tokenizer(str(row["prompt"])).input_ids), row["start"]) for row in asked]
+
+    def write(self, prompts: Sequence[Prompt] | None = None) -> Any:
+        return self.engine.generate(prompts or self.prompts(), SAMPLING, version=0, seed=7)
+
+    def plain(self) -> Groups:
+        return [*self.write()]
+
+    def closed_early(self) -> Groups:
+        groups = self.write()
+        found = [next(groups)]
+        groups.close()
+        return found
+
+    def closed_by_the_clock(self) -> Groups:
+        groups, started, found = self.write(self.prompts(0, 32)), time.monotonic(), []
+        for group in groups:
+            found.append(group)
+            if time.monotonic() > started + 0.05:
+                break
+        groups.close()
+        return found
+
+    def left_open(self) -> Groups:
+        self.open = self.write()
+        next(self.open)
+        raise RuntimeError("the judge is out")
+
+    def late_reward(self) -> Groups:
+        """Dynamic sampling with rewards that arrive when they like: what is in flight is aborted by the clock."""
+
+        async def late(completions: list[Any], prompts: list[Any], **kwargs: Any) -> list[float]:
+            self.called += 1
+            await asyncio.sleep((hash(str(prompts)) % 5) / 20)
+            return tiny.vowels(completions) if len(str(prompts[0])) % 2 else [0.0] * len(completions)
+
+        scorer = Scorer(resolve_rewards([late], None))
+
+        def begin(groups: Sequence[Group]) -> Any:
+            texts = [self.tokenizer.batch_decode([list(r.completion_ids) for r in g.rollouts]) for g in groups]
+            return scorer.submit(groups, texts)
+
+        def judge(group: Group, rewards: torch.Tensor) -> ScoredGroup:
+            return ScoredGroup(group, rewards, rewards[:, 0] - rewards[:, 0].mean())
+
+        stages = Stages(self.write, begin, judge)
+        (step,) = draw(
+            [self.prompts()], stages, PhaseTimes(), max_rounds=6, more_prompts=lambda d, c: self.prompts(100 + d, c)
+        )
+        return [scored.group for scored in step.kept]
+
+    def tools(self) -> Groups:
+        return self._conversations("slow_add", None)
+
+    def late_tools(self) -> Groups:
+        return self._conversations("hangs", 0.2)
+
+    def _conversations(self, name: str, timeout: float | None) -> Groups:
+        box = Toolbox([getattr(tool_cases, name)], tool_cases.Counter, workers=2, timeout=timeout)
+        rules = PromptRules(self.tokenizer, 200, "drop", {}, "rows")
+        talks = Conversations(self.engine, box, EachTurnCalls(self.tokenizer, name), rules, 2)
+        sampling = Sampling(2, 200, 1.0, {"stop_token_ids": list(range(40))})
+        try:
+            return [*talks.generate(self.prompts(0, 2), sampling, version=0, seed=1)]
+        finally:
+            box.close()
+
+    def vllm_itself(self) -> Groups:
+        """A function of the user's that asks vLLM by its own method, as often as its clock says."""
+        from vllm import SamplingParams
+
+        def rollout(prompts: list[Any]) -> dict[str, Any]:
+            ids = [list(self.tokenizer(str(prompt)).input_ids) for prompt in prompts]
+            asked = SamplingParams(max_tokens=6, temperature=1.0, seed=5)
+            outputs = self.engine.llm.generate([{"prompt_token_ids": p} for p in ids], asked, use_tqdm=False)
+            written = [output.outputs[0] for output in outputs]
+            return {
+                "prompt_ids": ids,
+                "completion_ids": [list(one.token_ids) for one in written],
+                "logprobs": [[-1.0] * len(one.token_ids) for one in written],
+            }
+
+        return [*CustomRollouts(self.engine, rollout, ()).generate(self.prompts(), SAMPLING, version=0, seed=0)]
+
+
+CASES = (
+    "plain", "closed_early", "closed_by_the_clock", "left_open", "late_reward", "tools", "late_tools", "vllm_itself",
+)  # fmt: skip
+
+
+def tokens(groups: Groups) -> list[Any]:
+    ordered = sorted(groups, key=lambda group: group.position)
+    return [[group.position, *(list(rollout.completion_ids) for rollout in group.rollouts)] for group in ordered]
+
+
+def main() -> None:
+    model, out_dir, *fault = sys.argv[1:]
+    process.prepare_ranks()
+    process.quiet_logs(verbose=False)
+    config = tiny.config(Path(out_dir) / "run", vllm_tensor_parallel_size=RANKS, prompts_per_step=4)
+    engine = Engine(model, config, torch.float32, context=512, kv_bytes=2**24)
+    engine.stamp(0)
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = tiny.TOOL_TEMPLATE
+    cases, steps, result = Cases(engine, tokenizer), 0, {}
+    step = engine.core.step
+
+    def counted() -> Any:
+        nonlocal steps
+        steps += 1
+        if fault and RANK == RANKS - 1 and steps == 3:
+            raise torch.OutOfMemoryError("no room on the last rank")
+        return step()
+
+    engine.core.step = counted
+    for name in CASES:
+        before, found = steps, {}
+        work: Callable[[], Groups | None] = getattr(cases, name)
+        try:
+            with together(f"the case {name}"):
+                led = engine.lead(work, others=None)
+            found["tokens"] = None if led is None else tokens(led)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            if fault:
+                raise
+            found["error"] = f"{type(error).__name__}: {error}"
+        found["steps"] = steps - before
+        found["after"] = tokens([*cases.write(cases.prompts(50, 2))])
+        result[name] = found
+    result["called"] = cases.called
+    Path(out_dir, f"rank{RANK}-of-{RANKS}.json").write_text(json.dumps(result))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

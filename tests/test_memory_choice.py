@@ -1,0 +1,167 @@
+"""Which way of sharding is taken, and what is said of a run that doesn't fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import large
+import pytest
+import tiny
+
+from colograd.memory.choice import AMPLE, AVAILABLE, PLANNED_TOKENS, auto, fits, plan_of, planned, remedies, too_large
+from colograd.memory.shape import Lengths
+from colograd.memory.table import GIB, PHASES
+from colograd.memory.ways import WAYS
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return large.folder(tmp_path_factory.mktemp("qwen"))
+
+
+# -- the plan of a way
+
+
+def test_a_7b_policy_that_sleeps_and_offloads_does_not_fit_one_gpu(qwen: Path) -> None:
+    """While it samples there would be room enough: it is training that isn't possible."""
+    run = large.run(qwen, ranks=1, sleeps=True, offloads=True)
+    plan = plan_of(run, "none")
+    assert plan.room > 40 * GIB and plan.remains("sampling") > 0
+    assert plan.remains("training") < -45 * GIB and not fits(run, "none")
+
+
+def test_every_way_fits_as_much_as_the_next_or_less(qwen: Path) -> None:
+    run = large.run(qwen)
+    assert [fits(run, way) for way in WAYS] == [False, True, True, True]
+    rooms = [plan_of(run, way).room for way in WAYS]
+    assert rooms[0] < 0 < rooms[1] < min(rooms[2:])
+    for way in WAYS:
+        plan = plan_of(run, way).with_cache(run.need)
+        assert (plan.way, plan.ranks) == (way, 8)
+        assert fits(run, way) == (min(plan.remains(phase) for phase in PHASES) >= 0)
+
+
+def test_a_micro_batch_that_is_to_be_measured_is_planned_no_larger_than_fits(qwen: Path) -> None:
+    run = large.run(qwen)
+    assert run.longest_rows == [PLANNED_TOKENS, 8192]
+    assert large.run(qwen, length=3000).longest_rows == [PLANNED_TOKENS, 8192, 4096, 3000]
+    assert large.run(qwen, length=50_000).longest_rows == [50_000]
+    assert large.run(qwen, tokens=2048).longest_rows == [8192], "a sequence is never cut"
+    assert plan_of(run, "gradients").tokens == PLANNED_TOKENS
+    state = planned(run, "gradients", PLANNED_TOKENS)
+    tight = dataclasses.replace(run, available=run.total - state.room + run.need.least // 2)
+    assert plan_of(tight, "gradients").tokens == 8192 and fits(tight, "gradients")
+
+
+def test_the_keys_of_short_completions_are_counted(qwen: Path) -> None:
+    """Groups of 8 on prompts of 8,000 tokens: completions of 16 tokens join each prompt's keys once more."""
+    alone, joined = (
+        planned(large.run(qwen, lengths=Lengths(8000, 128, group)), "gradients", PLANNED_TOKENS) for group in (1, 8)
+    )
+    extra = PLANNED_TOKENS * 2 * 2 * large.KEYS * large.HEAD * 8
+    assert 0.9 * extra < joined.activations - alone.activations < 5 * GIB
+
+
+def test_a_generation_s_micro_batches_are_counted_in_training_alone(qwen: Path) -> None:
+    plan = planned(large.run(qwen, sequences=4096), "gradients", PLANNED_TOKENS)
+    tokens = 4096 * 7168
+    assert plan.batches == 60 * tokens + 16 * 512 * 1024 and plan.batches > GIB
+    assert ("micro-batches", 0, plan.batches) in plan.rows()
+
+
+# -- auto
+
+
+def test_what_is_taken_is_what_the_configuration_lets_in(tmp_path: Path) -> None:
+    for way in WAYS:
+        if way in AVAILABLE:
+            assert tiny.config(tmp_path, sharding=way).sharding == way
+        else:
+            with pytest.raises(ValueError, match="sharding 'fsdp' isn't supported"):
+                tiny.config(tmp_path, sharding=way)
+
+
+def test_auto_takes_the_least_sharded_way_that_leaves_room(qwen: Path) -> None:
+    assert auto(large.run(qwen)) == "optimizer"
+    assert auto(large.run(qwen, total=180 * GIB, available=180 * GIB)) == "none"
+    assert auto(large.run(qwen, total=64 * GIB, available=64 * GIB)) == "gradients"
+    assert auto(large.run(qwen, ranks=64)) == "optimizer"
+    assert auto(large.run(qwen, rank=16)) == "none", "with an adapter nothing is large"
+    assert auto(large.run(qwen, ranks=1)) == "none", "there is nobody to share with"
+
+
+def test_it_wants_a_cache_for_the_generation_or_a_tenth_of_the_gpu(qwen: Path) -> None:
+    run = large.run(qwen)
+    room = plan_of(run, "optimizer").room
+    need = run.need
+    assert need.least < AMPLE * run.total < room < need.wanted
+    less = dataclasses.replace(run, available=run.available - room + int(AMPLE * run.total) - 1)
+    assert fits(less, "optimizer") and auto(less) == "gradients"
+    few = dataclasses.replace(less, running=1, sequences=1)
+    assert few.need.wanted < AMPLE * run.total and auto(few) == "optimizer"
+
+
+def test_where_nothing_is_ample_it_takes_what_leaves_most(qwen: Path) -> None:
+    small = large.run(qwen, total=24 * GIB, available=24 * GIB)
+    assert not any(fits(small, way) for way in WAYS)
+    assert auto(small, WAYS) == max(WAYS, key=lambda way: planned(small, way, 8192).remains("training"))
+    assert auto(small, WAYS[:2]) == "optimizer" and auto(small) in AVAILABLE, "of those that can be had"
+
+
+def test_on_a_cpu_nothing_is_sharded_unless_the_memory_says_so(qwen: Path) -> None:
+    run = large.run(qwen, on_gpu=False, ranks=4, total=200 * GIB, available=200 * GIB, tokens=4096)
+    assert auto(run) == "none"
+    assert auto(dataclasses.replace(run, available=100 * GIB)) == "optimizer"
+    assert auto(dataclasses.replace(run, available=60 * GIB)) == "gradients"
+
+
+# -- what would fit
+
+
+def test_what_does_not_fit_is_one_error_with_what_would(qwen: Path) -> None:
+    run = large.run(qwen, ranks=1, sleeps=True, offloads=True)
+    plan = dataclasses.replace(plan_of(run, "none"), remedies=remedies(run, "none"))
+    said, head, *table = too_large(run, plan).splitlines()
+    assert said.startswith("Training takes ") and " GiB more than the 80.00 GiB of a GPU; what would fit: " in said
+    assert "use_peft: true (LoRA, rank 16)" in said and "4 ranks with sharding: optimizer" in said
+    assert "vllm_max_model_length" not in said, "weights, gradients and state alone are too large"
+    assert head.split()[-2:] == list(PHASES) and table[-1].split()[0] == "remains"
+
+
+def test_each_remedy_is_tried(qwen: Path) -> None:
+    assert "sharding: optimizer over the 8 ranks" in remedies(large.run(qwen), "none")
+    long = large.run(qwen, length=2**20, lengths=Lengths(2**10, 2**20 - 2**10, 8), ranks=8)
+    assert not fits(long, "gradients")
+    found = remedies(long, "gradients")
+    length = int(found.partition("vllm_max_model_length: ")[2].split(",")[0])
+    shorter = Lengths(length >> 10, length - (length >> 10), 8)
+    assert fits(dataclasses.replace(long, length=length, lengths=shorter), "gradients")
+    assert not fits(dataclasses.replace(long, length=4 * length), "gradients")
+    wide = large.run(qwen, tokens=200_000)
+    assert not fits(wide, "gradients") and "max_tokens_per_microbatch: 8192" in remedies(wide, "gradients")
+    kept = large.run(qwen, checkpointing=False)
+    assert not fits(kept, "optimizer") and "gradient_checkpointing: true" in remedies(kept, "optimizer")
+    tiny = large.run(qwen, total=GIB, available=GIB)
+    assert remedies(tiny, "fsdp").startswith("no single change")
+
+
+def test_a_cache_that_has_no_room_is_told_beside_a_training_that_has(qwen: Path) -> None:
+    run = large.run(qwen)
+    plan = plan_of(run, "gradients")
+    full = dataclasses.replace(run, length=1_000_000)
+    said = too_large(full, plan)
+    assert (
+        said.startswith("The KV cache of one full sequence takes 53.42 GiB, but ") and "at least one must fit" in said
+    )
+
+
+def test_a_share_for_the_engine_leaves_the_rest_for_training(qwen: Path) -> None:
+    """It overrules what is estimated, but not weights, gradients and state, which are known."""
+    run = large.run(qwen, overruled=True)
+    assert [fits(run, way) for way in WAYS] == [False, True, True, True], "of an unknown share the weights count"
+    large_share = dataclasses.replace(run, share=0.6)
+    assert [fits(large_share, way) for way in WAYS] == [False, False, True, True]
+    assert fits(dataclasses.replace(large_share, sleeps=True), "optimizer"), "gradients take the sleeping cache's place"
+    assert not fits(dataclasses.replace(run, share=0.9), "gradients")
+    assert [fits(large.run(qwen, kv_bytes=size * GIB), "gradients") for size in (1, 60)] == [True, False]

@@ -1,0 +1,154 @@
+"""`colograd plan`: a model's needs in each way of sharding, from its configuration alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import large
+import pytest
+import tiny
+import torch
+
+from colograd.commands import cli
+from colograd.commands import plan as command
+from colograd.memory.choice import AVAILABLE, auto, fits, plan_of
+from colograd.memory.table import GIB, MARGIN
+from colograd.memory.ways import ALIVE, WAYS
+from colograd.sharding.buckets import ELEMENTS
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return large.folder(tmp_path_factory.mktemp("Qwen2.5-7B"))
+
+
+def planned(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tuple[str, dict[str, list[str]], str]:
+    """What comes before the table, its lines by their first word, and what comes after it."""
+    status = cli.main(["plan", "--model", str(model), *flags])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    before, table, after = said.out.split("\n\n")
+    lines = [line.rsplit(None, 11) for line in table.splitlines()[1:]]
+    assert len({len(line) for line in table.splitlines()}) == 1, "aligned"
+    return before, {name.strip(): cells for name, *cells in lines}, after.strip()
+
+
+def test_a_7b_model_on_8_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes per parameter as docs/scaling.md has them: 6 + 10/N, 2 + 14/N and 2 + 16/N; what is there for a while
+    besides."""
+    before, ways, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80")
+    assert "7.62 billion parameters, bfloat16, adamw_split; on 8 GPU(s) of 80 GiB, an engine each" in before
+    assert tuple(ways) == WAYS[:3] + ("fsdp *",)
+    embedding = large.VOCABULARY * large.HIDDEN
+    buckets = (ALIVE * ELEMENTS + embedding) * 4 * 9 / 8
+    gathered = (2 + 4) * large.ENDS
+    parts = {  # engine, policy, gradients, optimizer: bytes per parameter; exchange: bytes
+        "none": (2, 0, 4, 10, 0),
+        "optimizer": (2, 0, 4, 10 / 8, buckets),
+        "gradients": (2, 0, 4 / 8, 10 / 8, buckets),
+        "fsdp *": (2, 4 / 8, 4 / 8, 8 / 8, gathered),
+    }
+    per_token = 2 * large.LAYERS * large.KEYS * large.HEAD * 2
+    for way, (*per_parameter, exchange) in parts.items():
+        *found, activations, tokens, free, room, cache_tokens, fits = ways[way]
+        state = [count * large.PARAMETERS / GIB for count in per_parameter] + [exchange / GIB]
+        assert [float(cell) for cell in found] == pytest.approx(state, abs=0.06), way
+        assert float(free) == pytest.approx(80 * MARGIN, abs=0.06)
+        left = 80 * (1 - MARGIN) - sum(state) - float(activations)
+        assert float(room) == pytest.approx(left, abs=0.15), way
+        assert int(cache_tokens.replace(",", "")) == pytest.approx(max(left, 0) * GIB / per_token, rel=0.02)
+        assert fits == ("no" if way == "none" else "yes")
+        assert tokens == ("8,192" if way == "none" else "16,384")
+    assert after == "* isn't available in this version\nsharding: auto takes 'optimizer'"
+
+
+def test_one_gpu_has_nothing_to_share_and_is_told_what_would_fit(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, ways, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80")
+    assert [*ways] == ["none"] and ways["none"][-1] == "no"
+    assert after.startswith("sharding: auto finds none that fits; what would fit: use_peft: true (LoRA, rank 16); or ")
+    _, ways, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80", "--lora-rank", "16")
+    assert ways["none"][-1] == "yes" and after == "sharding: auto takes 'none'"
+
+
+def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, ways, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80", "--tensor-parallel", "2")
+    assert "an engine for 2 of them" in before
+    laid_out = [f"{way}, in its layout *" for way in WAYS[:3]]
+    assert [*ways] == [*WAYS[:3], "fsdp *", *laid_out]
+    assert ways["gradients"][:2] == ["7.1", "14.2"] and ways[laid_out[2]][:2] == ["7.1", "0.0"]
+    assert ways[laid_out[2]][3] == ways["gradients"][3], "the state is cut into 8 parts either way"
+    assert after.startswith("* isn't available in this version, nor is the policy cut as its engine is")
+
+
+def test_a_tiny_model_as_a_run_would_plan_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.make_model(tmp_path / "tiny")
+    (model / "model.safetensors").unlink()  # only its configuration is read
+    _, ways, after = planned(capsys, model, "--gpus", "2", "--gpu-memory", "16", "--context", "256", "--sleep")
+    assert all(cells[-1] == "yes" for cells in ways.values()) and after.endswith("sharding: auto takes 'none'")
+    assert torch.cuda.is_available() or not torch.cuda.is_initialized()
+
+
+def test_figures_are_those_of_a_run(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--gpus", "8", "--gpu-memory", "80", "--completion", "7168")
+    _, ways, _ = planned(capsys, qwen, *flags)
+    for way in AVAILABLE:
+        plan = plan_of(large.run(qwen), way)
+        assert ways[way][8] == f"{plan.room / GIB:.1f}" and ways[way][6] == f"{plan.tokens:,}"
+
+
+# -- the page
+
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "scaling.md").read_text()
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = large.folder(tmp_path / "Qwen2.5-7B-Instruct")
+    assert cli.main(["plan", "--model", str(model), "--gpus", "8", "--gpu-memory", "80"]) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in PAGE
+
+
+@pytest.mark.parametrize("name", large.SHAPES)
+def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> None:
+    header = next(line for line in PAGE.splitlines() if line.startswith("| | 1 GPU"))
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
+    gpus = [int(re.sub(r"\D", "", cell)) for cell in header.split("|")[2:-1]]
+    cells = [cell.strip() for cell in line.split("|")[2:-1]]
+    model = str(large.folder_of(name, tmp_path))
+    for count, cell in zip(gpus, cells, strict=True):
+        told = re.fullmatch(r"(\w+), (\d+)(?: \(T=(\d)\))?", cell)
+        per_engine = told.group(3) if told and told.group(3) else "1"
+        flags = ["--model", model, "--gpus", str(count), "--gpu-memory", "80", "--tensor-parallel", per_engine]
+        run = command.run_of(command._parser().parse_args(flags))
+        way = auto(run, WAYS)
+        found = f"{way}, {plan_of(run, way).room / GIB:.0f}" if fits(run, way) else "-"
+        assert found == (f"{told.group(1)}, {told.group(2)}" if told else "-"), count
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--gpus", "0"], "--gpus is 0, but must be above 0"),
+        (["--gpu-memory", "-1"], "--gpu-memory is -1, but must be above 0"),
+        (["--tensor-parallel", "3"], "--tensor-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8."),
+        (["--tensor-parallel", "8"], "--tensor-parallel is 8, but must divide the model's 28 attention heads"),
+        (["--completion", "9000"], "--completion is 9000, but must leave room for a prompt in --context (8192)"),
+        (["--model", "./no/such/folder"], "'./no/such/folder' has no configuration of a causal language model"),
+    ],
+)
+def test_bad_input_is_one_line(qwen: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert cli.main(["plan", "--model", str(qwen), "--gpus", "8", "--gpu-memory", "80", *flags]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1 and said.err.startswith(f"colograd plan: error: {message}")
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    assert cli.main(["plan", "--model", str(tmp_path), "--gpus", "1", "--gpu-memory", "80"]) == 2
+    assert "has no configuration of a causal language model" in capsys.readouterr().err
