@@ -69,7 +69,7 @@ def test_ranks_that_fail_alike_and_catch_it_go_on_together() -> None:
     ("fault", "said"),
     [
         ("first", "Rank 0 ended without a word"),
-        ("skips", "Rank 1 failed in training: OutOfMemoryError: no room"),
+        ("tells", "Rank 1 failed in a step: ValueError: no room"),
         ("early", "Rank 1 failed in training: ValueError: no room"),
         ("absent", "Timed out waiting 3000ms"),
     ],

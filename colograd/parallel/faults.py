@@ -13,6 +13,7 @@ One rank alone has none.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import functools
 import itertools
@@ -39,7 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 GRACE = 10.0  # seconds in which a rank may end by itself, or come to where ranks agree
 CAUSE = 5.0  # seconds in which the reason for a lost connection comes to be known
 SILENCE = 30  # seconds after which a machine that doesn't answer is gone
-GONE = -1  # in place of the number of a body: the rank's process has ended
+GONE = ""  # in place of a body: the rank's process has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Fault:
     """What is known of a rank that failed."""
 
     rank: int
-    body: int  # which decorated function it left by an exception, counted from 1; GONE: its process ended
+    body: str  # which decorated function it left by an exception, and the how many-th of its name; or GONE
     text: str
 
 
@@ -120,7 +121,8 @@ class Watch:
         self._key = f"colograd/watch/{next(_numbers)}"
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
-        self._entered = 0  # bodies so far; the last one's number
+        self._counts: collections.Counter[str] = collections.Counter()  # bodies so far, by what they do
+        self._entered = ""  # the last one: what it does, and its number
         self._inside = ""  # what the present body does; empty: there is none
         self._has_left = False
         self._hub: _Hub | None = None
@@ -142,8 +144,8 @@ class Watch:
             yield
             return
         with self._changed:
-            self._entered += 1
-            self._inside = what
+            self._counts[what] += 1
+            self._entered, self._inside = f"{what} {self._counts[what]}", what
         try:
             if (fault := self._fault()) is not None:  # a rank that will not come
                 raise RankError(fault.text)
@@ -188,7 +190,7 @@ class Watch:
                 self._connection.sendall(_line(bye=True))
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _say(self, body: int, text: str) -> None:
+    def _say(self, body: str, text: str) -> None:
         fault = Fault(self.rank, body, text)
         if self._hub is not None:
             self._hub.tell(fault)
@@ -206,7 +208,7 @@ class Watch:
         if is_first:
             threading.Thread(target=self._end, args=(fault, entered), name="colograd-ranks-end", daemon=True).start()
 
-    def _end(self, fault: Fault, entered: int) -> None:
+    def _end(self, fault: Fault, entered: str) -> None:
         """End the process, unless it leaves the body of the fault by itself."""
         time.sleep(self.grace)
         with self._changed:
@@ -219,7 +221,8 @@ class Watch:
         try:
             self._connection = self._connect()
         except (OSError, RuntimeError) as error:
-            print(f"ranks: rank {self.rank} isn't told of others' failures: {error}", file=sys.stderr)
+            if not self._has_left:
+                print(f"ranks: rank {self.rank} isn't told of others' failures: {error}", file=sys.stderr)
             return
         finally:
             self._is_connected.set()
@@ -239,7 +242,7 @@ class Watch:
         store = dist.distributed_c10d._get_default_store()
         until = time.monotonic() + time_limit().total_seconds()
         while not store.check([self._key]):  # and not `get`, which keeps the store from the thread that trains
-            if time.monotonic() > until:
+            if self._has_left or time.monotonic() > until:
                 raise RuntimeError("rank 0 didn't say where it listens")
             time.sleep(0.1)
         host, port, token = store.get(self._key).decode().split()

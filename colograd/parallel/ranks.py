@@ -59,22 +59,17 @@ class RankError(RuntimeError):
 
 
 @contextmanager
-def together(what: str, exchanges: bool = False) -> Iterator[None]:
+def together(what: str) -> Iterator[None]:
     """Run the body on all ranks; if it raises on any, every rank raises before its next collective.
 
     The failing rank keeps its own exception; the others raise `RankError` with its text. Where ranks failed for want of
-    memory alone, every rank raises `torch.OutOfMemoryError`, so that all can try again alike.
-
-    Args:
-        exchanges: the body has collectives that a rank skips when it fails, in which the others then wait. Nobody can
-            be asked there: such a rank raises at once, and `faults` ends the others.
+    memory alone, every rank raises `torch.OutOfMemoryError`, so that all can try again alike. The body may contain no
+    collective that a failing rank would skip.
     """
     failure: BaseException | None = None
     try:
         yield
     except Exception as error:
-        if exchanges:
-            raise
         failure = error
     if world_size() > 1:
         memory = isinstance(failure, torch.OutOfMemoryError)

@@ -2,10 +2,10 @@
 
     faulty_ranks.py FAULT [FOLDER]
 
-FAULT: it `raises` in the middle; fails in a body that has exchanges (`skips`); fails before the others come (`early`);
-is `killed`, or the first rank instead (`first`), or while the others wait where nothing wakes them (`stuck`); doesn't
-come within the 3 s that an exchange may take (`absent`). All fail alike, catch it and go on (`caught`); it ends in good
-order while the first still writes (`leaves`); all say in FOLDER that they wait for each other, and do (`cut`).
+FAULT: it `raises` in the middle; says that it failed and waits elsewhere (`tells`); fails before the others come
+(`early`); is `killed`, or the first rank instead (`first`), or while the others wait where nothing wakes them (`stuck`);
+doesn't come within the 3 s that an exchange may take (`absent`). All fail alike, catch it and go on (`caught`); it ends
+in good order while the first still writes (`leaves`); all say in FOLDER that they wait for each other, and do (`cut`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from colograd.parallel.ranks import RankError, join, rank, together, world_size
 from colograd.runtime import process
 
 FAULT = sys.argv[1]
-LIMIT = {"absent": 3, "stuck": 3}.get(FAULT, 60)
+LIMIT = {"absent": 3, "stuck": 3, "tells": 20}.get(FAULT, 60)
 
 
 def exchange() -> None:
@@ -42,6 +42,9 @@ def fail() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if FAULT == "absent":
         time.sleep(60)
+    if FAULT == "tells":
+        faults.tell("a step", ValueError("no room on the last rank"))
+        time.sleep(15)
     if FAULT in ("raises", "early"):
         raise ValueError("no room on the last rank")
 
@@ -53,12 +56,10 @@ def begin() -> None:
 
 @ends_together("training")
 def train() -> None:
-    if FAULT in ("caught", "skips"):
-        with together("the forward", exchanges=FAULT == "skips"):
+    if FAULT == "caught":
+        with together("the forward"):
             if is_failing():
                 raise torch.OutOfMemoryError("no room on the last rank")
-            if FAULT == "skips":
-                exchange()
     if is_failing():
         fail()
     if FAULT == "stuck":
