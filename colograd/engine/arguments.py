@@ -20,6 +20,8 @@ RESERVED = (
     "max_cpu_loras", "max_lora_rank", "lora_target_modules",
 )  # fmt: skip
 
+TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # of vLLM's own groups of ranks
+
 
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int
@@ -50,6 +52,8 @@ def engine_kwargs(
         "max_model_len": context,
         "kv_cache_memory_bytes": kv_bytes or None,
     }
+    if config.world_size > 1:
+        kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
         kwargs["async_scheduling"] = False  # some versions decide by whether a batch is done, each rank for itself
     if config.on_cpu:
@@ -59,6 +63,13 @@ def engine_kwargs(
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
     return {name: value for name, value in kwargs.items() if value is not None} | given
+
+
+def _accepted(*names: str) -> list[str]:
+    """Those of the arguments that this vLLM knows."""
+    from vllm import EngineArgs
+
+    return [name for name in names if name in inspect.signature(EngineArgs).parameters]
 
 
 def check_split(config: GRPOConfig, model_config: Any) -> None:
@@ -98,12 +109,11 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
     """The arguments of `vllm.LLM` for one slot that the adapter fits in, on the layers that it adapts."""
     if adapter is None or not serves_lora(model_path, config):
         return {}
-    from vllm import EngineArgs
     from vllm.config.lora import MaxLoRARanks
 
     rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
     kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if "lora_target_modules" in inspect.signature(EngineArgs).parameters:  # other layers then need no slots
+    if _accepted("lora_target_modules"):  # other layers then need no slots
         kwargs["lora_target_modules"] = list(adapter.targets)
     return kwargs
 

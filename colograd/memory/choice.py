@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..sharding import selection
@@ -144,17 +144,36 @@ def _known_fits(run: Run, plan: MemoryPlan) -> bool:
     return dataclasses.replace(plan, kv_bytes=cache).known <= run.available
 
 
-def auto(run: Run) -> str:
-    """The least sharded way of those it may take that leaves room for the planned KV cache and micro-batch.
+def taken(run: Run, way: str) -> MemoryPlan:
+    """The plan that a run takes, with its KV cache.
+
+    Raises:
+        ValueError: on a GPU, no room for training, or for the KV cache of one sequence beside it.
+    """
+    found = plan_of(run, way)
+    if not fits(run, way):
+        found = dataclasses.replace(found, remedies=remedies(run, way))
+        if run.on_gpu:
+            raise ValueError(too_large(run, found))
+    if run.kv_bytes or (run.on_gpu and run.overruled):
+        return found
+    return found.with_cache(run.need) if run.on_gpu else found.with_cpu_cache(run.need)
+
+
+def auto(run: Run, ways: Sequence[str] = ()) -> str:
+    """The least sharded way that leaves room for the planned KV cache and micro-batch.
 
     The cache is that of a whole generation, or `AMPLE` of the GPU if that is less; the micro-batch has the given tokens
     or `PLANNED_TOKENS`. Where no way leaves so much, it is the one that leaves most. On a CPU the first in which
     weights, gradients, optimizer and the cache of one sequence fit into the memory.
+
+    Args:
+        ways: that can be had, the least sharded first; default: the run's.
     """
+    ways = ways or run.ways
     if run.ranks == 1:
-        return run.ways[0]
-    ample = (way for way in run.ways if _is_ample(run, way))
-    return next(ample, None) or max(run.ways, key=lambda way: _left(run, way))
+        return ways[0]
+    return next((way for way in ways if _is_ample(run, way)), None) or max(ways, key=lambda way: _left(run, way))
 
 
 def _is_ample(run: Run, way: str) -> bool:
