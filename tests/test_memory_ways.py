@@ -78,7 +78,6 @@ def test_sizes_are_read_from_a_model_without_weights(qwen: Path) -> None:
         weights=2 * large.PARAMETERS,
         gradients=4 * large.PARAMETERS,
         optimizer=10 * large.PARAMETERS,
-        float32_optimizer=8 * large.PARAMETERS,
         itemsize=2,
         gradient_itemsize=4,
         largest=large.VOCABULARY * large.HIDDEN,
@@ -110,14 +109,18 @@ def test_each_way_holds_what_its_row_says() -> None:
     """Bytes per parameter of the table in the module, on 4 ranks; a model whose buckets are small beside it."""
     count = 40 * ELEMENTS
     sizes = PolicySizes(
-        count, count, 2 * count, 4 * count, 10 * count, 8 * count, 2, 4, largest=ELEMENTS, block=ELEMENTS, rest=ELEMENTS
+        count, count, 2 * count, 4 * count, 10 * count, 2, 4, largest=ELEMENTS, block=ELEMENTS, rest=ELEMENTS
     )
     buckets = 4 * ALIVE * ELEMENTS * 5 // 4
     assert buckets < 0.5 * GB
     assert held("none", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count, 0)
     assert held("optimizer", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count // 4, buckets)
     assert held("gradients", sizes, 4) == Held(2 * count, 0, count, 10 * count // 4, buckets)
-    assert held("fsdp", sizes, 4) == Held(2 * count, count, count, 2 * count, 2 * (4 * ELEMENTS + 2 * ELEMENTS))
+    gathered = 2 * (4 * ELEMENTS + 2 * ELEMENTS)  # layers, and what lies outside with its gradients
+    assert held("fsdp", sizes, 4) == Held(2 * count, count // 2, count, 10 * count // 4, gathered)
+    kept = held("fsdp", sizes, 4, reshard=False)
+    assert kept.exchange == 2 * (count - ELEMENTS + 2 * ELEMENTS + 2 * ELEMENTS), "all layers, and gradients of two"
+    assert held("fsdp", sizes, 4, offload=True) == Held(2 * count, 0, 0, 0, gathered)
     large_one = dataclasses.replace(sizes, largest=10 * ELEMENTS)
     assert held("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
 

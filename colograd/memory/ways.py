@@ -6,7 +6,7 @@ Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 poli
     none        2/T      0 (T = 1) or 2    4           10                nothing
     optimizer   2/T      0 or 2            4           10/N              buckets on their way
     gradients   2/T      0 or 2            4/N         10/N              buckets on their way
-    fsdp        2/T      4/N               4/N         8/N               some blocks, gathered
+    fsdp        2/T      2/N               4/N         10/N              some blocks, gathered
 
 With T = 1 the policy's parameters are the engine's tensors. With more, each rank holds the policy whole and copies it
 into its part of the engine; in the engine's own layout (`in_layout`) it would hold that part only.
@@ -36,8 +36,7 @@ class PolicySizes:
     weights: int  # bytes
     gradients: int  # bytes, in the dtype in which they accumulate
     optimizer: int  # bytes of state after its first step
-    float32_optimizer: int  # the same of float32 parameters, as FSDP's shards are
-    itemsize: int  # of the dtype that it is computed in
+    itemsize: int  # of its dtype
     gradient_itemsize: int
     largest: int  # elements of the largest trained parameter
     block: int  # elements of the largest decoder layer
@@ -56,7 +55,6 @@ class PolicySizes:
             weights=sum(p.nbytes for p in model.parameters()),
             gradients=gradients,
             optimizer=optimizer_bytes(model, optim),
-            float32_optimizer=numel * state_itemsize(torch.float32, optim),
             itemsize=itemsize,
             gradient_itemsize=-(-gradients // max(numel, 1)),
             largest=max((p.numel() for p in trained), default=0),
@@ -73,7 +71,6 @@ class PolicySizes:
             weights=self.weights + trained * self.itemsize,
             gradients=int(self.gradients * share),
             optimizer=int(self.optimizer * share),
-            float32_optimizer=int(self.float32_optimizer * share),
             itemsize=self.itemsize,
             gradient_itemsize=self.gradient_itemsize,
             largest=0,
@@ -137,6 +134,8 @@ def held(
     engine_itemsize: int = 2,
     shared: bool = True,
     in_layout: bool = False,
+    reshard: bool = True,
+    offload: bool = False,
 ) -> Held:
     """What one of ``ranks`` holds.
 
@@ -145,11 +144,12 @@ def held(
         engine_itemsize: bytes of one of the engine's weights.
         shared: the policy's parameters may be the engine's own tensors (they can't if that is cut, nor with FSDP).
         in_layout: the policy is cut as the engine is, instead of being whole on each rank.
+        reshard, offload: with FSDP, forget gathered weights after a forward; keep what each rank owns on its host.
     """
     assert way in WAYS, way
     engine = sizes.elements * engine_itemsize // ranks_per_engine
     if way == "fsdp":
-        return _fsdp(sizes, ranks, engine)
+        return _fsdp(sizes, 0 if offload else ranks, engine, reshard)
     cut = ranks_per_engine if in_layout else 1  # parts of the policy
     whole = ranks_per_engine == 1 or in_layout
     return Held(
@@ -168,20 +168,20 @@ def _buckets(sizes: PolicySizes, ranks: int, cut: int) -> int:
     return sizes.gradient_itemsize * (elements + elements // (ranks // cut))
 
 
-def _fsdp(sizes: PolicySizes, ranks: int, engine: int) -> Held:
-    """Float32 shards of what is trained, frozen parameters in their own dtype.
+def _fsdp(sizes: PolicySizes, ranks: int, engine: int, reshard: bool) -> Held:
+    """Everything is cut, and owned by ``ranks``; 0: by their hosts.
 
-    What lies outside of the layers stays gathered until the backward ends, as the log-probabilities are computed inside
-    the root. Then there are its gradients, and these once more in float32 to be summed: for Qwen2.5-7B on 8 ranks 6.09
-    GiB, as torch's `FSDPMemTracker` finds too.
+    What lies outside of the layers stays gathered until the backward ends. Then there are its gradients, and these once
+    more in float32 to be summed: 6.09 GiB for a bfloat16 policy of Qwen2.5-7B's shape, as torch's `FSDPMemTracker`
+    finds too.
     """
-    frozen = sizes.weights * (sizes.elements - sizes.trained) // max(sizes.elements, 1)
-    in_layers = sizes.itemsize * (GATHERED * sizes.block + 2 * sizes.rest)
-    in_root = (sizes.itemsize + 4) * sizes.rest
+    layers = GATHERED * sizes.block if reshard else sizes.elements - sizes.rest + GATHERED // 2 * sizes.block
+    in_layers = sizes.itemsize * (layers + 2 * sizes.rest)
+    in_root = (sizes.itemsize + sizes.gradient_itemsize) * sizes.rest
     return Held(
         engine=engine,
-        policy=(4 * sizes.trained + frozen) // ranks,
-        gradients=4 * sizes.trained // ranks,
-        optimizer=sizes.float32_optimizer // ranks,
+        policy=sizes.weights // ranks if ranks else 0,
+        gradients=sizes.gradients // ranks if ranks else 0,
+        optimizer=sizes.optimizer // ranks if ranks else 0,
         exchange=max(in_layers, in_root),
     )
