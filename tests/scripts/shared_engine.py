@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 shared_engine.py MODEL OUT_DIR [FAULT]
 
 Started by tests/test_shared_engine.py. Each rank writes what every case returned, how many steps its engine took in it,
-and what both ranks sample afterwards without a leader, which shows that their engines agree. FAULT `follower`: the last
-rank's engine fails in its third step.
+and what both ranks sample afterwards without a leader, which shows that their engines agree. FAULT `leader` or
+`follower`: the engine of the first or of the last rank fails in its third step.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def main() -> None:
     def counted() -> Any:
         nonlocal steps
         steps += 1
-        if fault and RANK == RANKS - 1 and steps == 3:
-            raise torch.OutOfMemoryError("no room on the last rank")
+        if fault and steps == 3 and int(fault[0] == "follower") == RANK:
+            raise torch.OutOfMemoryError(f"no room on rank {RANK}")
         return step()
 
     engine.core.step = counted
