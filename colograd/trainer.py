@@ -51,7 +51,7 @@ from .rollout.statistics import RolloutStatistics, round_statistics
 from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
-from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source
+from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_sharding
 from .training.evaluation import evaluation_metrics
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, scale, schedule, step_batch
@@ -154,12 +154,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
-        way = way_of(args)  # of sharding
-        # The token budget in it may change.
-        self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
         started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
+        settle_sharding(args, self.policy, prompts, self.tools)
+        way = way_of(args)
+        # The token budget in it may change.
+        self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
         built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference

@@ -166,7 +166,7 @@ where it wasn't, the run ends instead of training on other prompts. Without `max
 
 `prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
 
-`deepspeed`, `fsdp`, `fp16`, `auto_find_batch_size`, `torch_compile`, `parallelism_config`, images and quantised bases
+`fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size`, `torch_compile`, `parallelism_config`, images and quantised bases
 aren't available in this version: each is an error at start that says so. So are datasets with a transform
 (`with_transform`): apply it with `map`.
 

@@ -53,8 +53,7 @@ def launched_with(**variables: str) -> Callable[[pytest.MonkeyPatch], object]:
     """A configuration of one rank where a launcher has set ``variables``."""
 
     def make(monkeypatch: pytest.MonkeyPatch) -> object:
-        for module in ("engine", "sharding"):
-            monkeypatch.setattr(f"colograd.config.{module}.os", SimpleNamespace(environ=variables))
+        monkeypatch.setattr("colograd.config.engine.os", SimpleNamespace(environ=variables))
         return config()
 
     return make
@@ -326,17 +325,17 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "only 1 would train together",
         "start with `torchrun`",
     ),
-    "a launcher that shards the model": (
-        launched_with(ACCELERATE_USE_FSDP="true"),
-        "ACCELERATE_USE_FSDP is set",
-        "FSDP isn't available",
-        r"launch with .*ddp\.yaml",
+    "two ways of sharding at once": (
+        lambda _: config(sharding="optimizer", deepspeed={"zero_optimization": {"stage": 2}}),
+        "sharding is 'optimizer', but DeepSpeed's ZeRO-2",
+        "is 'gradients'",
+        "remove one of them",
     ),
     "a way of sharding that isn't there": (
         lambda _: config(sharding="zero2"),
         "sharding 'zero2'",
         "isn't supported in this version",
-        "choose one of none, optimizer, gradients",
+        "choose one of none, optimizer, gradients, fsdp, auto",
     ),
     "sharding an optimizer that needs whole parameters": (
         lambda _: config(sharding="optimizer", optim="adafactor"),

@@ -320,6 +320,8 @@ NEW = {
     "max_tokens_per_microbatch",
     "balance_ranks",
     "sharding",
+    "fsdp_reshard_after_forward",
+    "fsdp_offload_params",
     "weights",
     "reward_workers",
     "reward_timeout",

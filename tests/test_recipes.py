@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colograd.config import GRPOConfig, parse_arguments
-from colograd.config.sharding import LAUNCHER_VARIABLES as SHARDING
+from colograd.config import parse_arguments
 from colograd.data.loading import load_datasets
 from colograd.rewards import resolve_rewards
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-LAUNCHER_VARIABLES = {"DEEPSPEED": "ACCELERATE_USE_DEEPSPEED", "FSDP": "ACCELERATE_USE_FSDP"}
 
 recipes = pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-launches = pytest.mark.parametrize(
-    "path", sorted((RECIPES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem
-)
 
 
 @recipes
@@ -46,23 +41,3 @@ def test_the_quickstart_finds_its_dataset_without_a_network(tmp_path: Path) -> N
     arguments = ["--config", str(RECIPES / "grpo_smollm2_cpu.yaml"), "--output_dir", str(tmp_path)]
     train, test = load_datasets(parse_arguments(arguments)[0])
     assert {"prompt", "answer"} <= set(train.column_names) and test is None
-
-
-@launches
-def test_a_launch_that_shards_is_refused_and_says_so(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variable = LAUNCHER_VARIABLES.get(yaml.safe_load(path.read_text())["distributed_type"])
-    head = path.read_text().split("\ncompute_environment")[0]
-    assert ("This version refuses it" in head) == (variable is not None)
-    if variable is not None:
-        assert variable in SHARDING
-        monkeypatch.setenv(variable, "true")
-        with pytest.raises(ValueError, match=rf"{variable} is set, but .* isn't available"):
-            GRPOConfig(output_dir=str(tmp_path))
-
-
-def test_a_launcher_variable_that_says_false_is_no_sharding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in SHARDING:
-        monkeypatch.setenv(variable, "false")
-    GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8)

@@ -21,7 +21,7 @@ from .objective import ObjectiveKnobs
 from .policy import PolicyKnobs
 from .reference import ReferenceKnobs
 from .rewards import RewardKnobs
-from .sharding import ShardingKnobs, check_launcher
+from .sharding import ShardingKnobs
 
 
 @names_checked
@@ -79,7 +79,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     )
 
     def __post_init__(self) -> None:
-        check_launcher()
+        self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
         if not torch.accelerator.is_available():
@@ -152,6 +152,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     def advice(self) -> Iterator[str]:
         """A line for each setting that is taken as in TRL, but does nothing here or rarely does what was meant."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
+        if self.sharding_note:
+            yield self.sharding_note
         if self.torch_empty_cache_steps is not None:
             yield "config: `torch_empty_cache_steps` has no effect: micro-batches are cut to what the device has."
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):

@@ -84,6 +84,11 @@ class StepKnobs(TrainingArguments):
         at_least(self, 1, "max_tokens_per_microbatch")
 
     @property
+    def token_budget(self) -> int:
+        """Tokens that a micro-batch may have at first; 0: still to be measured."""
+        return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
+
+    @property
     def round_length(self) -> int:
         """Optimizer steps between two generations."""
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]

@@ -131,6 +131,22 @@ def _known_fits(run: Run, plan: MemoryPlan) -> bool:
     return dataclasses.replace(plan, kv_bytes=cache).known <= run.available
 
 
+def taken(run: Run, way: str) -> MemoryPlan:
+    """The plan that a run takes, with its KV cache.
+
+    Raises:
+        ValueError: on a GPU, no room for training, or for the KV cache of one sequence beside it.
+    """
+    found = plan_of(run, way)
+    if not fits(run, way):
+        found = dataclasses.replace(found, remedies=remedies(run, way))
+        if run.on_gpu:
+            raise ValueError(too_large(run, found))
+    if run.kv_bytes or (run.on_gpu and run.overruled):
+        return found
+    return found.with_cache(run.need) if run.on_gpu else found.with_cpu_cache(run.need)
+
+
 def auto(run: Run, ways: Sequence[str] = AVAILABLE) -> str:
     """The least sharded way that leaves room for the planned KV cache and micro-batch.
 

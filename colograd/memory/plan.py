@@ -6,7 +6,6 @@ generation can use.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import psutil
@@ -16,7 +15,7 @@ from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..runtime import process
-from .choice import Run, auto, fits, plan_of, remedies, too_large
+from .choice import Run, auto, taken
 from .shape import Lengths, Shape
 from .table import MemoryPlan
 from .ways import PolicySizes
@@ -43,15 +42,7 @@ def plan(
         ValueError: on a GPU, no room for training, or for the KV cache of one sequence beside it.
     """
     run = read(config, model, length, sequences, tokens, shared, reference, prompt, packed)
-    way = auto(run) if way == "auto" else way
-    found = plan_of(run, way)
-    if not run.on_gpu:
-        if not fits(run, way):
-            found = dataclasses.replace(found, remedies=remedies(run, way))
-        return found if run.kv_bytes else found.with_cpu_cache(run.need)
-    if not fits(run, way):
-        raise ValueError(too_large(run, dataclasses.replace(found, remedies=remedies(run, way))))
-    return found if run.kv_bytes or run.overruled else found.with_cache(run.need)
+    return taken(run, auto(run) if way == "auto" else way)
 
 
 def read(

@@ -6,5 +6,5 @@ exchange, `blocks` what of a policy that is cut, whose `rows` come together agai
 are what they save and load.
 """
 
-from .selection import check_sharding, way_of
+from .selection import check_sharding, name_of, way_of
 from .way import Sharding

@@ -18,9 +18,14 @@ WAYS: dict[str, type[Sharding]] = {
 }
 
 
+def name_of(config: GRPOConfig) -> str:
+    """The way's name. One rank has nobody to share with."""
+    return config.sharding if config.world_size > 1 else "none"
+
+
 def way_of(config: GRPOConfig) -> type[Sharding]:
-    """The class of the way. One rank has nobody to share with."""
-    return WAYS[config.sharding if config.world_size > 1 else "none"]
+    """The way's class, once ``auto`` is settled."""
+    return WAYS[name_of(config)]
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:

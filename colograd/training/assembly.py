@@ -11,8 +11,9 @@ from ..data import PromptDataset, PromptStream
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
 from ..memory import plan as memory
+from ..memory.choice import AVAILABLE, Run, auto, taken
 from ..memory.device_turns import DeviceTurns
-from ..memory.plan import MemoryPlan
+from ..memory.table import MemoryPlan
 from ..parallel.ranks import together
 from ..policy.loading import Policy
 from ..policy.reference import Reference, reference_bytes, reference_of
@@ -23,6 +24,7 @@ from ..rollout.stages import RolloutSource
 from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
+from ..sharding import name_of
 from ..weights import Publisher, bytes_apart, check_choice, expects_sharing, publisher
 from .task import longest_completion, reset_rules
 
@@ -71,18 +73,7 @@ def assemble(
         RuntimeError: the engine doesn't read a parameter where it should be.
     """
     context = needed_context(config, policy, prompts, tools)
-    plan = memory.plan(
-        config,
-        policy.model,
-        context,
-        sequences=config.per_device_train_batch_size * (config.steps_per_generation or 1),
-        tokens=max_tokens,
-        shared=expects_sharing(config, policy),
-        reference=reference_bytes(config, policy),
-        way=config.sharding if config.world_size > 1 else "none",
-        prompt=max(part.longest for part in prompts),
-        packed=not policy.why_padded,
-    )
+    plan = taken(read_run(config, policy, prompts, tools, max_tokens), name_of(config))
     end = policy.tokenizer.eos_token_id
     engine = Engine(
         policy.path,
@@ -112,6 +103,34 @@ def assemble(
         reference = reference_of(config, policy)
     plan = plan.with_engine(engine.weight_bytes, bytes_apart(policy.model, engine.model), engine.kv_tokens)
     return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
+
+
+def settle_sharding(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> None:
+    """Resolve ``sharding: auto``: the least sharded way that leaves room. A collective.
+
+    FSDP2 is left out where it can't be had: with an adapter, or where ``weights`` asks for whole ones.
+    """
+    if config.sharding == "auto":
+        whole = policy.adapter is not None or config.weights != "auto"
+        ways = [way for way in AVAILABLE if not (whole and way == "fsdp")]
+        config.settle_sharding(auto(read_run(config, policy, prompts, tools, config.token_budget), ways))
+
+
+def read_run(
+    config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None, max_tokens: int
+) -> Run:
+    """The run in numbers, from which its memory follows."""
+    return memory.read(
+        config,
+        policy.model,
+        needed_context(config, policy, prompts, tools),
+        sequences=config.per_device_train_batch_size * (config.steps_per_generation or 1),
+        tokens=max_tokens,
+        shared=expects_sharing(config, policy),
+        reference=reference_bytes(config, policy),
+        prompt=max(part.longest for part in prompts),
+        packed=not policy.why_padded,
+    )
 
 
 def needed_context(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> int:

@@ -24,9 +24,8 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
     Args:
         equal_counts: ranks meet in each backward, and not only at the end of a step.
     """
-    given = config.max_tokens_per_microbatch
     return PackingRules(
-        max_tokens=0 if given == "auto" else int(given or 0),
+        max_tokens=config.token_budget,
         mask_truncated=config.mask_truncated_completions,
         skip_without_signal=not objective.every_group,
         share_prompts=not policy.why_padded,
