@@ -78,12 +78,10 @@ def test_sizes_are_read_from_a_model_without_weights(qwen: Path) -> None:
         weights=2 * large.PARAMETERS,
         gradients=4 * large.PARAMETERS,
         optimizer=10 * large.PARAMETERS,
-        float32_optimizer=8 * large.PARAMETERS,
         itemsize=2,
         gradient_itemsize=4,
         largest=large.VOCABULARY * large.HIDDEN,
         block=large.BLOCK,
-        rest=large.ENDS,
     )
     assert round(large.PARAMETERS / 1e9, 2) == 7.62
 
@@ -109,15 +107,13 @@ def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
 def test_each_way_holds_what_its_row_says() -> None:
     """Bytes per parameter of the table in the module, on 4 ranks; a model whose buckets are small beside it."""
     count = 40 * ELEMENTS
-    sizes = PolicySizes(
-        count, count, 2 * count, 4 * count, 10 * count, 8 * count, 2, 4, largest=ELEMENTS, block=ELEMENTS, rest=ELEMENTS
-    )
+    sizes = PolicySizes(count, count, 2 * count, 4 * count, 10 * count, 2, 4, largest=ELEMENTS, block=ELEMENTS)
     buckets = 4 * ALIVE * ELEMENTS * 5 // 4
     assert buckets < 0.5 * GB
     assert held("none", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count, 0)
     assert held("optimizer", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count // 4, buckets)
     assert held("gradients", sizes, 4) == Held(2 * count, 0, count, 10 * count // 4, buckets)
-    assert held("fsdp", sizes, 4) == Held(2 * count, count, count, 2 * count, 2 * (4 * ELEMENTS + 2 * ELEMENTS))
+    assert held("fsdp", sizes, 4) == Held(2 * count, count // 2, count, 10 * count // 4, (4 * 2 + 2 * 4) * ELEMENTS)
     large_one = dataclasses.replace(sizes, largest=10 * ELEMENTS)
     assert held("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
 
@@ -163,9 +159,9 @@ def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
     found = held(way, sizes, 8)
     state = found.engine + found.policy + found.gradients + found.optimizer
     assert state == pytest.approx((per_parameter - saved) * large.PARAMETERS, rel=1e-6)
-    # What is there for a while: the embedding, which is a bucket by itself, or gathered blocks.
+    # What is there for a while: the embedding, which is a bucket by itself, or a block.
     embedding, buckets = 4 * large.VOCABULARY * large.HIDDEN, 4 * ALIVE * ELEMENTS
-    gathered = (2 + 4) * large.ENDS  # of embedding and head, in bfloat16 and in float32
+    gathered = (4 * 2 + 2 * 4) * large.VOCABULARY * large.HIDDEN
     assert found.exchange == (gathered if way == "fsdp" else pytest.approx((embedding + buckets) * 9 / 8, rel=1e-6))
     ours = (state + found.exchange) / GB + 1.5
     assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=4), "within what buckets are counted as"

@@ -144,9 +144,8 @@ def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
     yield ""
     yield from table([*rows(run)])
     yield ""
-    if run.ranks > 1:
-        layout = ", nor is the policy cut as its engine is (in its layout)" if run.ranks_per_engine > 1 else ""
-        yield f"* isn't available in this version{layout}"
+    if run.ranks_per_engine > 1:
+        yield "* isn't available in this version: a policy that is cut as its engine is (in its layout)"
     taken = auto(run)
     if fits(run, taken):
         yield f"sharding: auto takes {taken!r}"

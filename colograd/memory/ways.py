@@ -6,7 +6,7 @@ Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 poli
     none        2/T      0 (T = 1) or 2    4           10                nothing
     optimizer   2/T      0 or 2            4           10/N              buckets on their way
     gradients   2/T      0 or 2            4/N         10/N              buckets on their way
-    fsdp        2/T      4/N               4/N         8/N               some blocks, gathered
+    fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
 With T = 1 the policy's parameters are the engine's tensors. With more, each rank holds the policy whole and copies it
 into its part of the engine; in the engine's own layout (`in_layout`) it would hold that part only.
@@ -24,7 +24,8 @@ from ..sharding.zero import IN_FLIGHT
 
 WAYS = ("none", "optimizer", "gradients", "fsdp")  # the least sharded first
 ALIVE = IN_FLIGHT + 2  # buckets at once: those being summed, one being filled, one being made flat
-GATHERED = 4  # blocks that FSDP has gathered at once: this one, the next, and their gradients
+GATHERED = 4  # times a block's weights are there with FSDP: as they came and as they are used, and the next one's too
+SUMMED = 2  # times its gradients are: as they were made, and on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,10 @@ class PolicySizes:
     weights: int  # bytes
     gradients: int  # bytes, in the dtype in which they accumulate
     optimizer: int  # bytes of state after its first step
-    float32_optimizer: int  # the same of float32 parameters, as FSDP's shards are
     itemsize: int  # of the dtype that it is computed in
     gradient_itemsize: int
     largest: int  # elements of the largest trained parameter
     block: int  # elements of the largest decoder layer
-    rest: int  # elements outside of the decoder's layers: embedding, head
 
     @classmethod
     def of(cls, model: torch.nn.Module, optim: str, itemsize: int) -> PolicySizes:
@@ -56,12 +55,10 @@ class PolicySizes:
             weights=sum(p.nbytes for p in model.parameters()),
             gradients=gradients,
             optimizer=optimizer_bytes(model, optim),
-            float32_optimizer=numel * state_itemsize(torch.float32, optim),
             itemsize=itemsize,
             gradient_itemsize=-(-gradients // max(numel, 1)),
             largest=max((p.numel() for p in trained), default=0),
             block=max(layers, default=0),
-            rest=elements - sum(layers),
         )
 
     def with_adapter(self, trained: int) -> PolicySizes:
@@ -73,12 +70,10 @@ class PolicySizes:
             weights=self.weights + trained * self.itemsize,
             gradients=int(self.gradients * share),
             optimizer=int(self.optimizer * share),
-            float32_optimizer=int(self.float32_optimizer * share),
             itemsize=self.itemsize,
             gradient_itemsize=self.gradient_itemsize,
             largest=0,
             block=self.block,
-            rest=self.rest,
         )
 
 
@@ -169,19 +164,13 @@ def _buckets(sizes: PolicySizes, ranks: int, cut: int) -> int:
 
 
 def _fsdp(sizes: PolicySizes, ranks: int, engine: int) -> Held:
-    """Float32 shards of what is trained, frozen parameters in their own dtype.
-
-    What lies outside of the layers stays gathered until the backward ends, as the log-probabilities are computed inside
-    the root. Then there are its gradients, and these once more in float32 to be summed: for Qwen2.5-7B on 8 ranks 6.09
-    GiB, as torch's `FSDPMemTracker` finds too.
-    """
-    frozen = sizes.weights * (sizes.elements - sizes.trained) // max(sizes.elements, 1)
-    in_layers = sizes.itemsize * (GATHERED * sizes.block + 2 * sizes.rest)
-    in_root = (sizes.itemsize + 4) * sizes.rest
+    """A share of everything, and of the largest block (a layer, the head, an embedding) what a pass makes of it, for
+    which tests/test_fsdp.py finds 14 to 15.5 bytes per element in bfloat16."""
+    largest = max(sizes.block, sizes.largest)
     return Held(
         engine=engine,
-        policy=(4 * sizes.trained + frozen) // ranks,
-        gradients=4 * sizes.trained // ranks,
-        optimizer=sizes.float32_optimizer // ranks,
-        exchange=max(in_layers, in_root),
+        policy=sizes.weights // ranks,
+        gradients=sizes.gradients // ranks,
+        optimizer=sizes.optimizer // ranks,
+        exchange=(GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * largest,
     )
