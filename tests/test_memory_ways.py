@@ -164,5 +164,6 @@ def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
     gathered = (4 * 2 + 2 * 4) * large.VOCABULARY * large.HIDDEN
     assert found.exchange == (gathered if way == "fsdp" else pytest.approx((embedding + buckets) * 9 / 8, rel=1e-6))
     ours = (state + found.exchange) / GB + 1.5
-    assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=4), "within what buckets are counted as"
+    # Buckets are counted otherwise, and of FSDP what a pass makes of the head, which is more than four blocks.
+    assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=5)
     assert ours < 65
