@@ -78,9 +78,11 @@ def make_trainer(script: ScriptArguments, config: GRPOConfig, model: ModelConfig
     """Load the data and build the trainer."""
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
+    from colograd.parallel.ranks import together
 
     config.model_init_kwargs = {**model.init_kwargs(), **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
-    train_dataset, eval_dataset = load_datasets(script)
+    with together("loading the data"):  # which one node may not have
+        train_dataset, eval_dataset = load_datasets(script)
     trainer = GRPOTrainer(
         model=model.model_name_or_path or "",
         reward_funcs=script.all_rewards(),

@@ -37,8 +37,10 @@ from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
 from .losses.objective import Objective
 from .memory import token_budget
-from .parallel.layout import check_machines
-from .parallel.ranks import together
+from .parallel import faults
+from .parallel.faults import ends_together
+from .parallel.layout import Place, check_engines, check_places
+from .parallel.ranks import gather, together
 from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
@@ -97,6 +99,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         ValueError: bad input, before anything is trained, on all ranks.
     """
 
+    @ends_together("the start")
     def __init__(
         self,
         model: str | PreTrainedModel,
@@ -115,8 +118,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = prepared_config(args, model)
-        check_machines(args.layout)
+        places = gather(Place.here(args.device))
         with together("the start"):
+            check_places(places)
+            check_engines(args.layout, places)
             args.check_for_trainer(quantization_config=quantization_config)
             check_vllm()
             check_sampling(args)
@@ -426,6 +431,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     # -- the run: train, save, evaluate, close
 
+    @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
         self._round, self._logs = [], []
@@ -448,6 +454,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if self.reference is not None and checkpoint is not None:
             self.reference.load(checkpoint)
 
+    @ends_together("the evaluation")
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -466,6 +473,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    @ends_together("the evaluation")
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """What `evaluate` finds, under another prefix and not logged: metrics, but as in TRL neither predictions nor
         labels."""
@@ -548,3 +556,4 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.completion_log.close()
         self.engine.close()
         self.reference = None
+        faults.leave()

@@ -166,9 +166,10 @@ where it wasn't, the run ends instead of training on other prompts. Without `max
 
 `prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
 
-`fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size`, `torch_compile`, `parallelism_config`, images and quantised bases
-aren't available in this version: each is an error at start that says so. So are datasets with a transform
-(`with_transform`): apply it with `map`.
+`fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size`, `torch_compile`, `parallelism_config`, images and
+quantised bases aren't available in this version: each is an error at start that says so. So are datasets with a
+transform (`with_transform`): apply it with `map`. `deepspeed` means the way of sharding that does the same
+([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
 trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error

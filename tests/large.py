@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from colograd.memory.choice import Run
+from colograd.memory.choice import AVAILABLE, WITH_ADAPTER, Run
 from colograd.memory.shape import Lengths, Shape
 from colograd.memory.table import GIB
 from colograd.memory.ways import PolicySizes
@@ -65,10 +65,12 @@ def sizes(place: Path, rank: int = 0) -> tuple[Shape, PolicySizes]:
 
 def run(place: Path, **changes: Any) -> Run:
     """Of an empty GPU of 80 GiB among 8, contexts of 8,192 tokens and 64 sequences in each engine."""
-    shape, of_policy = sizes(place, changes.pop("rank", 0))
+    rank = changes.pop("rank", 0)
+    shape, of_policy = sizes(place, rank)
     settings: dict[str, Any] = {
         "device": "a GPU", "on_gpu": True, "total": 80 * GIB, "available": 80 * GIB, "ranks": 8, "ranks_per_engine": 1,
-        "shape": shape, "sizes": of_policy, "itemsize": 2, "engine_itemsize": 2, "cache_itemsize": 2, "length": 8192,
+        "shape": shape, "sizes": of_policy, "engine_itemsize": 2, "cache_itemsize": 2, "length": 8192,
         "sequences": 64, "running": 64, "lengths": Lengths(1024, 7168, 8), "tokens": 0,
+        "ways": WITH_ADAPTER if rank else AVAILABLE,
     }  # fmt: skip
     return Run(**(settings | changes))

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from colograd.training import checkpoints
-from colograd.training.checkpoints import StopSignal, aside_folder, commit, discard, find_resume, rotate, sweep
+from colograd.training.checkpoints import (
+    StopSignal,
+    aside_folder,
+    commit,
+    complete_steps,
+    discard,
+    find_resume,
+    rotate,
+    sweep,
+)
 
 
 def write(folder: Path, text: str = "weights") -> Path:
@@ -127,6 +136,14 @@ def test_rotation_keeps_the_best_however_its_path_is_written(tmp_path: Path, mon
     assert {"checkpoint-1", "checkpoint-4"} <= set(names(tmp_path))
 
 
+def test_rotation_first_deletes_what_lies_beyond_the_one_just_written(tmp_path: Path) -> None:
+    """The run has gone back to 2, and may be killed before it comes to 9 again."""
+    for step in (2, 9, 10, 4):
+        write(tmp_path / f"checkpoint-{step}")
+    rotate(tmp_path, 1, None, newest=4)
+    assert names(tmp_path) == ["checkpoint-4"]
+
+
 # -- find_resume
 
 
@@ -150,6 +167,16 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 
 def test_auto_starts_anew_where_there_is_none(tmp_path: Path) -> None:
     assert find_resume("auto", str(tmp_path)) is None is find_resume("auto", str(tmp_path / "absent"))
+
+
+def test_of_several_nodes_the_last_that_all_have_is_found(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        write(tmp_path / f"checkpoint-{step}")
+    assert complete_steps(str(tmp_path)) == [2, 4, 6]
+    assert find_resume("auto", str(tmp_path), [[2, 4, 6], [2, 4]]) == str(tmp_path / "checkpoint-4")
+    assert find_resume("auto", str(tmp_path), [[2, 4, 6], []]) is None
+    with pytest.raises(ValueError, match=r"no complete checkpoint that all 2 nodes have \(theirs: \[\[6\], \[4\]\]\)"):
+        find_resume(True, str(tmp_path), [[6], [4]])
 
 
 @pytest.mark.parametrize("missing", ["empty", "absent"])

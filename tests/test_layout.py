@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from colograd.parallel import layout as layouts
-from colograd.parallel.layout import RankLayout, check_machines
+import pytest
+import torch
+
+from colograd.engine.building import rank_variables_of
+from colograd.parallel.layout import Place, RankLayout, check_engines
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -16,6 +19,7 @@ def test_the_example_of_the_docstring() -> None:
     assert [layout.engine_group for layout in ranks][2:4] == [(2, 3), (2, 3)]
     assert {layout.shard_group for layout in ranks} == {(0, 2, 4, 6), (1, 3, 5, 7)}
     assert [layout.node for layout in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.leads_node for layout in ranks] == ([True] + [False] * 3) * 2 and ranks[0].nodes == 2
     assert [layout.is_main for layout in ranks] == [True] + [False] * 7
 
 
@@ -27,11 +31,26 @@ def test_engines_and_shards_divide_the_ranks(world: int, engine: int) -> None:
     assert all(layout.rank in layout.engine_group and layout.rank in layout.shard_group for layout in ranks)
 
 
-def test_the_ranks_of_an_engine_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "gather", lambda own: ["one"] * 3 + ["two"] * 5)
-    check_machines(RankLayout(7, 8))
+def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it does to the launcher's variables is undone."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with rank_variables_of(torch.device("cuda", 0)):
+        assert os.environ["LOCAL_RANK"] == "0"
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("3", "8")
+    with rank_variables_of(torch.device("cpu")):
+        assert os.environ["LOCAL_RANK"] == "3"
+
+
+def test_the_ranks_of_an_engine_are_on_one_machine() -> None:
+    def places(*hosts: str) -> list[Place]:
+        return [Place(host, 0, 4) for host in hosts]
+
+    check_engines(RankLayout(7, 8), places(*["one"] * 3, *["two"] * 5))
     for rank in (0, 7):  # on all ranks, whosever engine it is
-        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* are on 2 machines \(one, two\): start"):
-            check_machines(RankLayout(rank, 8, ranks_per_engine=2))
-    monkeypatch.setattr(layouts, "gather", lambda own: ["one"] * 4 + ["two"] * 4)
-    check_machines(RankLayout(5, 8, ranks_per_engine=4))
+        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* different machines \(one, two\): start"):
+            check_engines(RankLayout(rank, 8, 2, ranks_per_node=8), places(*["one"] * 3, *["two"] * 5))
+        with pytest.raises(ValueError, match=r"is 2, but the ranks 2 to 3, .* different machines \(localhost\): start"):
+            check_engines(RankLayout(rank % 6, 6, 2, ranks_per_node=3), places(*["localhost"] * 6))
+    check_engines(RankLayout(5, 8, 4, ranks_per_node=4), places(*["one"] * 4, *["two"] * 4))

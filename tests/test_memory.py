@@ -192,8 +192,8 @@ def test_what_the_user_gives_vllm_is_planned_with(gpu: None) -> None:
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, KEYS), (2, KEYS // 2), (8 * KEYS, 1)])
 def test_ranks_of_one_engine_share_its_keys_down_to_one_head_each(ranks: int, heads: int) -> None:
-    shape = memory.Shape.of(llama().config, ranks)
-    assert memory.CacheNeed.of(shape, 2, 200, 16).per_token == 2 * LAYERS * heads * HEAD * 2
+    shape = Shape.of(llama().config).split(ranks)
+    assert CacheNeed.of(shape, 2, 200, 16).per_token == 2 * LAYERS * heads * HEAD * 2
 
 
 def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any) -> None:

@@ -82,6 +82,7 @@ def test_sizes_are_read_from_a_model_without_weights(qwen: Path) -> None:
         gradient_itemsize=4,
         largest=large.VOCABULARY * large.HIDDEN,
         block=large.BLOCK,
+        rest=large.ENDS,
     )
     assert round(large.PARAMETERS / 1e9, 2) == 7.62
 
@@ -107,13 +108,19 @@ def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
 def test_each_way_holds_what_its_row_says() -> None:
     """Bytes per parameter of the table in the module, on 4 ranks; a model whose buckets are small beside it."""
     count = 40 * ELEMENTS
-    sizes = PolicySizes(count, count, 2 * count, 4 * count, 10 * count, 2, 4, largest=ELEMENTS, block=ELEMENTS)
+    sizes = PolicySizes(
+        count, count, 2 * count, 4 * count, 10 * count, 2, 4, largest=ELEMENTS, block=ELEMENTS, rest=ELEMENTS
+    )
     buckets = 4 * ALIVE * ELEMENTS * 5 // 4
     assert buckets < 0.5 * GB
     assert held("none", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count, 0)
     assert held("optimizer", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count // 4, buckets)
     assert held("gradients", sizes, 4) == Held(2 * count, 0, count, 10 * count // 4, buckets)
-    assert held("fsdp", sizes, 4) == Held(2 * count, count // 2, count, 10 * count // 4, (4 * 2 + 2 * 4) * ELEMENTS)
+    gathered = (4 * 2 + 2 * 4) * ELEMENTS
+    assert held("fsdp", sizes, 4) == Held(2 * count, count // 2, count, 10 * count // 4, gathered)
+    kept = held("fsdp", sizes, 4, reshard=False)
+    assert kept.exchange == 2 * (count - ELEMENTS) + gathered, "all layers too"
+    assert held("fsdp", sizes, 4, offload=True) == Held(2 * count, 0, 0, 0, gathered)
     large_one = dataclasses.replace(sizes, largest=10 * ELEMENTS)
     assert held("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
 
@@ -164,6 +171,6 @@ def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
     gathered = (4 * 2 + 2 * 4) * large.VOCABULARY * large.HIDDEN
     assert found.exchange == (gathered if way == "fsdp" else pytest.approx((embedding + buckets) * 9 / 8, rel=1e-6))
     ours = (state + found.exchange) / GB + 1.5
-    # Buckets are counted otherwise, and of FSDP what a pass makes of the head, which is more than four blocks.
+    # Buckets were counted otherwise there, and of FSDP four layers, where a pass makes more of the head.
     assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=5)
     assert ours < 65

@@ -80,14 +80,14 @@ def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str
     assert [*ways] == [*WAYS, *laid_out]
     assert ways["gradients"][:2] == ["7.1", "14.2"] and ways[laid_out[2]][:2] == ["7.1", "0.0"]
     assert ways[laid_out[2]][3] == ways["gradients"][3], "the state is cut into 8 parts either way"
-    assert after.startswith("* isn't available in this version: a policy that is cut as its engine is")
+    assert after.startswith("* isn't available in this version: the policy cut as its engine is")
 
 
 def test_a_tiny_model_as_a_run_would_plan_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.make_model(tmp_path / "tiny")
     (model / "model.safetensors").unlink()  # only its configuration is read
     _, ways, after = planned(capsys, model, "--gpus", "2", "--gpu-memory", "16", "--context", "256", "--sleep")
-    assert all(cells[-1] == "yes" for cells in ways.values()) and after.endswith("sharding: auto takes 'none'")
+    assert all(cells[-1] == "yes" for cells in ways.values()) and after == "sharding: auto takes 'none'"
     assert torch.cuda.is_available() or not torch.cuda.is_initialized()
 
 
@@ -123,7 +123,7 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
         per_engine = told.group(3) if told and told.group(3) else "1"
         flags = ["--model", model, "--gpus", str(count), "--gpu-memory", "80", "--tensor-parallel", per_engine]
         run = command.run_of(command._parser().parse_args(flags))
-        way = auto(run, WAYS)
+        way = auto(run)
         found = f"{way}, {plan_of(run, way).room / GIB:.0f}" if fits(run, way) else "-"
         assert found == (f"{told.group(1)}, {told.group(2)}" if told else "-"), count
 
@@ -137,7 +137,10 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
         (["--gpus", "0"], "--gpus is 0, but must be above 0"),
         (["--gpu-memory", "-1"], "--gpu-memory is -1, but must be above 0"),
         (["--tensor-parallel", "3"], "--tensor-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8."),
-        (["--tensor-parallel", "8"], "--tensor-parallel is 8, but must divide the model's 28 attention heads"),
+        (
+            ["--tensor-parallel", "8"],
+            "vllm_tensor_parallel_size is 8, but must divide the model's num_attention_heads, which is 28",
+        ),
         (["--completion", "9000"], "--completion is 9000, but must leave room for a prompt in --context (8192)"),
         (["--model", "./no/such/folder"], "'./no/such/folder' has no configuration of a causal language model"),
     ],

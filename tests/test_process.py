@@ -86,6 +86,33 @@ def test_a_free_port_can_be_bound() -> None:
         probe.bind(("127.0.0.1", process.free_port()))
 
 
+# -- The network
+
+
+def test_gloo_finds_its_own_interface_on_one_node_and_where_the_host_name_has_an_address(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment.update(TORCHRUN, LOCAL_WORLD_SIZE="4")
+    monkeypatch.setattr(process, "_own_address", lambda: "127.0.1.1")
+    process.prepare_network()
+    environment.update(TORCHRUN)
+    monkeypatch.setattr(process, "_own_address", lambda: "10.0.0.7")
+    process.prepare_network()
+    assert environment == TORCHRUN
+
+
+def test_an_interface_that_is_named_or_leads_nowhere_is_left_alone(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_own_address", lambda: "127.0.1.1")
+    environment.update(TORCHRUN, GLOO_SOCKET_IFNAME="eth7")
+    process.prepare_network()
+    assert environment.pop("GLOO_SOCKET_IFNAME") == "eth7"
+    environment["MASTER_ADDR"] = "127.0.0.1"
+    process.prepare_network()
+    assert "GLOO_SOCKET_IFNAME" not in environment
+
+
 # -- Threads
 
 

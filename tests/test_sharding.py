@@ -160,11 +160,14 @@ def saved(folder: Path) -> tuple[AdamWSplit, list[Owned]]:
     return optimizer, owned
 
 
-def test_a_missing_file_is_named_by_those_that_are_there(tmp_path) -> None:
+def test_a_missing_file_is_named_unless_the_rank_s_own_has_all_it_needs(tmp_path) -> None:
     optimizer, owned = saved(tmp_path)
     (tmp_path / "optimizer-00000-of-00001.safetensors").rename(tmp_path / "optimizer-00000-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"written by 2 ranks, but 1 of their files are there \(optimizer-00000-of"):
-        optimizer_state.load(optimizer, owned, tmp_path)
+    optimizer_state.load(optimizer, owned, tmp_path, rank=0, ranks=2)
+    assert optimizer.state[owned[0].part]["step"] == 1
+    for rank, pieces in ((1, owned), (0, [Owned("weight", owned[0].part, 2, 6)])):
+        with pytest.raises(ValueError, match=r"written by 2 ranks, but optimizer-00001-of-00002\S+ is missing there"):
+            optimizer_state.load(optimizer, pieces, tmp_path, rank=rank, ranks=2)
 
 
 def test_the_state_of_another_model_is_refused_by_name(tmp_path) -> None:

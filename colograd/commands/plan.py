@@ -84,18 +84,16 @@ def run_of(options: argparse.Namespace) -> Run:
     """The run that the options describe, on empty GPUs."""
     import torch
 
-    from ..memory.choice import Run
+    from ..engine.arguments import check_parts
+    from ..memory.choice import AVAILABLE, WITH_ADAPTER, Run
     from ..memory.shape import Lengths, Shape
     from ..memory.ways import PolicySizes
     from ..policy.outline import outline, with_adapter
 
     dtype = getattr(torch, options.dtype)
     model = outline(options.model, dtype, options.trust_remote_code)
-    heads, per_engine = int(model.config.get_text_config().num_attention_heads), options.tensor_parallel
-    if heads % per_engine:
-        raise ValueError(
-            f"--tensor-parallel is {per_engine}, but must divide the model's {heads} attention heads: choose another."
-        )
+    per_engine = options.tensor_parallel
+    check_parts(model.config, per_engine, options.gpus)
     if options.lora_rank:
         model = with_adapter(model, options.lora_rank)
     engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
@@ -111,7 +109,6 @@ def run_of(options: argparse.Namespace) -> Run:
         ranks_per_engine=per_engine,
         shape=Shape.of(model.config),
         sizes=sizes,
-        itemsize=dtype.itemsize,
         engine_itemsize=dtype.itemsize,
         cache_itemsize=dtype.itemsize,
         length=options.context,
@@ -123,6 +120,7 @@ def run_of(options: argparse.Namespace) -> Run:
         sleeps=options.sleep,
         offloads=options.offload_optimizer,
         reference=sizes.weights if options.reference and not options.lora_rank else 0,
+        ways=WITH_ADAPTER if options.lora_rank else AVAILABLE,
     )
 
 
@@ -145,7 +143,7 @@ def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
     yield from table([*rows(run)])
     yield ""
     if run.ranks_per_engine > 1:
-        yield "* isn't available in this version: a policy that is cut as its engine is (in its layout)"
+        yield "* isn't available in this version: the policy cut as its engine is, in its tensors"
     taken = auto(run)
     if fits(run, taken):
         yield f"sharding: auto takes {taken!r}"
@@ -154,17 +152,16 @@ def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
 
 
 def rows(run: Run) -> Iterator[tuple[str, MemoryPlan, bool]]:
-    """Each way's name, its plan, and whether it fits; those that this version doesn't have with a star."""
+    """Each way's name, its plan, and whether it fits; what this version doesn't have with a star."""
     import dataclasses
 
-    from ..memory.choice import AVAILABLE, fits, plan_of
-    from ..memory.ways import WAYS
+    from ..memory.choice import fits, plan_of
 
-    for way in WAYS if run.ranks > 1 else WAYS[:1]:
-        yield way if way in AVAILABLE else f"{way} *", plan_of(run, way), fits(run, way)
+    for way in run.ways if run.ranks > 1 else run.ways[:1]:
+        yield way, plan_of(run, way), fits(run, way)
     if run.ranks_per_engine > 1:
         laid_out = dataclasses.replace(run, in_layout=True)
-        for way in WAYS[:3]:
+        for way in ("none", "optimizer", "gradients"):
             yield f"{way}, in its layout *", plan_of(laid_out, way), fits(laid_out, way)
 
 

@@ -31,9 +31,9 @@ class EngineKnobs(TrainingArguments):
     vllm_tensor_parallel_size: int = knob(
         1,
         "Ranks that share one engine, which splits its weights, its KV cache and its work among them: neighbours on "
-        "one machine. Each still holds the whole policy, and trains a part of what its engine sampled. A step's "
-        "prompts are shared out to engines, so `per_device_train_batch_size` counts an engine's completions "
-        "(TRL's, a rank's).",
+        "one machine. Each holds the policy beside it as `sharding` says, and trains a part of what its engine "
+        "sampled. A step's prompts are shared out to engines, so `per_device_train_batch_size` counts an engine's "
+        "completions (TRL's, a rank's).",
     )
     vllm_gpu_memory_utilization: float | None = knob(
         None,

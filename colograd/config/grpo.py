@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
 
+from ..parallel.ranks import join
+from ..runtime import process
 from .advantages import AdvantageKnobs
 from .engine import EngineKnobs
 from .evaluation import EvaluationKnobs
@@ -84,6 +87,9 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
         if not torch.accelerator.is_available():
             self.use_cpu = True  # ranks on a CPU wouldn't find each other
+        process.prepare_network()
+        if self.use_cpu and self.ddp_backend in (None, "gloo"):
+            join(timedelta(seconds=self.ddp_timeout))  # transformers drops the limit on a CPU
         self._settle_best_metric()
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast

@@ -20,6 +20,8 @@ RESERVED = (
     "max_cpu_loras", "max_lora_rank", "lora_target_modules",
 )  # fmt: skip
 
+TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # of vLLM's own groups of ranks
+
 
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int
@@ -50,6 +52,8 @@ def engine_kwargs(
         "max_model_len": context,
         "kv_cache_memory_bytes": kv_bytes or None,
     }
+    if config.world_size > 1:
+        kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
         kwargs["async_scheduling"] = False  # some versions decide by whether a batch is done, each rank for itself
     if config.on_cpu:
@@ -61,13 +65,25 @@ def engine_kwargs(
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
 
+def _accepted(*names: str) -> list[str]:
+    """Those of the arguments that this vLLM knows."""
+    from vllm import EngineArgs
+
+    return [name for name in names if name in inspect.signature(EngineArgs).parameters]
+
+
 def check_split(config: GRPOConfig, model_config: Any) -> None:
     """Check that vLLM can split the model over the ranks of an engine.
 
     Raises:
         ValueError: naming the size that ``vllm_tensor_parallel_size`` doesn't divide.
     """
-    ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
+    check_parts(model_config, config.vllm_tensor_parallel_size, config.world_size)
+
+
+def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
+    """`check_split` for engines of ``ranks`` among ``world_size``."""
+    text = model_config.get_text_config()
     if ranks == 1:
         return
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
@@ -82,7 +98,7 @@ def check_split(config: GRPOConfig, model_config: Any) -> None:
         sizes["num_key_value_heads"] = keys
     for name, size in sizes.items():
         if size % ranks:
-            able = [str(n) for n in range(1, config.world_size + 1) if config.world_size % n == 0 and size % n == 0]
+            able = [str(n) for n in range(1, world_size + 1) if world_size % n == 0 and size % n == 0]
             raise ValueError(
                 f"vllm_tensor_parallel_size is {ranks}, but must divide the model's {name}, which is {size}: choose "
                 f"one of {', '.join(able)}."
@@ -93,12 +109,11 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
     """The arguments of `vllm.LLM` for one slot that the adapter fits in, on the layers that it adapts."""
     if adapter is None or not serves_lora(model_path, config):
         return {}
-    from vllm import EngineArgs
     from vllm.config.lora import MaxLoRARanks
 
     rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
     kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if "lora_target_modules" in inspect.signature(EngineArgs).parameters:  # other layers then need no slots
+    if _accepted("lora_target_modules"):  # other layers then need no slots
         kwargs["lora_target_modules"] = list(adapter.targets)
     return kwargs
 

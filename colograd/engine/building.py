@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from packaging.version import Version
 
+from ..runtime import process
+
 SUPPORTED_VLLM = ("0.25", "0.33")
 
 
@@ -42,8 +44,10 @@ def check_vllm() -> None:
 
 
 @contextlib.contextmanager
-def build_conditions(on_cpu: bool, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
-    """While an engine is built: its weights can be written, no sleep will move them, and the random state is kept."""
+def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
+    """While an engine is built: its weights can be written, no sleep will move them, the random state is kept, and
+    it is on the policy's device."""
+    on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         # vLLM reseeds python, numpy and torch; the user's seed must still mean something afterwards.
         while_built.callback(random.setstate, random.getstate())
@@ -59,7 +63,24 @@ def build_conditions(on_cpu: bool, sleeps: bool, has_adapter: bool, ranks: int =
             while_built.enter_context(one_adapter())
         if sleeps:
             while_built.enter_context(weights_stay())
+        while_built.enter_context(rank_variables_of(device))
         yield
+
+
+@contextlib.contextmanager
+def rank_variables_of(device: torch.device) -> Iterator[None]:
+    """While it lasts, LOCAL_RANK is the number of this rank's GPU among those that it sees, for which vLLM takes it.
+    Afterwards all of the launcher's variables are as they were: vLLM's CPU worker sets LOCAL_WORLD_SIZE.
+
+    A launcher that shows each rank one GPU alone (`srun --gpus-per-task=1`) leaves the ranks' numbers as they are.
+    """
+    launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
+    if device.type != "cpu":
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        os.environ.update(launched)
 
 
 @contextlib.contextmanager

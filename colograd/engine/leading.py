@@ -12,9 +12,8 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..parallel import alarm
+from ..parallel import faults
 from ..parallel.lockstep import Lockstep
-from ..parallel.ranks import rank
 from .building import replaced
 
 TOLD = ("add_request", "abort_request")  # methods of vLLM's LLMEngine that are told on before the next step
@@ -41,7 +40,7 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
     def step() -> Any:
         group.tell((calls, True))
         calls.clear()
-        with _alarmed():
+        with _told_of():
             return own_step()
 
     with contextlib.ExitStack() as stack:
@@ -59,7 +58,7 @@ def follow(core: Any, group: Lockstep) -> None:
     goes_on = True
     while goes_on:
         calls, goes_on = group.listen()
-        with _alarmed():
+        with _told_of():
             for name, args, kwargs in map(pickle.loads, calls):
                 getattr(core, name)(*args, **kwargs)
             if goes_on:
@@ -67,10 +66,10 @@ def follow(core: Any, group: Lockstep) -> None:
 
 
 @contextlib.contextmanager
-def _alarmed() -> Iterator[None]:
+def _told_of() -> Iterator[None]:
     """What fails on one rank in the midst of a step would leave the others in it."""
     try:
         yield
     except Exception as error:
-        alarm.sound(f"Rank {rank()} failed in a step of the engine: {type(error).__name__}: {error}")
+        faults.tell("a step of the engine", error)
         raise

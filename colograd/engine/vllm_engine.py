@@ -19,7 +19,7 @@ import torch
 
 from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
-from ..parallel import alarm
+from ..parallel import faults
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from .arguments import engine_kwargs, lora_kwargs
@@ -94,7 +94,7 @@ class Engine:
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes) | lora_kwargs(model_path, config, adapter)
-        with build_conditions(config.on_cpu, self.sleeps, adapter is not None, ranks):
+        with build_conditions(config.device, self.sleeps, adapter is not None, ranks):
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
@@ -240,7 +240,7 @@ class Engine:
         """
         if self._lockstep is None:
             return work()
-        with alarm.watched():
+        with faults.waiting("the generation"):
             if not self._lockstep.leads:
                 follow(self.core, self._lockstep)
                 return others

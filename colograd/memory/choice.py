@@ -11,7 +11,8 @@ from .shape import CacheNeed, Lengths, Shape, activation_bytes, batch_bytes, eng
 from .table import MemoryPlan, gib
 from .ways import WAYS, PolicySizes, held
 
-AVAILABLE = tuple(way for way in WAYS if way in selection.WAYS)  # in this version; the others are for `colograd plan`
+AVAILABLE = tuple(way for way in WAYS if way in selection.WAYS)  # the least sharded first
+WITH_ADAPTER = tuple(way for way in AVAILABLE if way != "fsdp")  # its frozen base is the engine's, and can't be cut
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 AMPLE = 0.1  # of a GPU: an engine with less for its KV cache decodes too few sequences at once
 LORA_RANK = 16  # of the adapter that is proposed where the whole policy doesn't fit
@@ -30,7 +31,6 @@ class Run:
     ranks_per_engine: int
     shape: Shape
     sizes: PolicySizes
-    itemsize: int  # of activations
     engine_itemsize: int
     cache_itemsize: int
     length: int  # tokens of the longest sequence that the engine takes
@@ -41,12 +41,15 @@ class Run:
     checkpointing: bool = True
     shared: bool = True  # the policy's parameters are the engine's tensors, where the way allows it
     in_layout: bool = False  # the policy is cut as the engine is
+    reshard: bool = True  # with FSDP, forget gathered weights after a forward
+    offloads_parts: bool = False  # with FSDP, keep what each rank owns on its host
     sleeps: bool = False
     offloads: bool = False
     reference: int = 0  # bytes
     kv_bytes: int = 0  # 0: planned
     overruled: bool = False  # the engine takes a given share of the device
     share: float = 0.0  # that, if it is known
+    ways: tuple[str, ...] = AVAILABLE  # of sharding that it may take
 
     @property
     def need(self) -> CacheNeed:
@@ -73,7 +76,17 @@ class Run:
 
 def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
     """The plan of one rank with micro-batches of ``tokens``; its KV cache isn't settled."""
-    parts = held(way, run.sizes, run.ranks, run.ranks_per_engine, run.engine_itemsize, run.shared, run.in_layout)
+    parts = held(
+        way,
+        run.sizes,
+        run.ranks,
+        run.ranks_per_engine,
+        run.engine_itemsize,
+        run.shared,
+        run.in_layout,
+        run.reshard,
+        run.offloads_parts and run.on_gpu,
+    )
     shape = run.shape.split(run.ranks_per_engine) if run.in_layout else run.shape
     device, joined = "cuda" if run.on_gpu else "cpu", run.lengths.joined_keys(tokens)
     return MemoryPlan(
@@ -84,18 +97,18 @@ def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
         policy_weights=parts.policy,
         gradients=parts.gradients,
         optimizer=parts.optimizer,
-        activations=activation_bytes(shape, tokens, run.itemsize, run.checkpointing, device, joined),
+        activations=activation_bytes(shape, tokens, run.sizes.itemsize, run.checkpointing, device, joined),
         engine=engine_bytes(run.shape, run.running, run.engine_itemsize) if run.on_gpu else 0,
         tokens=tokens,
         kv_per_token=run.need.per_token,
         kv_bytes=run.kv_bytes,
         sleeps=run.sleeps and run.on_gpu,
         offloads=run.offloads and run.on_gpu,
-        reference=run.reference,
+        reference=run.reference // (run.ranks if way == "fsdp" else 1),
         way=way,
         ranks=run.ranks,
         exchange=parts.exchange,
-        batches=batch_bytes(run.lengths, run.sequences),
+        batches=batch_bytes(run.lengths, -(-run.sequences // run.ranks_per_engine)),  # an engine's ranks share them out
     )
 
 
@@ -147,7 +160,7 @@ def taken(run: Run, way: str) -> MemoryPlan:
     return found.with_cache(run.need) if run.on_gpu else found.with_cpu_cache(run.need)
 
 
-def auto(run: Run, ways: Sequence[str] = AVAILABLE) -> str:
+def auto(run: Run, ways: Sequence[str] = ()) -> str:
     """The least sharded way that leaves room for the planned KV cache and micro-batch.
 
     The cache is that of a whole generation, or `AMPLE` of the GPU if that is less; the micro-batch has the given tokens
@@ -155,8 +168,9 @@ def auto(run: Run, ways: Sequence[str] = AVAILABLE) -> str:
     weights, gradients, optimizer and the cache of one sequence fit into the memory.
 
     Args:
-        ways: of `WAYS`, that can be had, the least sharded first.
+        ways: that can be had, the least sharded first; default: the run's.
     """
+    ways = ways or run.ways
     if run.ranks == 1:
         return ways[0]
     return next((way for way in ways if _is_ample(run, way)), None) or max(ways, key=lambda way: _left(run, way))
@@ -197,7 +211,7 @@ def _changes(run: Run, way: str) -> Iterator[str]:
     if run.tokens > run.length and fits(dataclasses.replace(run, tokens=run.length), way):
         yield f"max_tokens_per_microbatch: {run.length}"
     if run.ranks > 1:
-        others = (other for other in WAYS[WAYS.index(way) + 1 :] if other in AVAILABLE and fits(run, other))
+        others = (other for other in WAYS[WAYS.index(way) + 1 :] if other in run.ways and fits(run, other))
         if (other := next(others, None)) is not None:
             yield f"sharding: {other} over the {run.ranks} ranks"
     if run.sizes.trained == run.sizes.elements:
@@ -235,7 +249,7 @@ def _more_ranks(run: Run) -> tuple[int, str] | None:
     ranks = 2 * run.ranks
     while ranks <= MOST_RANKS:
         more = run.with_ranks(ranks)
-        for way in AVAILABLE[1:]:
+        for way in run.ways[1:]:
             if fits(more, way):
                 return ranks, way
         ranks *= 2

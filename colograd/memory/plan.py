@@ -14,8 +14,9 @@ import torch
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
+from ..policy.lora import is_adapted
 from ..runtime import process
-from .choice import Run, auto, taken
+from .choice import AVAILABLE, WITH_ADAPTER, Run, auto, taken
 from .shape import Lengths, Shape
 from .table import MemoryPlan
 from .ways import PolicySizes
@@ -86,8 +87,7 @@ def read(
         ranks=world_size(),
         ranks_per_engine=config.vllm_tensor_parallel_size,
         shape=Shape.of(model.config),
-        sizes=PolicySizes.of(model, _optimizer(config, dtype), 2 if config.bf16 is not False else dtype.itemsize),
-        itemsize=dtype.itemsize,
+        sizes=PolicySizes.of(model, _optimizer(config, dtype), dtype.itemsize),
         engine_itemsize=of_engine,
         cache_itemsize=1 if eight_bit else of_engine,
         length=length,
@@ -97,12 +97,15 @@ def read(
         tokens=tokens,
         checkpointing=config.gradient_checkpointing,
         shared=shared,
+        reshard=config.fsdp_reshard_after_forward,
+        offloads_parts=config.fsdp_offload_params,
         sleeps=config.vllm_enable_sleep_mode,
         offloads=config.offload_optimizer,
         reference=reference,
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(config),
         share=float(config.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
+        ways=WITH_ADAPTER if is_adapted(model) else AVAILABLE,
     )
 
 

@@ -37,10 +37,11 @@ class PolicySizes:
     weights: int  # bytes
     gradients: int  # bytes, in the dtype in which they accumulate
     optimizer: int  # bytes of state after its first step
-    itemsize: int  # of the dtype that it is computed in
+    itemsize: int  # of its dtype
     gradient_itemsize: int
     largest: int  # elements of the largest trained parameter
     block: int  # elements of the largest decoder layer
+    rest: int  # elements outside of the decoder's layers: embedding, head
 
     @classmethod
     def of(cls, model: torch.nn.Module, optim: str, itemsize: int) -> PolicySizes:
@@ -59,6 +60,7 @@ class PolicySizes:
             gradient_itemsize=-(-gradients // max(numel, 1)),
             largest=max((p.numel() for p in trained), default=0),
             block=max(layers, default=0),
+            rest=elements - sum(layers),
         )
 
     def with_adapter(self, trained: int) -> PolicySizes:
@@ -74,6 +76,7 @@ class PolicySizes:
             gradient_itemsize=self.gradient_itemsize,
             largest=0,
             block=self.block,
+            rest=self.rest,
         )
 
 
@@ -132,6 +135,8 @@ def held(
     engine_itemsize: int = 2,
     shared: bool = True,
     in_layout: bool = False,
+    reshard: bool = True,
+    offload: bool = False,
 ) -> Held:
     """What one of ``ranks`` holds.
 
@@ -140,11 +145,12 @@ def held(
         engine_itemsize: bytes of one of the engine's weights.
         shared: the policy's parameters may be the engine's own tensors (they can't if that is cut, nor with FSDP).
         in_layout: the policy is cut as the engine is, instead of being whole on each rank.
+        reshard, offload: with FSDP, forget gathered weights after a forward; keep what each rank owns on its host.
     """
     assert way in WAYS, way
     engine = sizes.elements * engine_itemsize // ranks_per_engine
     if way == "fsdp":
-        return _fsdp(sizes, ranks, engine)
+        return _fsdp(sizes, 0 if offload else ranks, engine, reshard)
     cut = ranks_per_engine if in_layout else 1  # parts of the policy
     whole = ranks_per_engine == 1 or in_layout
     return Held(
@@ -163,14 +169,18 @@ def _buckets(sizes: PolicySizes, ranks: int, cut: int) -> int:
     return sizes.gradient_itemsize * (elements + elements // (ranks // cut))
 
 
-def _fsdp(sizes: PolicySizes, ranks: int, engine: int) -> Held:
-    """A share of everything, and of the largest block (a layer, the head, an embedding) what a pass makes of it, for
-    which tests/test_fsdp.py finds 14 to 15.5 bytes per element in bfloat16."""
+def _fsdp(sizes: PolicySizes, ranks: int, engine: int, reshard: bool) -> Held:
+    """Everything is cut, and owned by ``ranks``; 0: by their hosts.
+
+    And of the largest block (a layer, the head, the embedding) there is what a pass makes of it: of a bfloat16 policy
+    tests/test_fsdp.py finds 13 to 15.5 bytes per element.
+    """
     largest = max(sizes.block, sizes.largest)
+    kept = 0 if reshard else sizes.itemsize * (sizes.elements - sizes.rest)
     return Held(
         engine=engine,
-        policy=sizes.weights // ranks,
-        gradients=sizes.gradients // ranks,
-        optimizer=sizes.optimizer // ranks,
-        exchange=(GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * largest,
+        policy=sizes.weights // ranks if ranks else 0,
+        gradients=sizes.gradients // ranks if ranks else 0,
+        optimizer=sizes.optimizer // ranks if ranks else 0,
+        exchange=kept + (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * largest,
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .ranks import gather
+import torch
+
+from ..runtime import process
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +67,88 @@ class RankLayout:
         return self.rank // self.ranks_per_node
 
     @property
+    def nodes(self) -> int:
+        """Machines. All have the same number of ranks."""
+        return self.world_size // self.ranks_per_node
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank writes what each node writes once."""
+        return self.rank % self.ranks_per_node == 0
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.rank == 0
 
 
-def check_machines(layout: RankLayout) -> None:
-    """Check that the ranks of each engine are on one machine, by its name. A collective where engines have several.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs: what its launcher and its device say."""
+
+    host: str
+    local_rank: int
+    ranks_per_node: int
+    device: str = ""  # which GPU of the world; empty on a CPU
+
+    @classmethod
+    def here(cls, device: torch.device) -> Place:
+        """That of this process, which trains on ``device``."""
+        of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        return cls(socket.gethostname(), int(os.environ["LOCAL_RANK"]), process.local_world_size(), of_gpu)
+
+
+def check_places(places: Sequence[Place]) -> None:
+    """That ranks lie on nodes as `RankLayout` counts them, each on a device of its own.
+
+    Args:
+        places: of all ranks, in their order.
+
+    Raises:
+        ValueError: the launcher started them otherwise.
+    """
+    if len(places) == 1:
+        return
+    sizes = {place.ranks_per_node for place in places}
+    if len(sizes) > 1 or len(places) % min(sizes):
+        found = ", ".join(dict.fromkeys(f"{place.ranks_per_node} on {place.host}" for place in places))
+        raise ValueError(
+            f"The nodes have different numbers of ranks (LOCAL_WORLD_SIZE: {found}; {len(places)} in all), but each "
+            "must have the same: start as many on every node (`torchrun --nproc-per-node`, `srun --ntasks-per-node`)."
+        )
+    size = sizes.pop()
+    for rank, place in enumerate(places):
+        first = rank - rank % size
+        if place.local_rank != rank % size or place.host != places[first].host:
+            raise ValueError(
+                f"Rank {rank} is local rank {place.local_rank} on {place.host}, but nodes of {size} ranks "
+                f"(LOCAL_WORLD_SIZE) have neighbouring ones, here {first} to {first + size - 1}, which begin on "
+                f"{places[first].host}: set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE as `torchrun` does (with `srun`: "
+                "`--distribution=block`)."
+            )
+    taken: dict[str, int] = {}
+    for rank, place in enumerate(places):
+        other = taken.setdefault(place.device, rank) if place.device else rank
+        if other != rank:
+            raise ValueError(
+                f"Ranks {other} and {rank} were given the same GPU of {place.host}, but each needs one of its own: "
+                "start at most as many ranks on a node as it has GPUs, or look at CUDA_VISIBLE_DEVICES."
+            )
+
+
+def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
+    """That the ranks of each engine are on one machine.
 
     Raises:
         ValueError: on all ranks, naming the first engine whose aren't.
     """
-    size = layout.ranks_per_engine
-    if size == 1:
-        return
-    names = gather(socket.gethostname())
-    for first in range(0, layout.world_size, size):
-        if len(found := sorted(set(names[first : first + size]))) > 1:
+    size, on_node = layout.ranks_per_engine, layout.ranks_per_node
+    for first in range(0, layout.world_size if size > 1 else 0, size):
+        shared = places[first : first + size]
+        if len({(rank // on_node, place.host) for rank, place in enumerate(shared, start=first)}) > 1:
+            found = sorted({place.host for place in shared})
             raise ValueError(
                 f"vllm_tensor_parallel_size is {size}, but the ranks {first} to {first + size - 1}, which would share "
-                f"an engine, are on {len(found)} machines ({', '.join(found)}): start as many ranks on each machine, "
-                "in order, that it divides their number."
+                f"an engine, are on different machines ({', '.join(found)}): start as many ranks on each machine, in "
+                "order, that it divides their number."
             )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import alarm
 from .layout import RankLayout
 
 
@@ -26,8 +25,6 @@ class Lockstep:
     def __init__(self, layout: RankLayout, patience: float) -> None:
         self.leads = layout.engine_place == 0
         self._leader = layout.engine_group[0]
-        if layout.is_main:
-            alarm.clear()
         size = layout.ranks_per_engine
         every = [[*range(first, first + size)] for first in range(0, layout.world_size, size)]
         # gloo, as messages are objects: over NCCL they would go through the GPUs.

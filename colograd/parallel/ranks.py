@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-
-from . import alarm
 
 T = TypeVar("T")
 
@@ -22,6 +23,37 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def join(limit: timedelta) -> None:
+    """Have the ranks on a CPU find each other; does nothing where there is one rank, or where they have.
+
+    Args:
+        limit: how long a rank waits for another, here and in each exchange.
+
+    Raises:
+        RuntimeError: some didn't come.
+    """
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized():
+        return
+    try:
+        dist.init_process_group("gloo", timeout=limit)
+    except (dist.DistError, RuntimeError) as error:
+        raise RuntimeError(
+            f"Not all {os.environ['WORLD_SIZE']} ranks came to {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')} within {limit.total_seconds():,.0f} s (ddp_timeout), or they can't reach "
+            f"each other: look at the other ranks' output and at MASTER_ADDR, and name the network interface in "
+            f"GLOO_SOCKET_IFNAME. ({error})"
+        ) from error
+
+
+def time_limit() -> timedelta:
+    """How long an exchange may take: `ddp_timeout`."""
+    group = dist.group.WORLD
+    device = torch.device("cpu") if _has_gloo() else group._device_types[0]
+    options = getattr(group._get_backend(device), "options", None)  # MPI has none
+    limit: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return limit
 
 
 class RankError(RuntimeError):
@@ -43,7 +75,10 @@ def together(what: str) -> Iterator[None]:
         failure = error
     if world_size() > 1:
         memory = isinstance(failure, torch.OutOfMemoryError)
-        reports = _reports(None if failure is None else (memory, f"{type(failure).__name__}: {failure}"), failure)
+        try:
+            reports = gather(None if failure is None else (memory, f"{type(failure).__name__}: {failure}"))
+        except RuntimeError as lost:  # another rank is gone: what failed here is still worth saying
+            raise (failure or lost) from None
         reported = [(other, *report) for other, report in enumerate(reports) if report is not None]
         faults = [f"Rank {other} failed in {what}: {text}" for other, of_memory, text in reported if not of_memory]
         if faults and (failure is None or memory):
@@ -54,22 +89,20 @@ def together(what: str) -> Iterator[None]:
         raise failure
 
 
-def _reports(own: T, failure: BaseException | None) -> list[T]:
-    """Every rank's report. Where a rank is gone: the error that this one had itself, or what the other one told."""
-    try:
-        return gather(own)
-    except RuntimeError as lost:
-        if failure is not None:
-            raise failure from lost
-        if (told := alarm.heard()) is not None:
-            raise RankError(told) from lost
-        raise
-
-
 def gather(value: T) -> list[T]:
-    """Every rank's ``value`` (any picklable object), in the order of ranks."""
+    """Every rank's ``value`` (any picklable object), in the order of ranks. Goes through host memory, not a GPU's."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=None if _has_gloo() else _beside(dist.group.WORLD))
     return values
+
+
+def _has_gloo() -> bool:
+    return torch.device("cpu") in dist.group.WORLD._device_types
+
+
+@functools.lru_cache(maxsize=1)
+def _beside(group: Any) -> Any:
+    """All ranks again, over gloo. Made once, and by all ranks at the same place, for a collective asks for it."""
+    return dist.new_group(backend="gloo", timeout=time_limit())

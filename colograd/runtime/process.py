@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import warnings
 from pathlib import Path
@@ -109,6 +111,44 @@ def prepare_ranks() -> None:
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500")
+
+
+def prepare_network() -> None:
+    """On several nodes, have gloo use the interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
+
+    gloo takes the address of this machine's host name. That is often one of loopback, or none: it then takes loopback
+    too, where no other node finds it. Another address is left to it.
+    """
+    several_nodes = local_world_size() < int(os.environ.get("WORLD_SIZE") or 1)
+    if not several_nodes or "GLOO_SOCKET_IFNAME" in os.environ or not _is_loopback(_own_address()):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: the system picks the way there
+        used = str(probe.getsockname()[0])
+        names = [name for _, name in socket.if_nameindex() if _address_of(name, probe) == used]
+        if names and not _is_loopback(used):
+            os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")
+
+
+def _own_address() -> str:
+    """That of this machine's host name; loopback's if it has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def _address_of(interface: str, probe: socket.socket) -> str:
+    get_interface_address = 0x8915  # SIOCGIFADDR, from linux/sockios.h
+    try:
+        found = fcntl.ioctl(probe.fileno(), get_interface_address, struct.pack("256s", interface.encode()[:15]))
+    except OSError:  # it has none
+        return ""
+    return socket.inet_ntoa(found[20:24])
 
 
 def quiet_logs(verbose: bool) -> None:

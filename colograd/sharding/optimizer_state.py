@@ -43,8 +43,11 @@ def save(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], folder: Path,
                 tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat.to("cpu", copy=True)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"optimizer-{rank:05d}-of-{ranks:05d}.safetensors"
-    save_file(tensors, folder / name, metadata={"param_groups": json.dumps(settings)})
+    save_file(tensors, folder / _name(rank, ranks), metadata={"param_groups": json.dumps(settings)})
+
+
+def _name(rank: int, ranks: int) -> str:
+    return f"optimizer-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def is_sharded(folder: Path) -> bool:
@@ -52,17 +55,28 @@ def is_sharded(folder: Path) -> bool:
     return any(folder.glob(PATTERN))
 
 
-def load(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], folder: Path, order: Sequence[str] = ()) -> None:
+def load(
+    optimizer: torch.optim.Optimizer,
+    owned: Sequence[Owned],
+    folder: Path,
+    order: Sequence[str] = (),
+    rank: int = 0,
+    ranks: int = 1,
+) -> None:
     """Give the optimizer the state of this rank's parts.
 
     Args:
         order: the parameters' names as an optimizer counts them that has all of them.
+        rank: this one, of as many as ``ranks``. Where its own file has all it needs, the others needn't be there: they
+            may lie on other nodes.
 
     Raises:
         ValueError: a file is missing, or the state is of another model.
     """
     with contextlib.ExitStack() as files:
-        stored, settings = _in_shards(folder, files) if is_sharded(folder) else _in_one_file(folder, order)
+        in_shards = is_sharded(folder)
+        own = folder / _name(rank, ranks)
+        stored, settings = _in_shards(folder, files, own, owned) if in_shards else _in_one_file(folder, order)
         parts = {id(piece.part): piece for piece in owned}
         numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         if stored and (missing := sorted({piece.name for piece in numbered} - stored.keys())):
@@ -86,15 +100,28 @@ def load(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], folder: Path,
 State = Mapping[str, Mapping[str, Sequence[Stored]]]  # parameter -> name of its state -> ranges
 
 
-def _in_shards(folder: Path, files: contextlib.ExitStack) -> tuple[State, list[dict[str, Any]]]:
-    paths = sorted(folder.glob(PATTERN))
-    ranks = int(paths[0].stem.rpartition("-")[2])
-    if len(paths) != ranks:
-        found = ", ".join(path.name for path in paths)
-        raise ValueError(
-            f"The optimizer state in {str(folder)!r} was written by {ranks} ranks, but {len(paths)} of their files "
-            f"are there ({found}): bring the others from the machines that wrote them."
-        )
+def _in_shards(
+    folder: Path, files: contextlib.ExitStack, own: Path, owned: Sequence[Owned]
+) -> tuple[State, list[dict[str, Any]]]:
+    if own.is_file():
+        stored, settings = _in_files([own], files)
+        if all(_has(stored, piece) for piece in owned):
+            return stored, settings
+    found = {path.name for path in folder.glob(PATTERN)}
+    ranks = int(Path(min(found)).stem.rpartition("-")[2])
+    missing = [name for name in (_name(rank, ranks) for rank in range(ranks)) if name not in found]
+    if not missing:
+        return _in_files([folder / name for name in sorted(found)], files)
+    if own.is_file() and not stored:  # of an optimizer that has no state
+        return stored, settings
+    raise ValueError(
+        f"The optimizer state in {str(folder)!r} was written by {ranks} ranks, but {', '.join(missing)} "
+        f"{'is' if len(missing) == 1 else 'are'} missing there: go on with as many ranks on the same nodes and the "
+        "same sharding, or bring the others from the machines that wrote them."
+    )
+
+
+def _in_files(paths: Sequence[Path], files: contextlib.ExitStack) -> tuple[State, list[dict[str, Any]]]:
     stored: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
     for path in paths:
         opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
@@ -106,6 +133,18 @@ def _in_shards(folder: Path, files: contextlib.ExitStack) -> tuple[State, list[d
             start = int(first)
             stored[name][key].append(Stored(start, start + size, _reader(opened, entry, scalar=not shape)))
     return stored, settings
+
+
+def _has(stored: State, piece: Owned) -> bool:
+    """Whether all of a part's state is there."""
+    of_parameter = stored.get(piece.name, {})
+    wanted = range(piece.start, piece.stop)
+    found = {
+        key: sum(len(range(max(r.start, piece.start), min(r.stop, piece.stop))) for r in ranges)
+        for key, ranges in of_parameter.items()
+        if any(r.stop > r.start for r in ranges)
+    }
+    return bool(of_parameter) and all(count == len(wanted) for count in found.values())
 
 
 def _reader(opened: Any, entry: str, scalar: bool) -> Callable[[int, int], torch.Tensor]:

@@ -56,5 +56,5 @@ class SharedParts(Sharding):
         return True
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        optimizer_state.load(optimizer, self.owned(), folder, self._order)
+        optimizer_state.load(optimizer, self.owned(), folder, self._order, rank(), world_size())
         return True

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -64,29 +64,43 @@ def sweep(run_dir: str | Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def rotate(run_dir: str | Path, limit: int | None, best: str | None) -> None:
-    """Keep the newest ``limit`` checkpoints, and the best one."""
+def rotate(run_dir: str | Path, limit: int | None, best: str | None, newest: int | None = None) -> None:
+    """Keep the newest ``limit`` checkpoints, and the best one.
+
+    Args:
+        newest: the step of the one just written. Those of later steps are of a run that was gone back from: they go
+            first.
+    """
     if limit is None or limit <= 0:
         return
     ordered = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
+    if newest is not None:
+        ordered.sort(key=lambda folder: step_of(folder) <= newest)  # stable: otherwise as they were
     keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
     for folder in ordered[:-keep]:
         if best is None or folder.resolve() != Path(best).resolve():
             discard(folder)
 
 
-def _last_complete(run_dir: str) -> str | None:
-    """The newest checkpoint that has its last file; transformers itself may leave half-deleted ones."""
-    ordered = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
-    complete = [folder for folder in ordered if os.path.isfile(os.path.join(folder, "trainer_state.json"))]
-    return complete[-1] if complete else None
+def step_of(folder: str | Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(str(folder).rpartition("-")[2])
 
 
-def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
+def complete_steps(run_dir: str) -> list[int]:
+    """The steps of the checkpoints that have their last file; transformers itself may leave half-deleted ones."""
+    found = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
+    return [step_of(folder) for folder in found if os.path.isfile(os.path.join(folder, "trainer_state.json"))]
+
+
+def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None) -> str | None:
     """The checkpoint that ``resume_from_checkpoint`` means.
 
     ``True`` is the last one and an error if there is none; ``"auto"`` is the last one, or a fresh start; a path is
     itself.
+
+    Args:
+        steps: of the complete checkpoints in each folder that must hold it; default: in this one.
 
     Raises:
         ValueError: no such checkpoint.
@@ -95,13 +109,17 @@ def find_resume(wanted: str | bool | None, run_dir: str) -> str | None:
         return None
     text = str(wanted)
     if text.lower() in ("true", "auto"):
-        last = _last_complete(run_dir)
-        if last is None and text.lower() == "true":
+        folders = [complete_steps(run_dir)] if steps is None else steps
+        common = set(folders[0]).intersection(*folders[1:])
+        if common:
+            return os.path.join(run_dir, f"checkpoint-{max(common)}")
+        if text.lower() == "true":
+            on_nodes = f" that all {len(folders)} nodes have (theirs: {folders})" if len(folders) > 1 else ""
             raise ValueError(
-                f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint: use `auto` to start "
-                "anew in that case."
+                f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint{on_nodes}: use `auto` "
+                "to start anew in that case."
             )
-        return last
+        return None
     if not os.path.isfile(os.path.join(text, "trainer_state.json")):
         raise ValueError(
             f"resume_from_checkpoint is {text!r}, which is no complete checkpoint (trainer_state.json is missing): "

@@ -17,6 +17,7 @@ from ..reporting.console import Console
 from ..sharding import Sharding
 from . import checkpoints
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
+from .node_folders import nodes_are_apart
 
 
 class ResumableTrainer(Trainer):
@@ -27,6 +28,7 @@ class ResumableTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.nodes_are_apart = self._settle_folders()
         self.stop_signal = checkpoints.StopSignal()
         self._save_is_due = False
         self.add_callback(_StopAndSave(self))
@@ -43,18 +45,48 @@ class ResumableTrainer(Trainer):
         with together("the search for a checkpoint"):
             if self.args.should_save:  # first, for it brings back what was about to be replaced
                 checkpoints.sweep(self.args.output_dir)
-        with together("the search for a checkpoint"):
-            found = checkpoints.find_resume(resume_from_checkpoint, str(self.args.output_dir))
-        found = gather(found)[0]  # a shared file system may show ranks different folders
+        found = self._found(resume_from_checkpoint)
         self._save_is_due = False
         if found is not None and (finished := self._finished(found)) is not None:
             return finished
         self._expect_prompts(found)
+        if self.nodes_are_apart:
+            self.console.say(
+                f"checkpoints: the {self.args.layout.nodes} nodes share no file system, so each writes whole ones into "
+                f"its own {self.args.output_dir}, and goes on from the last that all of them have"
+            )
         self.stop_signal.install()
         try:
             return super().train(found, *args, **kwargs)
         finally:
             self.stop_signal.remove()
+
+    def _found(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint to go on from; where nodes share no file system, the last one that each of them has."""
+        layout, run_dir = self.args.layout, str(self.args.output_dir)
+        with together("the search for a checkpoint"):
+            steps = checkpoints.complete_steps(run_dir)
+        of_ranks = gather(steps)
+        with together("the search for a checkpoint"):
+            of_nodes = of_ranks[:: layout.ranks_per_node] if self.nodes_are_apart else of_ranks[:1]
+            found = checkpoints.find_resume(wanted, run_dir, of_nodes)
+        # A shared file system may show ranks different folders: rank 0 has looked for all.
+        return found if self.nodes_are_apart else gather(found)[0]
+
+    def _settle_folders(self) -> bool:
+        """Whether each node writes and reads checkpoints of its own, because nodes share no file system.
+
+        Each then has whole ones: its ranks' parts, and what is the same for all.
+        """
+        args = self.args
+        apart = nodes_are_apart(args.output_dir, args.layout)
+        if args.save_on_each_node and args.layout.nodes > 1 and not apart:
+            raise ValueError(
+                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
+                "same files: set it to false, or give an output_dir that is local on each node."
+            )
+        args.save_on_each_node |= apart
+        return apart
 
     def _expect_prompts(self, checkpoint: str | None) -> None:
         """Have a streamed dataset check that it is read again as before the checkpoint."""
@@ -156,7 +188,10 @@ class ResumableTrainer(Trainer):
                     checkpoints.write_prompts(aside / name, self.train_dataset.state)
                 checkpoints.commit(aside / name, run_dir / name)
                 aside.rmdir()
-                checkpoints.rotate(run_dir, self.args.save_total_limit, state.best_model_checkpoint)
+        with together("deleting old checkpoints"):  # when every node has the new one
+            if self.args.should_save:
+                limit, best_folder = self.args.save_total_limit, state.best_model_checkpoint
+                checkpoints.rotate(run_dir, limit, best_folder, newest=state.global_step)
         if push:
             self._push_from_checkpoint(str(run_dir / name))
 

@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..config import GRPOConfig
 from ..engine.queue_order import LengthHistory
+from ..parallel.faults import ends_together
 from ..policy.loading import Policy
 from ..reporting.console import Console, Timekeeper
 from ..reporting.metrics import PhaseTimes
@@ -100,6 +101,7 @@ class PackedTrainer(ResumableTrainer):
 
     # -- saving
 
+    @ends_together("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in transformers. A collective: of a policy that is cut, the ranks bring the one that writes all parts."""
         self._gathered = self.sharding.state_dict(keep=self.args.should_save)
@@ -112,7 +114,12 @@ class PackedTrainer(ResumableTrainer):
         """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
         if state_dict is None and self.policy.adapter is None:
             state_dict = state_dict_on_host(self.model) if self._gathered is None else self._gathered
-        super()._save(output_dir, state_dict)
+        # transformers would have rank 0 alone write the weights, also where each node writes its own.
+        self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            del self.model.should_save_on_this_rank
 
     def create_model_card(
         self,

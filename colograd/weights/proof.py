@@ -5,13 +5,13 @@ the parameter's value bit for bit. *A place that is read*: when the value change
 Equality alone proves nothing for norms of ones and biases of zeros, nor for a tensor that the engine has since packed
 away into a private layout.
 
-Where several ranks share the engine, both are shown of each rank's part, one rank after the other: they take part in
-each forward, and all see what it gives.
+Where several ranks share the engine, the first is shown of each rank's part. The second of one rank's, another one from
+parameter to parameter: all take part in each forward and see what it gives, and run the same program.
 """
 
 from __future__ import annotations
 
-import itertools
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -68,8 +68,8 @@ def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
     One short forward of the engine per slice, with the slice's values negated and then negated back, which restores
     every bit and needs no copy.
     """
-    layout = engine.layout
-    silent = list(itertools.product(slices, range(layout.ranks_per_engine)))
+    layout, draw = engine.layout, random.Random(0)  # drawn, so that no kind of parameter meets the same rank each time
+    silent = [(part, draw.randrange(layout.ranks_per_engine)) for part in slices]
     for length in PROBE_TOKENS:
         ids = probe_ids(engine, length)
         usual = engine.prompt_logprobs(ids)

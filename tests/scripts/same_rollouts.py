@@ -27,6 +27,7 @@ from test_same_rollouts import STEPS, Rollouts
 from colograd import GRPOTrainer
 from colograd.batch import ScoredGroup
 from colograd.engine.sampling import Sampling
+from colograd.parallel.ranks import gather
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 
@@ -60,14 +61,14 @@ class Watching(GRPOTrainer):
 
 
 def parity(trainer: GRPOTrainer) -> float:
-    """The largest difference between the sampler's and the trainer's log-probabilities; 0 on ranks that follow."""
+    """The largest difference between the sampler's and the trainer's log-probabilities, of all engines' completions."""
     sampling = Sampling.for_training(trainer.args)
     prompts = trainer.train_prompts.prompts()[:4]
 
     def sample() -> Any:
         return [*trainer.engine.generate(prompts, sampling, version=trainer.state.global_step, seed=5)]
 
-    groups = trainer.engine.lead(sample, others=[])
+    groups: list[Any] = [group for part in gather(trainer.engine.lead(sample, others=[])) for group in part]
     scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
     worst = 0.0
     for row in pack(scored, 4096, False, torch.device("cpu")):
@@ -99,7 +100,8 @@ def main() -> None:
         "weights": trainer.weights.describe(),
         "counted": trainer.evaluate()["eval_completions"],
     }
-    torch.save(trainer.model.state_dict(), Path(out_dir, f"weights{RANK}-of-{RANKS}.pt"))
+    weights = trainer.sharding.state_dict(keep=True) or trainer.model.state_dict()
+    torch.save(weights, Path(out_dir, f"weights{RANK}-of-{RANKS}.pt"))
     Path(out_dir, f"rank{RANK}-of-{RANKS}.json").write_text(json.dumps(result))
     trainer.close()
 
