@@ -25,11 +25,14 @@ from colograd.engine.arguments import check_split, engine_kwargs
 from colograd.engine.sampling import check_sampling
 from colograd.engine.vllm_engine import check_vllm
 from colograd.policy.loading import check_tokenizer, load_policy
+from colograd.policy.lora import Adapter
+from colograd.policy.reference import check_reference
 from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.rollout.toolbox import Toolbox
 from colograd.runtime import process
 from colograd.sharding import check_sharding
 from colograd.training.task import prepared_config, train_prompts_of
+from colograd.weights import check_choice
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
 
@@ -348,6 +351,30 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "gradient_checkpointing_kwargs has use_reentrant: true",
         "after its parameter was exchanged",
         "remove use_reentrant",
+    ),
+    "weights shared with an engine that a rank has only rows of": (
+        lambda _: check_choice("shared", None, cut=True),
+        "weights is 'shared' and sharding is 'fsdp'",
+        "no rank holds weights whole",
+        "set weights: auto .* or sharding: gradients",
+    ),
+    "weights to gather that nobody has cut": (
+        lambda _: check_choice("gathered", None),
+        "weights is 'gathered'",
+        "each rank holds the whole policy",
+        "set weights: auto, or sharding: fsdp",
+    ),
+    "a base to cut that the engine has anyway": (
+        lambda _: check_choice("auto", Adapter("default", 8, ("q_proj",), ""), cut=True),
+        "sharding is 'fsdp', but the policy trains a LoRA adapter",
+        "in the engine's memory anyway",
+        "set sharding: gradients",
+    ),
+    "a reference to mix with a policy in parts": (
+        lambda tmp: check_reference(SimpleNamespace(sync_ref_model=True, cuts_weights=True), SimpleNamespace()),
+        "sync_ref_model is true and sharding is 'fsdp'",
+        "can't mix it into the reference",
+        "set sharding: gradients, or sync_ref_model: false",
     ),
     "sharding an optimizer of one's own": (
         lambda _: check_sharding(config(sharding="gradients"), torch.optim.SGD([torch.zeros(1)])),

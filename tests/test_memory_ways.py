@@ -116,10 +116,10 @@ def test_each_way_holds_what_its_row_says() -> None:
     assert held("none", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count, 0)
     assert held("optimizer", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count // 4, buckets)
     assert held("gradients", sizes, 4) == Held(2 * count, 0, count, 10 * count // 4, buckets)
-    gathered = 2 * (4 * ELEMENTS + 2 * ELEMENTS)  # layers, and what lies outside with its gradients
+    gathered = (4 * 2 + 2 * 4) * ELEMENTS
     assert held("fsdp", sizes, 4) == Held(2 * count, count // 2, count, 10 * count // 4, gathered)
     kept = held("fsdp", sizes, 4, reshard=False)
-    assert kept.exchange == 2 * (count - ELEMENTS + 2 * ELEMENTS + 2 * ELEMENTS), "all layers, and gradients of two"
+    assert kept.exchange == 2 * (count - ELEMENTS) + gathered, "all layers too"
     assert held("fsdp", sizes, 4, offload=True) == Held(2 * count, 0, 0, 0, gathered)
     large_one = dataclasses.replace(sizes, largest=10 * ELEMENTS)
     assert held("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
@@ -166,10 +166,11 @@ def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
     found = held(way, sizes, 8)
     state = found.engine + found.policy + found.gradients + found.optimizer
     assert state == pytest.approx((per_parameter - saved) * large.PARAMETERS, rel=1e-6)
-    # What is there for a while: the embedding, which is a bucket by itself, or gathered blocks.
+    # What is there for a while: the embedding, which is a bucket by itself, or a block.
     embedding, buckets = 4 * large.VOCABULARY * large.HIDDEN, 4 * ALIVE * ELEMENTS
-    gathered = (2 + 4) * large.ENDS  # of embedding and head, in bfloat16 and in float32
+    gathered = (4 * 2 + 2 * 4) * large.VOCABULARY * large.HIDDEN
     assert found.exchange == (gathered if way == "fsdp" else pytest.approx((embedding + buckets) * 9 / 8, rel=1e-6))
     ours = (state + found.exchange) / GB + 1.5
-    assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=4), "within what buckets are counted as"
+    # Buckets were counted otherwise there, and of FSDP four layers, where a pass makes more of the head.
+    assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=5)
     assert ours < 65

@@ -42,7 +42,7 @@ def test_a_7b_model_on_8_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) ->
     assert tuple(ways) == WAYS
     embedding = large.VOCABULARY * large.HIDDEN
     buckets = (ALIVE * ELEMENTS + embedding) * 4 * 9 / 8
-    gathered = (2 + 4) * large.ENDS
+    gathered = (4 * 2 + 2 * 4) * embedding
     parts = {  # engine, policy, gradients, optimizer: bytes per parameter; exchange: bytes
         "none": (2, 0, 4, 10, 0),
         "optimizer": (2, 0, 4, 10 / 8, buckets),

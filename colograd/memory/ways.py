@@ -6,7 +6,7 @@ Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 poli
     none        2/T      0 (T = 1) or 2    4           10                nothing
     optimizer   2/T      0 or 2            4           10/N              buckets on their way
     gradients   2/T      0 or 2            4/N         10/N              buckets on their way
-    fsdp        2/T      2/N               4/N         10/N              some blocks, gathered
+    fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
 With T = 1 the policy's parameters are the engine's tensors. With more, each rank holds the policy whole and copies it
 into its part of the engine; in the engine's own layout (`in_layout`) it would hold that part only.
@@ -24,7 +24,8 @@ from ..sharding.zero import IN_FLIGHT
 
 WAYS = ("none", "optimizer", "gradients", "fsdp")  # the least sharded first
 ALIVE = IN_FLIGHT + 2  # buckets at once: those being summed, one being filled, one being made flat
-GATHERED = 4  # blocks that FSDP has gathered at once: this one, the next, and their gradients
+GATHERED = 4  # times a block's weights are there with FSDP: as they came and as they are used, and the next one's too
+SUMMED = 2  # times its gradients are: as they were made, and on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +172,15 @@ def _buckets(sizes: PolicySizes, ranks: int, cut: int) -> int:
 def _fsdp(sizes: PolicySizes, ranks: int, engine: int, reshard: bool) -> Held:
     """Everything is cut, and owned by ``ranks``; 0: by their hosts.
 
-    What lies outside of the layers stays gathered until the backward ends. Then there are its gradients, and these once
-    more in float32 to be summed: 6.09 GiB for a bfloat16 policy of Qwen2.5-7B's shape, as torch's `FSDPMemTracker`
-    finds too.
+    And of the largest block (a layer, the head, the embedding) there is what a pass makes of it: of a bfloat16 policy
+    tests/test_fsdp.py finds 13 to 15.5 bytes per element.
     """
-    layers = GATHERED * sizes.block if reshard else sizes.elements - sizes.rest + GATHERED // 2 * sizes.block
-    in_layers = sizes.itemsize * (layers + 2 * sizes.rest)
-    in_root = (sizes.itemsize + sizes.gradient_itemsize) * sizes.rest
+    largest = max(sizes.block, sizes.largest)
+    kept = 0 if reshard else sizes.itemsize * (sizes.elements - sizes.rest)
     return Held(
         engine=engine,
         policy=sizes.weights // ranks if ranks else 0,
         gradients=sizes.gradients // ranks if ranks else 0,
         optimizer=sizes.optimizer // ranks if ranks else 0,
-        exchange=max(in_layers, in_root),
+        exchange=kept + (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * largest,
     )

@@ -51,7 +51,9 @@ def time_limit() -> timedelta:
     """How long an exchange may take: `ddp_timeout`."""
     group = dist.group.WORLD
     device = torch.device("cpu") if _has_gloo() else group._device_types[0]
-    return group._get_backend(device).options._timeout
+    options = getattr(group._get_backend(device), "options", None)  # MPI has none
+    limit: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return limit
 
 
 class RankError(RuntimeError):

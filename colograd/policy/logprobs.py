@@ -53,7 +53,7 @@ class PolicyForward:
     """One forward of the policy, from a packed row to its labels' log-probabilities.
 
     Hidden states and the head's product are both computed inside a call of the model itself, whichever wrapper that is:
-    the hooks of its root fire (a sharded model gathers its weights in them), and no part of it is skipped. A model may
+    its hooks fire (a sharded model gathers its weights in them), the head's too, and no part is skipped. A model may
     have a context of its own for it, ``around_forward``: where ranks meet in a forward, it fails on all or on none.
     """
 
@@ -72,15 +72,21 @@ class PolicyForward:
         model = unwrap(self.model)
         hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.predictors)
         head = model.get_output_embeddings()
-        return label_logprobs(
-            hidden,
-            head.weight,
-            getattr(head, "bias", None),
-            micro_batch.labels,
-            self.temperature,
-            _logit_transform(model),
-            self.entropy_gradient,
-        )
+
+        def logprobs(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return label_logprobs(
+                hidden,
+                head.weight,
+                getattr(head, "bias", None),
+                micro_batch.labels,
+                self.temperature,
+                _logit_transform(model),
+                self.entropy_gradient,
+            )
+
+        with calls(head, logprobs):
+            found: tuple[torch.Tensor, torch.Tensor] = head(hidden)
+        return found
 
 
 @contextmanager

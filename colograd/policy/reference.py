@@ -234,7 +234,8 @@ def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
     if config.beta == 0:
         return 0
     if policy.adapter is None:
-        return 0 if offloads(config) else sum(parameter.nbytes for parameter in parameters)
+        ranks = config.world_size if config.cuts_weights else 1
+        return 0 if offloads(config) else sum(parameter.nbytes for parameter in parameters) // ranks
     return 0 if _keeps_no_copy(policy) else sum(p.nbytes for p in parameters if p.requires_grad)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +31,35 @@ class Exchange(NamedTuple):
             return
         zeros = torch.zeros(self.summed, dtype=dtype, device=device)
         reduce_scatter(torch.empty(self.summed // world_size(), dtype=dtype, device=device), zeros)
+
+
+class Blocks(NamedTuple):
+    """The blocks of a model."""
+
+    root: Any  # the model itself, with what lies outside of the others
+    decoder: list[Any]
+    embedding: list[Any]  # of the input; none where it is the head too, which is then the root's
+    head: list[Any]
+
+    def all(self) -> list[Any]:
+        """In the order of a forward."""
+        return [self.root, *self.embedding, *self.decoder, *self.head]
+
+    def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
+        """The exchanges of a backward, in which a block's weights are gathered one block ahead.
+
+        The root's gradients are summed last, as its input has none; so are the embedding's.
+
+        Args:
+            sizes: elements of each block's gradients.
+        """
+        gathers = [Exchange(block) for block in reversed(self.decoder) if reshard]
+        sums = [Exchange(block, sizes[block]) for block in (*self.head, *reversed(self.decoder))]
+        ahead = 1 - len(self.head)
+        yield from gathers[:ahead]
+        for pair in itertools.zip_longest(gathers[ahead:], sums):
+            yield from filter(None, pair)
+        yield from (Exchange(block, sizes[block]) for block in (self.root, *self.embedding))
 
 
 class Listener(Protocol):
@@ -80,7 +110,7 @@ def cut(
     gradients: torch.dtype,
     reshard: bool = True,
     offload: bool = False,
-) -> list[FSDPModule]:
+) -> Blocks:
     """Cut the parameters by rows, in place, and bring each rank's to ``device``.
 
     Args:
@@ -88,25 +118,24 @@ def cut(
         reshard: forget a block's weights after its forward, and gather them again for its backward.
         offload: to pinned host memory instead.
 
-    Returns:
-        The blocks in the order of a forward. The first is the model itself, which has what lies outside of the others.
-
     Raises:
         ValueError: it can't be cut so.
     """
-    decoder = decoder_blocks(model)
-    check_blocks(model, decoder)
+    blocks = Blocks(model, decoder_blocks(model), *ends(model))
+    check_blocks(model, blocks.decoder)
     rule: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size(),)),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=gradients),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
-    for module in decoder:
+    for module in blocks.decoder:
         fully_shard(module, reshard_after_forward=reshard, **rule)
-    # The model's own backward begins where its forward ends: nothing is gained by forgetting these in between.
-    fully_shard(model, reshard_after_forward=False, **rule)
-    blocks: list[Any] = [model, *decoder]
-    for block in blocks:
+    for module in blocks.embedding:
+        fully_shard(module, reshard_after_forward=True, **rule).set_unshard_in_backward(False)
+    # The backwards of head and root begin where their forwards end: nothing is gained by forgetting these in between.
+    for module in (*blocks.head, model):
+        fully_shard(module, reshard_after_forward=False, **rule)
+    for block in blocks.all():
         block.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the whole step's denominator
         block.set_force_sum_reduction_for_comms(True)
         if hasattr(block, "set_reduce_scatter_unused_params") and _alike(block, gradients):
@@ -138,6 +167,16 @@ def decoder_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         return [module for module in found if module not in inside]
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return list(max(lists, key=len, default=()))
+
+
+def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """The embedding of the input and the head, as blocks of their own, unless they are one tensor."""
+    if not hasattr(model, "get_input_embeddings"):
+        return [], []
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None or embedding.weight is head.weight:
+        return [], []
+    return [embedding], [head]
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:

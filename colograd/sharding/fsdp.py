@@ -11,7 +11,6 @@ wait for, and then all fail alike.
 from __future__ import annotations
 
 import functools
-import itertools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..config import GRPOConfig
 from ..parallel.ranks import together
-from .blocks import Exchange, cut, whole_parameters
+from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
 from .rows import Cut, cuts_of, gathered
 from .way import Owned
@@ -55,10 +54,11 @@ class FullySharded(SharedParts):
         self._gradients = gradient_dtype(model)
         self._passed: list[Exchange] = []  # in the present pass
         self._usual: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # of a whole pass
+        self._entered: dict[Any, None] = {}  # models that a pass has been in
         self._began = False  # whether a pass has begun in the present `agree`
         self._summed, self._taken = torch.empty(0), 0  # the present block's gradients, and how many were taken
         self.blocks = self._cut(model, self._reshard)
-        self._whole = [p for block in self.blocks for p in whole_parameters(block) if p.requires_grad]
+        self._whole = [p for block in self.blocks.all() for p in whole_parameters(block) if p.requires_grad]
         for parameter in self._whole:
             if hasattr(parameter, "grad_dtype"):
                 parameter.grad_dtype = self._gradients  # a tied embedding has two gradients in one backward
@@ -67,7 +67,7 @@ class FullySharded(SharedParts):
         for one in self.cuts:
             self._own(one, model.get_parameter(one.name))
         self._sizes = self._sizes_of_sums()
-        self._usual[model, BACKWARD] = list(self._first_backward())
+        self._usual[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
         self.traffic.take()  # what it took to get here is no step's
 
     @classmethod
@@ -79,7 +79,7 @@ class FullySharded(SharedParts):
         where = ", each in its host's memory" if self._offload else ""
         return (
             f"sharding: weights, gradients and optimizer state of {elements / 1e6:,.1f} M parameters in {self.parts} "
-            f"parts, one per rank (FSDP2){where}; {len(self.blocks)} blocks, gathered one at a time"
+            f"parts, one per rank (FSDP2){where}; {len(self.blocks.all())} blocks, gathered one at a time"
         )
 
     @property
@@ -88,10 +88,10 @@ class FullySharded(SharedParts):
 
     # -- the cut
 
-    def _cut(self, model: Any, reshard: bool) -> list[FSDPModule]:
+    def _cut(self, model: Any, reshard: bool) -> Blocks:
         blocks = cut(model, self._device, self, self._gradients, reshard, self._offload)
-        self._usual[model, FORWARD] = [Exchange(block) for block in blocks]
-        model.around_forward = functools.partial(self._forward, model)
+        self._usual[model, FORWARD] = [Exchange(block) for block in blocks.all()]
+        model.around_forward = functools.partial(self._forward, blocks)
         return blocks
 
     def share_frozen(self, model: torch.nn.Module) -> None:
@@ -159,19 +159,20 @@ class FullySharded(SharedParts):
     def _decline(self, error: Exception) -> None:
         """This rank can't begin the forward in which the others are, or will be: they learn it at its end."""
         try:
-            with self._forward(self.model):
+            with self._forward(self.blocks):
                 raise error
         except Exception:
             return
 
     @contextmanager
-    def _forward(self, model: Any) -> Iterator[None]:
+    def _forward(self, blocks: Blocks) -> Iterator[None]:
         """Around each call of a model that is cut: it fails on all ranks or on none."""
         self._began = True
-        with together("the forward"), self._answering(model, FORWARD):
+        with together("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():
-            model.reshard()  # no backward comes to forget what the next step will have changed
+        if not torch.is_grad_enabled():  # no backward comes to forget what the next step will have changed
+            for block in blocks.all():
+                block.reshard()
 
     def backward(self, loss: torch.Tensor) -> None:
         """A collective. Should it fail on this rank, the others' exchanges are still answered."""
@@ -185,27 +186,20 @@ class FullySharded(SharedParts):
         try:
             yield
         except Exception as error:
+            if self._passed:
+                self._entered[model] = None
             traceback.clear_frames(error.__traceback__)  # which hold the activations: room for what is to be answered
             for exchange in self._usual[model, kind][len(self._passed) :]:
                 exchange.answer(self._device, self._gradients)
             raise
         self._usual[model, kind] = tuple(self._passed)
+        self._entered[model] = None
 
-    def _first_backward(self) -> Iterator[Exchange]:
-        """The exchanges of a backward as long as none has been seen: each block's weights come one block ahead."""
-        root, *decoder = self.blocks
-        gathers = [Exchange(block) for block in reversed(decoder) if self._reshard]
-        sums = [Exchange(block, self._sizes[block]) for block in reversed(decoder)]
-        yield from gathers[:1]
-        for pair in itertools.zip_longest(gathers[1:], sums):
-            yield from filter(None, pair)
-        yield Exchange(root, self._sizes[root])
-
-    def _sizes_of_sums(self) -> dict[FSDPModule, int]:
+    def _sizes_of_sums(self) -> dict[Any, int]:
         """Elements of each block's gradients, every parameter's padded to equal shares."""
         # The model itself comes first: parameters of the other blocks are theirs.
-        owner = {id(p): block for block in self.blocks for p in block.parameters()}
-        sizes = dict.fromkeys(self.blocks, 0)
+        owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
+        sizes = dict.fromkeys(self.blocks.all(), 0)
         for one in self.cuts:
             parameter = self.model.get_parameter(one.name)
             if parameter.requires_grad:
@@ -230,9 +224,8 @@ class FullySharded(SharedParts):
         self._forget_gradients()
         for parameter in self._whole:
             parameter.grad = None
-        for model, kind in self._usual:
-            if kind == FORWARD:
-                model.reset_iter_state()  # as if the pass that failed hadn't begun
+        for model in self._entered:
+            model.reset_iter_state()  # as if the pass that failed hadn't begun
 
     def _forget_gradients(self) -> None:
         self._summed = torch.empty(0)

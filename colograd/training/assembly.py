@@ -101,7 +101,8 @@ def assemble(
         process.give_back_freed_memory()  # the policy's former place
     with together("the reference model"):
         reference = reference_of(config, policy)
-    plan = plan.with_engine(engine.weight_bytes, bytes_apart(policy.model, engine.model), engine.kv_tokens)
+    apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.model)
+    plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
     return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
 
 

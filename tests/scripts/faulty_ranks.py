@@ -3,10 +3,9 @@
     faulty_ranks.py FAULT [FOLDER]
 
 FAULT: it `raises` in the middle; says that it failed and waits elsewhere (`tells`); fails before the others come
-(`early`); is `killed`, or the first rank instead (`first`), or while the others wait where nothing wakes them
-(`stuck`); doesn't come within the 3 s that an exchange may take (`absent`). All fail alike, catch it and go on
-(`caught`); it ends in good order while the first still writes (`leaves`); all say in FOLDER that they wait for each
-other, and do (`cut`).
+(`early`); is `killed`, or the first rank instead (`first`), or while others wait where nothing wakes them (`stuck`);
+doesn't come within the 3 s that an exchange may take (`absent`). All fail alike, catch it and go on (`caught`); it ends
+in good order while the first still writes (`leaves`); all say in FOLDER that they wait for each other, and do (`cut`).
 """
 
 from __future__ import annotations

@@ -32,15 +32,17 @@ from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 from colograd.training.loss_pass import loss_pass
 
-STEPS, ROWS, STEP = 6, 4, 2
+STEPS, ROWS, STEP = 6, 4, 0
 CPU = torch.device("cpu")
 
 
-def fresh(dtype: torch.dtype = torch.float32, layers: int = 3, hidden: int = 32) -> LlamaForCausalLM:
+def fresh(
+    dtype: torch.dtype = torch.float32, layers: int = 3, hidden: int = 32, tied: bool = False, vocabulary: int = 130
+) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=130, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, attn_implementation=attention.NAME,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied, attn_implementation=attention.NAME,
         initializer_range=0.3,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(dtype)
@@ -155,11 +157,12 @@ class Live(TorchDispatchMode):
         return result
 
 
-def memory() -> dict[str, Any]:
+def memory(layers: int, vocabulary: int, tied: bool) -> dict[str, Any]:
     """Peak of the passes of a bfloat16 policy, whose weights are much more than its activations."""
-    model = fresh(torch.bfloat16, layers=12, hidden=128)
+    model = fresh(torch.bfloat16, layers, 128, tied, vocabulary)
     parameters = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.model.layers[0].parameters())
+    head = model.lm_head.weight.numel()
     way = FullySharded(model) if world_size() > 1 else WholeCopies(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -172,7 +175,7 @@ def memory() -> dict[str, Any]:
             backward_pass(model, way, [dummy(CPU), dummy(CPU)], step)
         optimizer.step()
         model.zero_grad()
-    return {"peak": live.peak, "parameters": parameters, "block": block}
+    return {"peak": live.peak, "parameters": parameters, "block": block, "head": head}
 
 
 def frozen(model: Any, way: Sharding) -> float:
@@ -188,22 +191,22 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     out, results = Path(sys.argv[1]), {}
-    cases: dict[str, dict[str, Any]] = {"plain": {}, "checkpointing": {"checkpointing": True}, "kept": {}}
+    cases: dict[str, dict[str, Any]] = {"plain": {}, "checkpointing": {"checkpointing": True}, "kept": {}, "tied": {}}
     faults = ("before", "forward", "backward", "forward memory", "backward memory")
     cases |= {fault: {"fault": fault} for fault in faults} if world_size() > 1 else {}
     for name, settings in cases.items():
-        model = fresh()
+        model = fresh(tied=name == "tied")
         way = FullySharded(model, reshard=name != "kept") if world_size() > 1 else WholeCopies(model)
         results[name] = train(model, way, **settings)
         weights = way.state_dict(keep=rank() == 0) or model.state_dict()
         if rank() == 0:
             torch.save(weights, out / f"{name.replace(' ', '-')}-of-{world_size()}.pt")
     if rank() == 0:
-        torch.save(fresh().state_dict(), out / "start.pt")
+        torch.save({tied: fresh(tied=tied).state_dict() for tied in (False, True)}, out / "start.pt")
     if world_size() > 1:
         model = fresh()
         results["frozen"] = frozen(model, FullySharded(model))
-    results["memory"] = memory()
+    results["memory"] = [memory(12, 130, False), memory(2, 6000, False), memory(2, 6000, True)]
     (out / f"rank{rank()}-of-{world_size()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

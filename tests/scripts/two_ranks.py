@@ -6,7 +6,7 @@ FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on ran
 memory above 100 tokens), `backward` (a backward of rank 1 fails half-way); on rank 1 a reward that never returns in a
 worker (`hangs`) or in the trainer's process (`stuck`), or that ends its worker (`dies`). `exchange`, no fault, adds
 what ranks have to agree on further, and so does `memory`: advantages scaled over the step, and a reference that follows
-the policy.
+the policy; `reference` adds one that doesn't.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ EXCHANGE = {"scale_rewards": "batch", "beta": 0.05, "sync_ref_model": True, "ref
 SETTINGS: dict[str, dict[str, Any]] = {
     "exchange": EXCHANGE,
     "memory": EXCHANGE,
+    "reference": {name: EXCHANGE[name] for name in ("scale_rewards", "beta")},
     "hangs": {"reward_workers": 1, "reward_timeout": 2.0, "max_steps": 1},
     "stuck": {"reward_timeout": 5.0},
     "dies": {"reward_workers": 1},
