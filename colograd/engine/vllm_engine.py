@@ -239,16 +239,21 @@ class Engine:
             Exception: what ``work`` raises, on its rank only; of the others, what fails there.
         """
         if self._lockstep is None:
-            return work()
+            return self._tidily(work)
         with faults.waiting("the generation"):
             if not self._lockstep.leads:
                 follow(self.core, self._lockstep)
                 return others
             with leading(self.core, self._lockstep):
-                try:
-                    return work()
-                finally:
-                    self.abort([*self._open])  # an error's traceback may keep generators open
+                return self._tidily(work)
+
+    def _tidily(self, work: Callable[[], T]) -> T:
+        """Leave nothing in flight, though an error's traceback may keep generators open."""
+        try:
+            return work()
+        finally:
+            with contextlib.suppress(Exception):  # of an engine that has failed, what it raised first counts
+                self.abort([*self._open])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
