@@ -95,7 +95,7 @@ class Place:
     def here(cls, device: torch.device) -> Place:
         """That of this process, which trains on ``device``."""
         of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        return cls(socket.gethostname(), int(os.environ["LOCAL_RANK"]), process.local_world_size(), of_gpu)
+        return cls(socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0), process.local_world_size(), of_gpu)
 
 
 def check_places(places: Sequence[Place]) -> None:
