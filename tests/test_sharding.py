@@ -71,8 +71,8 @@ def test_each_rank_holds_its_share(ranks, count, dtype) -> None:
     held = [rank[f"{way}-{dtype}"]["gradients"] for rank in ranks[count] for way in ("gradients", "fsdp")]
     whole = [rank[f"none-{dtype}"]["gradients"] for rank in ranks[count]]
     assert whole == [4 * parameters] * count
-    # What the arithmetic says (4 / N), and a bucket whose gradients come in while another's are reduced.
-    assert max(held) <= 4 * parameters / count + 2 * BUCKET
+    # What the arithmetic says (4 / N); two buckets on their way, with this rank's part of each; one that fills up.
+    assert max(held) <= 4 * parameters / count + 2 * BUCKET * (1 + 1 / count) + BUCKET
 
 
 @pytest.mark.parametrize("count", (2, 4))

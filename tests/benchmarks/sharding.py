@@ -61,9 +61,11 @@ class Contestant:
             parameter.register_post_accumulate_grad_hook(lambda _: self._look())
 
     def _look(self) -> None:
-        alive = sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
-        sums = [bucket.sum for bucket in getattr(self.way, "buckets", ()) if bucket.sum is not None]
-        self._peak = max(self._peak, alive + sum(total.nbytes for total in sums))
+        """Gradients that the backward has made, those on their way to other ranks, and this rank's part of the sums."""
+        alive = [p.grad for p in self.parameters if p.grad is not None]
+        alive += [bucket.sum for bucket in getattr(self.way, "buckets", ()) if bucket.sum is not None]
+        alive += [tensor for one in getattr(self.way, "_under_way", ()) for tensor in (one.flat, one.summed)]
+        self._peak = max(self._peak, sum(tensor.nbytes for tensor in alive))
 
     def step(self, rows: Sequence[Any]) -> None:
         started, processor = time.perf_counter(), time.process_time()
