@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from colograd.memory.choice import AVAILABLE, WITH_ADAPTER, Run
+from colograd.memory.choice import AVAILABLE, WHOLE, Run
 from colograd.memory.shape import Lengths, Shape
 from colograd.memory.table import GIB
 from colograd.memory.ways import PolicySizes
@@ -71,6 +71,6 @@ def run(place: Path, **changes: Any) -> Run:
         "device": "a GPU", "on_gpu": True, "total": 80 * GIB, "available": 80 * GIB, "ranks": 8, "ranks_per_engine": 1,
         "shape": shape, "sizes": of_policy, "engine_itemsize": 2, "cache_itemsize": 2, "length": 8192,
         "sequences": 64, "running": 64, "lengths": Lengths(1024, 7168, 8), "tokens": 0,
-        "ways": WITH_ADAPTER if rank else AVAILABLE,
+        "ways": WHOLE if rank else AVAILABLE,
     }  # fmt: skip
     return Run(**(settings | changes))

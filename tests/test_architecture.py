@@ -124,3 +124,18 @@ def test_each_folder_says_what_it_is_for(folder: Path) -> None:
 @each_file
 def test_nothing_is_left_to_do(path: Path) -> None:
     assert not re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", path.read_text())
+
+
+def test_one_room_knows_each_way_of_sharding() -> None:
+    """By their classes nobody else does; by their names those that say what they hold, and what goes with them."""
+    from colograd.sharding.selection import WAYS
+
+    classes = {way.__name__ for way in WAYS.values()}
+    told = {"config", "sharding", "memory", "commands", "weights", "policy"}
+    for path in FILES:
+        room, source = own_name(path).split("/")[0], path.read_text()
+        if room != "sharding":
+            assert not classes & set(re.findall(r"\w+", source)), path
+        if room not in told:
+            named = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+            assert not {"gradients", "fsdp"} & named, path  # "optimizer" is a phase of a step too

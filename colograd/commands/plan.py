@@ -85,7 +85,7 @@ def run_of(options: argparse.Namespace) -> Run:
     import torch
 
     from ..engine.arguments import check_parts
-    from ..memory.choice import AVAILABLE, WITH_ADAPTER, Run
+    from ..memory.choice import AVAILABLE, WHOLE, Run
     from ..memory.shape import Lengths, Shape
     from ..memory.ways import PolicySizes
     from ..policy.outline import outline, with_adapter
@@ -120,7 +120,7 @@ def run_of(options: argparse.Namespace) -> Run:
         sleeps=options.sleep,
         offloads=options.offload_optimizer,
         reference=sizes.weights if options.reference and not options.lora_rank else 0,
-        ways=WITH_ADAPTER if options.lora_rank else AVAILABLE,
+        ways=WHOLE if options.lora_rank else AVAILABLE,
     )
 
 

@@ -12,7 +12,8 @@ from .table import MemoryPlan, gib
 from .ways import WAYS, PolicySizes, held
 
 AVAILABLE = tuple(way for way in WAYS if way in selection.WAYS)  # the least sharded first
-WITH_ADAPTER = tuple(way for way in AVAILABLE if way != "fsdp")  # its frozen base is the engine's, and can't be cut
+# Of a policy that lies whole beside its engine: a LoRA's base, which is the engine's, or where `weights` asks for it.
+WHOLE = tuple(way for way in AVAILABLE if way != "fsdp")
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 AMPLE = 0.1  # of a GPU: an engine with less for its KV cache decodes too few sequences at once
 LORA_RANK = 16  # of the adapter that is proposed where the whole policy doesn't fit

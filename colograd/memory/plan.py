@@ -16,7 +16,7 @@ from ..engine.arguments import engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.lora import is_adapted
 from ..runtime import process
-from .choice import AVAILABLE, WITH_ADAPTER, Run, auto, taken
+from .choice import AVAILABLE, WHOLE, Run, auto, taken
 from .shape import Lengths, Shape
 from .table import MemoryPlan
 from .ways import PolicySizes
@@ -105,7 +105,7 @@ def read(
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(config),
         share=float(config.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
-        ways=WITH_ADAPTER if is_adapted(model) else AVAILABLE,
+        ways=WHOLE if is_adapted(model) or config.weights not in ("auto", "gathered") else AVAILABLE,
     )
 
 

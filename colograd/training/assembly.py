@@ -11,7 +11,7 @@ from ..data import PromptDataset, PromptStream
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
 from ..memory import plan as memory
-from ..memory.choice import AVAILABLE, Run, auto, taken
+from ..memory.choice import Run, auto, taken
 from ..memory.device_turns import DeviceTurns
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import together
@@ -107,14 +107,9 @@ def assemble(
 
 
 def settle_sharding(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> None:
-    """Resolve ``sharding: auto``: the least sharded way that leaves room. A collective.
-
-    FSDP2 is left out where it can't be had: with an adapter, or where ``weights`` asks for whole ones.
-    """
+    """Resolve ``sharding: auto``: the least sharded way that leaves room. A collective."""
     if config.sharding == "auto":
-        whole = policy.adapter is not None or config.weights != "auto"
-        ways = [way for way in AVAILABLE if not (whole and way == "fsdp")]
-        config.settle_sharding(auto(read_run(config, policy, prompts, tools, config.token_budget), ways))
+        config.settle_sharding(auto(read_run(config, policy, prompts, tools, config.token_budget)))
 
 
 def read_run(
