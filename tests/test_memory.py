@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.config import GRPOConfig
 from colograd.engine.arguments import engine_dtype, engine_kwargs
 from colograd.memory import plan as memory
-from colograd.memory.choice import PLANNED_TOKENS
+from colograd.memory.choice import PLANNED_TOKENS, auto, taken
 from colograd.memory.shape import CacheNeed, Shape
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 from colograd.policy.outline import outline
@@ -27,6 +27,12 @@ PLAN = MemoryPlan(
     device="a GPU", total=100 * GIB, available=98 * GIB, engine_weights=10 * GIB, policy_weights=0, gradients=20 * GIB,
     optimizer=30 * GIB, activations=15 * GIB, engine=3 * GIB, tokens=4096,
 )  # fmt: skip
+
+
+def planned(*args: Any, way: str = "none", **sizes: Any) -> MemoryPlan:
+    """The plan that a run in these numbers (`memory.read`) takes."""
+    run = memory.read(*args, **sizes)
+    return taken(run, auto(run) if way == "auto" else way)
 
 
 def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -143,24 +149,24 @@ def made(cls: type[GRPOConfig], **changes: Any) -> GRPOConfig:
 
 def test_a_gpu_s_plan_counts_this_process_s_tensors_as_free(gpu: None) -> None:
     config, model = made(Cuda, max_tokens_per_microbatch=2048), llama()
-    plan = memory.plan(config, model, length=200, sequences=16, tokens=2048, shared=False)
+    plan = planned(config, model, length=200, sequences=16, tokens=2048, shared=False)
     numel = sum(p.numel() for p in model.parameters())
     assert (plan.total, plan.available, plan.tokens) == (10 * GIB, 19 * GIB // 2, 2048)
     assert (plan.engine_weights, plan.policy_weights, plan.optimizer) == (2 * numel, 2 * numel, 10 * numel)
     assert plan.kv_bytes == 17 * (200 + 128) * 2 * LAYERS * KEYS * HEAD * 2, "16 sequences and one to spare"
-    shared = memory.plan(config, model, length=200, sequences=16, tokens=2048, shared=True)
+    shared = planned(config, model, length=200, sequences=16, tokens=2048, shared=True)
     assert shared.policy_weights == 0
 
 
 def test_before_it_is_measured_a_budget_is_planned(gpu: None) -> None:
-    plan = memory.plan(made(Cuda), llama(), length=200, sequences=16, tokens=0, shared=True)
+    plan = planned(made(Cuda), llama(), length=200, sequences=16, tokens=0, shared=True)
     assert plan.tokens == PLANNED_TOKENS
-    assert memory.plan(made(Cuda), llama(), 50_000, 16, tokens=0, shared=True).tokens == 50_000
+    assert planned(made(Cuda), llama(), 50_000, 16, tokens=0, shared=True).tokens == 50_000
 
 
 def test_vllm_gpu_memory_utilization_overrules_the_plan(gpu: None) -> None:
     config = made(Cuda, vllm_gpu_memory_utilization=0.3)
-    plan = memory.plan(config, llama(), 200, 16, 2048, True)
+    plan = planned(config, llama(), 200, 16, 2048, True)
     assert plan.kv_bytes == 0
     kwargs = engine_kwargs("m", config, torch.bfloat16, 200, plan.kv_bytes)
     assert kwargs["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in kwargs
@@ -183,11 +189,11 @@ def test_what_the_user_gives_vllm_is_planned_with(gpu: None) -> None:
     config = made(
         Cuda, vllm_engine_kwargs={"kv_cache_memory_bytes": 999, "dtype": "float32", "max_num_seqs": 4, "x": 1}
     )
-    plan = memory.plan(config, llama(), 200, 16, 2048, True)
+    plan = planned(config, llama(), 200, 16, 2048, True)
     assert plan.kv_bytes == 999 and plan.engine_weights == 4 * sum(p.numel() for p in llama().parameters())
     assert engine_dtype(config, torch.bfloat16) is torch.float32
     few = made(Cuda, vllm_engine_kwargs={"max_num_seqs": 4, "kv_cache_dtype": "fp8_e4m3"})
-    assert memory.plan(few, llama(), 200, 16, 2048, True).kv_bytes == 5 * (200 + 128) * 2 * LAYERS * KEYS * HEAD
+    assert planned(few, llama(), 200, 16, 2048, True).kv_bytes == 5 * (200 + 128) * 2 * LAYERS * KEYS * HEAD
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, KEYS), (2, KEYS // 2), (8 * KEYS, 1)])
@@ -198,7 +204,7 @@ def test_ranks_of_one_engine_share_its_keys_down_to_one_head_each(ranks: int, he
 
 def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any) -> None:
     config = tiny.config(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True)
-    plan = memory.plan(config, llama(), 64, 8, 4096, False)
+    plan = planned(config, llama(), 64, 8, 4096, False)
     assert not plan.sleeps and not plan.offloads and plan.device.startswith("cpu")
     assert plan.kv_bytes == 9 * (64 + 128) * 2 * LAYERS * KEYS * HEAD * 2
     assert 0 < plan.available <= plan.total
@@ -219,12 +225,12 @@ def test_a_plan_knows_its_way_of_sharding(monkeypatch: pytest.MonkeyPatch, gpu: 
     monkeypatch.setattr(memory, "world_size", lambda: 4)
     model = llama()
     numel = sum(p.numel() for p in model.parameters())
-    plan = memory.plan(made(Cuda), model, 200, 16, 2048, True, way="gradients")
+    plan = planned(made(Cuda), model, 200, 16, 2048, True, way="gradients")
     assert (plan.gradients, plan.optimizer) == (4 * numel // 4, 10 * numel // 4)
     names = [name for name, *_ in plan.rows()]
     assert {"gradients, 1/4", "optimizer state, 1/4", "gradients on their way"} <= set(names)
     assert plan.table().startswith("memory of a rank, sharding gradients over 4: a GPU, 10.00 GiB")
-    assert memory.plan(made(Cuda), model, 200, 16, 2048, True, way="auto").way == "none", "there is room for all"
+    assert planned(made(Cuda), model, 200, 16, 2048, True, way="auto").way == "none", "there is room for all"
 
 
 def test_training_that_does_not_fit_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
@@ -233,18 +239,18 @@ def test_training_that_does_not_fit_is_an_error_at_start(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     config = made(Cuda, vllm_enable_sleep_mode=True, offload_optimizer=True)
     with pytest.raises(ValueError, match=r"(?s)^Training takes \S+ GiB more than the 10.00 GiB of a GPU; .*remains"):
-        memory.plan(config, llama(), 100, 4, 400_000, True)
+        planned(config, llama(), 100, 4, 400_000, True)
 
 
 def test_a_cache_without_room_is_an_error_with_what_would_fit(gpu: None) -> None:
     with pytest.raises(ValueError) as raised:
-        memory.plan(made(Cuda), llama(), 30_000_000, 4, 512, True)
+        planned(made(Cuda), llama(), 30_000_000, 4, 512, True)
     said = str(raised.value).splitlines()
     assert "vllm_max_model_length: " in said[0] and said[1].startswith("memory of a rank: a GPU")
 
 
 def test_on_a_cpu_it_is_a_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "device_memory", lambda device, loaded: ("cpu", GIB, GIB))
-    plan = memory.plan(tiny.config(tmp_path), llama(), 64, 8, 10_000_000, False)
+    plan = planned(tiny.config(tmp_path), llama(), 64, 8, 10_000_000, False)
     assert not plan.fits
     assert plan.table().splitlines()[-1].startswith("  more is planned than there is: lower max_tokens_per_microbatch")

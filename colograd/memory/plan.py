@@ -16,34 +16,9 @@ from ..engine.arguments import engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.lora import is_adapted
 from ..runtime import process
-from .choice import AVAILABLE, WHOLE, Run, auto, taken
+from .choice import AVAILABLE, WHOLE, Run
 from .shape import Lengths, Shape
-from .table import MemoryPlan
 from .ways import PolicySizes
-
-
-def plan(
-    config: GRPOConfig,
-    model: Any,
-    length: int,
-    sequences: int,
-    tokens: int,
-    shared: bool,
-    reference: int = 0,
-    way: str = "none",
-    prompt: int = 0,
-    packed: bool = True,
-) -> MemoryPlan:
-    """The plan of this rank, the same on every rank: a collective.
-
-    Args: those of `read`, and
-        way: of sharding, or `auto`; the plan's ``way`` is the one that is taken.
-
-    Raises:
-        ValueError: on a GPU, no room for training, or for the KV cache of one sequence beside it.
-    """
-    run = read(config, model, length, sequences, tokens, shared, reference, prompt, packed)
-    return taken(run, auto(run) if way == "auto" else way)
 
 
 def read(
