@@ -17,7 +17,8 @@ from colograd import GRPOTrainer
 from colograd.batch import MicroBatch, StepBatch
 from colograd.config import GRPOConfig
 from colograd.memory import token_budget
-from colograd.memory.plan import plan
+from colograd.memory.choice import taken
+from colograd.memory.plan import read
 from colograd.memory.table import GIB
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
@@ -233,7 +234,9 @@ def test_the_memory_plan_counts_it(tiny_model, tmp_path, monkeypatch) -> None:
     nbytes = sum(p.nbytes for p in policy.model.parameters())
     assert reference_bytes(config, policy) == nbytes
     assert reference_bytes(config, policy_of(tiny_model, tmp_path, LORA)) == 0
-    with_it, without = (plan(config, policy.model, 64, 4, 64, False, reference=held) for held in (GIB, 0))
+    with_it, without = (
+        taken(read(config, policy.model, 64, 4, 64, False, reference=held), "none") for held in (GIB, 0)
+    )
     assert ("weights of the reference", GIB, GIB) in with_it.rows()
     assert without.remains("sampling") - with_it.remains("sampling") == pytest.approx(GIB, abs=GIB // 8)
     assert len(without.rows()) == len(with_it.rows()) - 1
