@@ -23,7 +23,7 @@ LEFT = (
 def checkpoint(model: Path, step: int = 3) -> Path:
     """The saved model becomes one, by the files that a run adds."""
     folder = model.rename(model.with_name(f"checkpoint-{step}"))
-    for name in (*LEFT, "trainer_state.json"):
+    for name in LEFT:
         (folder / name).write_text("{}")
     return folder
 
