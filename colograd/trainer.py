@@ -27,7 +27,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from .batch import DrawnStep, Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
+from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split
@@ -43,6 +43,7 @@ from .parallel.layout import Place, check_engines, check_places
 from .parallel.ranks import gather, together
 from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
+from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
@@ -395,12 +396,12 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
         args: GRPOConfig = self.args
 
-        def train(row: MicroBatch) -> None:
+        def train(row: PackedRow) -> None:
             with self.sharding.agree("measuring"), self.compute_loss_context_manager():
                 row = dataclasses.replace(row, step_entropy=StepEntropy(coefficient=args.entropy_coef))
                 if self.reference is not None:
                     (row,) = fill(self.reference, [row], args.temperature)
-                loss = self.compute_loss(self.model, row).loss
+                loss = self.compute_loss(self.model, lay_out(row)).loss
             with self.sharding.agree("measuring"):
                 self.sharding.backward(loss)
 

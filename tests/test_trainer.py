@@ -113,7 +113,7 @@ def test_tokens_through_the_model_are_prompts_once_and_completions(tiny_model, t
             loss = super().training_step(model, inputs, num_items_in_batch)
             handle.remove()
             counted.append(sum(tokens))
-            assert len(tokens) == len(inputs.micro_batches), "one forward per micro-batch"
+            assert len(tokens) == len(inputs.rows), "one forward per micro-batch"
             return loss
 
         def compute_advantages(self, group, rewards):

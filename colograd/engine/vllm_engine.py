@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,8 +39,8 @@ class StaleWeights(RuntimeError):
 class Sampled:
     """What one request's sampler drew."""
 
-    ids: tuple[int, ...]  # [C]
-    logprobs: tuple[float, ...]  # [C] nats
+    ids: array[int]  # [C] "i"
+    logprobs: array[float]  # [C] "f", nats
     finish_reason: FinishReason
 
     def rollout(self, asked: ModelInput, version: int) -> Rollout:
@@ -47,7 +48,7 @@ class Sampled:
         return Rollout(
             input=asked,
             completion_ids=self.ids,
-            sampler_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            sampler_logprobs=torch.frombuffer(self.logprobs, dtype=torch.float32),
             sampled=torch.ones(len(self.ids), dtype=torch.bool),
             finish_reason=self.finish_reason,
             policy_version=version,
@@ -335,6 +336,7 @@ class Engine:
             temperature=sampling.temperature,
             seed=seed,
             logprobs=0,  # of the sampled token only
+            flat_logprobs=True,  # lists in place of two objects per token
             detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(sampling.options | {"stop_token_ids": ends}),
@@ -398,9 +400,17 @@ class Engine:
 
 def _sampled(output: Any) -> list[Sampled]:
     """vLLM's finished request -> its completions."""
-    found = []
-    for completion in sorted(output.outputs, key=lambda c: c.index):
-        ids = tuple(int(token) for token in completion.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
-        found.append(Sampled(ids, tuple(logprobs), FinishReason(completion.finish_reason)))
-    return found
+    return [
+        Sampled(
+            array("i", completion.token_ids),
+            array("f", _of_sampled_tokens(completion.logprobs)),
+            FinishReason(completion.finish_reason),
+        )
+        for completion in sorted(output.outputs, key=lambda c: c.index)
+    ]
+
+
+def _of_sampled_tokens(flat: Any) -> Sequence[float]:
+    """vLLM's flat log-probabilities -> one per position: the first, which is the sampled token's."""
+    one_each = len(flat.logprobs) == len(flat.start_indices)
+    return flat.logprobs if one_each else [flat.logprobs[start] for start in flat.start_indices]

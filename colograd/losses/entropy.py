@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from ..batch import MicroBatch, StepBatch, StepEntropy
 from ..config import GRPOConfig
 from ..parallel.ranks import gather, together
+from ..policy.packing import lay_out
 from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
@@ -36,15 +37,16 @@ def with_step_entropy(
         entropies: of a micro-batch, (N,).
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
-    if objective.top_entropy_quantile < 1 and sum(gather(len(step.micro_batches))) > 1:
+    if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows))) > 1:
         with together("the entropies"), torch.no_grad():
-            own = [entropies(row)[row.loss_mask > 0].cpu() for row in step.micro_batches]
+            micro_batches = map(lay_out, step.rows)
+            own = [entropies(one)[one.loss_mask > 0].cpu() for one in micro_batches]
         everywhere = torch.cat([part for of_rank in gather(own) for part in of_rank])
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
     entropy = StepEntropy(coefficient, objective.denominator(step), threshold, tokens)
-    rows = tuple(dataclasses.replace(row, step_entropy=entropy) for row in step.micro_batches)
-    return dataclasses.replace(step, micro_batches=rows)
+    rows = tuple(dataclasses.replace(row, step_entropy=entropy) for row in step.rows)
+    return dataclasses.replace(step, rows=rows)
 
 
 class EntropyController(TrainerCallback):

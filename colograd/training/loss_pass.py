@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
+from ..policy.packing import lay_out
 from ..reporting.metrics import Metrics
 from ..rollout.stages import shown
 from ..sharding import Sharding
@@ -39,10 +40,10 @@ def loss_pass(
     metrics = Metrics()
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
-    for index, micro_batch in enumerate(step.micro_batches):
+    for index, row in enumerate(step.rows):
         with agree("training"):
             with autocast():
-                output = checked_loss(compute_loss(micro_batch), differentiable=sharding is not None)
+                output = checked_loss(compute_loss(lay_out(row)), differentiable=sharding is not None)
             if sharding is not None and not math.isfinite(loss := output.loss.item()):
                 raise FloatingPointError(
                     f"The loss of step {step.version + 1}, micro-batch {index} is {loss}: training stops before the "

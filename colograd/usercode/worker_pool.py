@@ -227,6 +227,7 @@ class WorkerPool:
                 outcome = worker.run(call, self._timeout, functools.partial(self._stands_in_the_way, call))
             except BaseException as error:
                 outcome = raised_outcome(error)
+            call.keywords = {}  # texts, which would lie here until the outcome is asked for
             call.set_result(outcome)
         worker.stop()  # which `close` may have called while it was starting
 
