@@ -10,9 +10,10 @@ Registered with transformers under `NAME`, so a decoder that goes through its at
 Any other call of that model (``generate`` in a notebook, a callback's forward) is transformers' own `sdpa`.
 
 On CUDA in 16 bits, autocast's too, it is one variable-length flash call of torch; elsewhere one
-`scaled_dot_product_attention` per segment. That loop is also the fastest exact way on a CPU: a group's completions padded into one batched call took
-1.1-2.3 times as long in float32 and 1.2-1.5 times in bfloat16, one call under a dense mask 1.1-1.6 and 0.9 times
-(forward and backward, 9 heads and 3 key heads of 64, 8 completions of 10-48 tokens on prompts of 43, 200 and 800).
+`scaled_dot_product_attention` per segment. That loop is also the fastest exact way on a CPU: a group's completions
+padded into one batched call took 1.1-2.3 times as long in float32 and 1.2-1.5 times in bfloat16, one call under a dense
+mask 1.1-1.6 and 0.9 times (forward and backward, 9 heads and 3 key heads of 64, 8 completions of 10-48 tokens on
+prompts of 43, 200 and 800).
 """
 
 from __future__ import annotations
