@@ -44,6 +44,7 @@ from .parallel.ranks import gather, together
 from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .policy.row_proof import choose_rows_where_it_trains
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
@@ -175,8 +176,19 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
+        if not args.on_cpu or args.bf16:  # else the rows were proved as they will run
+            self._prove_rows()
         self._describe(built, prompts)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
+
+    def _prove_rows(self) -> None:
+        """Prove the rows where they will run: on the device's kernels, under autocast. A collective."""
+        reference = None if self.reference is None else self.reference.model
+        with self.compute_loss_context_manager():
+            why = choose_rows_where_it_trains(self.model, self.args.device, reference)
+        if why != self.policy.why_padded:
+            self.policy = dataclasses.replace(self.policy, why_padded=why)
+            self.rules = dataclasses.replace(self.rules, share_prompts=not why)
 
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
         """Say what the user should know at start."""

@@ -35,6 +35,8 @@ FILE = "reference.safetensors"  # in a checkpoint, where the reference follows t
 class Reference(Protocol):
     """What the policy is held to."""
 
+    model: Any  # the second one, or the policy's
+
     def present(self) -> Any:
         """A context whose value is a model in evaluation mode with the reference's weights, on the policy's device."""
 
