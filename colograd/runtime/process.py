@@ -15,7 +15,8 @@ import socket
 import struct
 import sys
 import warnings
-from pathlib import Path
+
+from . import gpus
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -158,7 +159,7 @@ def quiet_logs(verbose: bool) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not Path("/dev/nvidiactl").exists():
+    if not gpus.nodes():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed warns that it looked for a GPU
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
