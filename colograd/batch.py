@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"

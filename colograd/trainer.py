@@ -30,13 +30,14 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from .batch import DrawnStep, Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
-from .engine.arguments import check_split
+from .engine.arguments import check_split, compiles
 from .engine.sampling import Sampling, check_sampling
 from .engine.vllm_engine import check_vllm
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
 from .losses.objective import Objective
 from .memory import token_budget
+from .memory.segments import expand_segments
 from .parallel import faults
 from .parallel.faults import ends_together
 from .parallel.layout import Place, check_engines, check_places
@@ -119,6 +120,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = prepared_config(args, model)
+        expand_segments(args)
         places = gather(Place.here(args.device))
         with together("the start"):
             check_places(places)
@@ -167,6 +169,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
+        if compiles(args):
+            self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
         built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference

@@ -429,6 +429,28 @@ def test_a_gpu_computes_what_a_dense_mask_does(layout: SegmentLayout, dtype: tor
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gradients_of_a_shared_prompt_repeat(deterministic: bool) -> None:
+    """Many completions add to one prompt's keys. Bit for bit under `full_determinism`, else up to rounding."""
+    layout = SegmentLayout((64, *(32,) * 32), ((), *((0,),) * 32))
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, layout.num_tokens, 64, generator=generator) for heads in (8, 2, 2)]
+    gradients = []
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for _ in range(4):
+            inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in made]
+            output, _ = attention.packed_attention(torch.nn.Module(), *inputs, None, layout=layout)
+            output.float().square().sum().backward()
+            gradients.append(torch.cat([x.grad.float().flatten() for x in inputs]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    spread = max(relative_error(found, gradients[0]) for found in gradients[1:])
+    print(f"relative spread of the gradients: {spread:.2g}")
+    assert spread == 0.0 if deterministic else spread < 0.01
+
+
+@pytest.mark.gpu
 def test_a_float32_policy_under_autocast_needs_no_scores_on_a_gpu() -> None:
     """8 completions of 1,024 tokens on a prompt of 512: all scores would be 8 x 12 x 1,024 x 1,536 numbers."""
     layout = SegmentLayout((512, *(1024,) * 8), ((), *((0,),) * 8))

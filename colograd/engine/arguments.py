@@ -46,7 +46,7 @@ def engine_kwargs(
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature applied
         "trust_remote_code": config.trust_remote_code,
         "model_impl": config.vllm_model_impl,
-        "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
+        "enforce_eager": not compiles(config),
         "use_tqdm_on_load": False,
         "revision": (config.model_init_kwargs or {}).get("revision"),  # type: ignore[union-attr]
         "max_model_len": context,
@@ -63,6 +63,13 @@ def engine_kwargs(
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
     return {name: value for name, value in kwargs.items() if value is not None} | given
+
+
+def compiles(config: GRPOConfig) -> bool:
+    """Whether vLLM compiles the model and captures CUDA graphs when it starts. On a CPU that takes longer than it saves
+    in a short run."""
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    return not given.get("enforce_eager", config.on_cpu)
 
 
 def _accepted(*names: str) -> list[str]:

@@ -23,7 +23,7 @@ from ..parallel import faults
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from .arguments import engine_kwargs, lora_kwargs
-from .building import build_conditions, check_vllm, replaced
+from .building import build_conditions, check_vllm, replaced, usual_algorithms
 from .leading import follow, leading
 from .sampling import Sampling, request_seed
 
@@ -238,6 +238,10 @@ class Engine:
         Raises:
             Exception: what ``work`` raises, on its rank only; of the others, what fails there.
         """
+        with usual_algorithms():
+            return self._led(work, others)
+
+    def _led(self, work: Callable[[], T], others: T) -> T:
         if self._lockstep is None:
             return self._tidily(work)
         with faults.waiting("the generation"):
@@ -369,8 +373,9 @@ class Engine:
         )
         request = self._enqueue(ModelInput(tuple(ids)), params)
         outputs: list[Any] = []
-        while self.core.has_unfinished_requests():
-            outputs += self.core.step()
+        with usual_algorithms():
+            while self.core.has_unfinished_requests():
+                outputs += self.core.step()
         del self._open[request]
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
