@@ -22,6 +22,7 @@ from ..config import GRPOConfig
 from ..parallel import faults
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
+from ..runtime import process
 from .arguments import engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm, replaced, usual_algorithms
 from .leading import follow, leading
@@ -65,6 +66,7 @@ class Engine:
         kv_bytes: of the KV cache; 0: on a GPU what ``vllm_gpu_memory_utilization`` leaves for it.
         end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
         adapter: the LoRA to have a slot for; see `load_adapter`.
+        sequences: the most of one generation; 0: unknown.
 
     Raises:
         RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
@@ -79,6 +81,7 @@ class Engine:
         kv_bytes: int,
         end_tokens: Sequence[int] = (),
         adapter: Adapter | None = None,
+        sequences: int = 0,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
@@ -93,7 +96,8 @@ class Engine:
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes) | lora_kwargs(model_path, config, adapter)
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
+        kwargs |= lora_kwargs(model_path, config, adapter)
         with build_conditions(config.device, self.sleeps, adapter is not None, ranks):
             from vllm import LLM
 
@@ -238,7 +242,7 @@ class Engine:
         Raises:
             Exception: what ``work`` raises, on its rank only; of the others, what fails there.
         """
-        with usual_algorithms():
+        with usual_algorithms(), process.collector_at_rest():
             return self._led(work, others)
 
     def _led(self, work: Callable[[], T], others: T) -> T:
@@ -339,6 +343,7 @@ class Engine:
             temperature=sampling.temperature,
             seed=seed,
             logprobs=0,  # of the sampled token only
+            flat_logprobs=True,  # in one list per completion: an object per token would take most of the time
             detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(sampling.options | {"stop_token_ids": ends}),
@@ -405,7 +410,7 @@ def _sampled(output: Any) -> list[Sampled]:
     """vLLM's finished request -> its completions."""
     found = []
     for completion in sorted(output.outputs, key=lambda c: c.index):
-        ids = tuple(int(token) for token in completion.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
-        found.append(Sampled(ids, tuple(logprobs), FinishReason(completion.finish_reason)))
+        ids, known = tuple(completion.token_ids), completion.logprobs
+        assert len(known.logprobs) == len(ids), "vLLM returns one log-probability per sampled token"
+        found.append(Sampled(ids, tuple(known.logprobs), FinishReason(completion.finish_reason)))
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import socket
 import struct
 import sys
 import warnings
+from collections.abc import Iterator
 
 from . import gpus
 
@@ -70,6 +72,22 @@ def give_back_freed_memory() -> None:
 def _call_glibc(function: str, *arguments: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         getattr(ctypes.CDLL("libc.so.6"), function)(*arguments)
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """While it lasts, Python doesn't look for garbage in cycles.
+
+    vLLM makes objects for each sampled token, all of which live until their completion ends: the collector would look
+    at them again and again (a quarter of the host's time per token, measured with 400 sequences of 1,500).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def free_port() -> int:
