@@ -246,6 +246,7 @@ class MicroBatch:
     ref_logprobs: torch.Tensor | None  # (N,) float32; None exactly when beta == 0
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
     step_entropy: StepEntropy = StepEntropy()
+    in_loss: bool = True  # whether any token counts in the loss: known without asking the device
 
     @property
     def num_sequences(self) -> int:

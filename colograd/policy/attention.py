@@ -32,6 +32,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
+from .sending import sent
 
 NAME = "colograd_packed"
 
@@ -94,11 +95,17 @@ def packed_attention(
 def _in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors in autocast's dtype, where it is on: rotary embeddings leave float32 queries and keys beside 16-bit
     values, and no fused kernel takes such a mixture."""
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return iter(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return (x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    dtype = autocast_dtype(tensors[0].device)
+    return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """That in which autocast computes on the device; None where it is off."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    found: torch.dtype = torch.get_autocast_dtype(kind)
+    return found
 
 
 def _segment_attention(
@@ -224,9 +231,11 @@ class _GatherPlan:
             seen = (*layout.sees[segment], segment)
             index += [torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen]
             key_lengths.append(sum(layout.lengths[s] for s in seen))
-        self.keys = torch.cat(index).to(device)
-        self.cu_queries = torch.tensor((0, *layout.lengths)).cumsum(0).to(device, torch.int32)
-        self.cu_keys = torch.tensor((0, *key_lengths)).cumsum(0).to(device, torch.int32)
+        sums = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (layout.lengths, key_lengths)]
+        parts = [torch.cat(index), *sums]
+        on_device = sent(torch.cat(parts), device).split([len(part) for part in parts])  # in one copy
+        self.keys = on_device[0]
+        self.cu_queries, self.cu_keys = (part.to(torch.int32) for part in on_device[1:])
         self.max_queries, self.max_keys = max(layout.lengths), max(key_lengths)
 
 

@@ -123,6 +123,9 @@ def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     with attention.packed_rows():
         output = body(
             input_ids=micro_batch.input_ids,
+            # It hides nothing, and says so: without one transformers looks for packed sequences in the positions, for
+            # whose answer the host would wait.
+            attention_mask=torch.ones_like(micro_batch.input_ids, dtype=torch.bool),
             position_ids=micro_batch.position_ids,
             layout=micro_batch.layout,
             use_cache=False,
@@ -147,9 +150,8 @@ def label_logprobs(
     Raises:
         RuntimeError: at a second derivative, which isn't implemented.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    with torch.autocast(device, enabled=False):
+    dtype = attention.autocast_dtype(hidden.device) or weight.dtype
+    with torch.autocast(hidden.device.type, enabled=False):
         head = _Head(temperature, dtype=dtype, **transform)
         return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient)
 

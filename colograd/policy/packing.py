@@ -14,6 +14,7 @@ import torch
 
 from ..batch import FinishReason, MicroBatch, ModelInput, Rollout, RolloutId, ScoredGroup, SegmentLayout
 from ..parallel.ranks import gather, together
+from .sending import sent
 
 NOBODY = -1  # the position of dummies, which belong to no prompt
 
@@ -205,17 +206,19 @@ def _micro_batch(row: Sequence[Part], mask_truncated: bool, device: torch.device
             at += length
     advantages = [a.expand(len(r.completion_ids)) for p in row for a, r in zip(p.advantages, p.rollouts, strict=True)]
     sequence = [torch.full((len(r.completion_ids),), index) for index, r in enumerate(rollouts)]
+    in_loss = torch.cat([loss_tokens(r, mask_truncated) for r in rollouts])
     return MicroBatch(
-        input_ids=torch.cat(ids)[None].to(device),
-        position_ids=torch.cat(positions)[None].to(device),
+        input_ids=sent(torch.cat(ids)[None], device),
+        position_ids=sent(torch.cat(positions)[None], device),
         layout=SegmentLayout(tuple(lengths), tuple(sees)),
-        predictors=torch.cat(predictors).to(device),
-        labels=torch.cat([torch.tensor(r.completion_ids) for r in rollouts]).to(device),
-        loss_mask=torch.cat([loss_tokens(r, mask_truncated) for r in rollouts]).float().to(device),
-        sequence=torch.cat(sequence).to(device),
-        sampler_logprobs=torch.cat([r.sampler_logprobs for r in rollouts]).to(device),
-        advantages=torch.cat(advantages).float().to(device),
+        predictors=sent(torch.cat(predictors), device),
+        labels=sent(torch.cat([torch.tensor(r.completion_ids) for r in rollouts]), device),
+        loss_mask=sent(in_loss.float(), device),
+        sequence=sent(torch.cat(sequence), device),
+        sampler_logprobs=sent(torch.cat([r.sampler_logprobs for r in rollouts]), device),
+        advantages=sent(torch.cat(advantages).float(), device),
         old_logprobs=None,
         ref_logprobs=None,
         rollouts=tuple(identity for part in row for identity in part.ids),
+        in_loss=bool(in_loss.any()),
     )

@@ -177,6 +177,5 @@ def _difference(model: Any, own: str, device: torch.device, share_prompts: bool)
     """Mean absolute difference of some samples from the model's own in nats; 0 where it is within tolerance."""
     rows = pack(_samples(model), 1000, False, device, share_prompts=share_prompts)
     error = float(differences(model, rows, 1.0, own)[1].mean())
-    in_16_bit = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    allowed = TOLERANCE_16_BIT if in_16_bit else TOLERANCE.get(model.dtype, TOLERANCE_16_BIT)
+    allowed = TOLERANCE.get(attention.autocast_dtype(device) or model.dtype, TOLERANCE_16_BIT)
     return 0.0 if error <= allowed else error
