@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"
@@ -246,7 +246,7 @@ class PackedRow:
     parts: tuple[Part, ...]
     mask_truncated: bool
     device: torch.device  # where the forward will be
-    old_logprobs: torch.Tensor | None = None  # (N,) float32 in host memory; see MicroBatch
+    old_logprobs: torch.Tensor | None = None  # (N,) float32 on the device; see MicroBatch
     ref_logprobs: torch.Tensor | None = None  # likewise
     step_entropy: StepEntropy = StepEntropy()
 
@@ -287,6 +287,7 @@ class MicroBatch:
     ref_logprobs: torch.Tensor | None  # (N,) float32; None exactly when beta == 0
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
     step_entropy: StepEntropy = StepEntropy()
+    in_loss: bool = True  # whether any token counts in the loss: known without asking the device
 
     @property
     def num_sequences(self) -> int:

@@ -30,13 +30,14 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
-from .engine.arguments import check_split
+from .engine.arguments import check_split, compiles
 from .engine.sampling import Sampling, check_sampling
 from .engine.vllm_engine import check_vllm
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
 from .losses.objective import Objective
 from .memory import token_budget
+from .memory.segments import expand_segments
 from .parallel import faults
 from .parallel.faults import ends_together
 from .parallel.layout import Place, check_engines, check_places
@@ -45,6 +46,7 @@ from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
 from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .policy.row_proof import choose_rows_where_it_trains
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
@@ -119,6 +121,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = prepared_config(args, model)
+        expand_segments(args)
         places = gather(Place.here(args.device))
         with together("the start"):
             check_places(places)
@@ -167,6 +170,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
+        if compiles(args):
+            self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
         built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
@@ -176,8 +181,19 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
+        if not args.on_cpu or args.bf16:  # else the rows were proved as they will run
+            self._prove_rows()
         self._describe(built, prompts)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
+
+    def _prove_rows(self) -> None:
+        """Prove the rows where they will run: on the device's kernels, under autocast. A collective."""
+        reference = None if self.reference is None else self.reference.model
+        with self.compute_loss_context_manager():
+            why = choose_rows_where_it_trains(self.model, self.args.device, reference)
+        if why != self.policy.why_padded:
+            self.policy = dataclasses.replace(self.policy, why_padded=why)
+            self.rules = dataclasses.replace(self.rules, share_prompts=not why)
 
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
         """Say what the user should know at start."""

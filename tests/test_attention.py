@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,17 +244,16 @@ def dense(layout: SegmentLayout, window: int | None = None) -> torch.Tensor:
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
+LAYOUTS = {
+    "one sequence": SegmentLayout((7,), ((),)),
+    "one group": SegmentLayout((3, 2, 4), ((), (0,), (0,))),
+    "two groups": SegmentLayout((2, 3, 1, 4, 2), ((), (0,), (0,), (), (3,))),
+    "a conversation of turns": SegmentLayout((3, 2, 2, 1), ((), (0,), (0, 1), (0, 1, 2))),
+}
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        SegmentLayout((7,), ((),)),
-        SegmentLayout((3, 2, 4), ((), (0,), (0,))),
-        SegmentLayout((2, 3, 1, 4, 2), ((), (0,), (0,), (), (3,))),
-        SegmentLayout((3, 2, 2, 1), ((), (0,), (0, 1), (0, 1, 2))),
-    ],
-    ids=["one sequence", "one group", "two groups", "a conversation of turns"],
-)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_each_segment_sees_itself_and_what_it_names(layout: SegmentLayout, window: int | None) -> None:
     query, key, value = random_qkv(layout.num_tokens)
     output, weights = attention.packed_attention(
@@ -303,6 +303,166 @@ def test_the_gather_plan_of_the_flash_kernel_names_the_same_keys() -> None:
     assert plan.cu_queries.tolist() == [0, 3, 5, 9] and plan.cu_keys.tolist() == [0, 3, 8, 15]
     assert (plan.max_queries, plan.max_keys) == (4, 7)
     assert plan.cu_queries.dtype == plan.cu_keys.dtype == torch.int32
+
+
+# -- The flash kernel, in whose place stands a plain computation of what it computes
+
+
+def plain_varlen(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Any:
+    """(T, H, D) of attention within each sequence, the last query at the last key, as torch documents `varlen_attn`."""
+    left, right = options.get("window_size", (-1, 0 if options.get("is_causal") else -1))
+    assert right == 0, "causal"
+    scale = options.get("scale", query.shape[-1] ** -0.5)
+    assert (query.shape[1] == key.shape[1]) or options.get("enable_gqa")
+    assert query.dtype == key.dtype == value.dtype, "the kernel takes one dtype"
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+        assert q1 - q0 <= max_q and k1 - k0 <= max_k
+        back = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
+        visible = (back >= 0) & ((back <= left) if left >= 0 else True)
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * scale
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, value[k0:k1]))
+    return torch.cat(outputs)
+
+
+NAMES = {"today's": {"window_size", "scale", "enable_gqa"}, "an older one's": {"is_causal"}}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("names", NAMES.values(), ids=list(NAMES))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_one_flash_call_is_the_loop_over_segments(
+    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, names: set[str], window: int | None
+) -> None:
+    """Outputs and gradients: the keys that are gathered, the lengths and the options say the same as the loop."""
+    monkeypatch.setattr(attention, "_flash", lambda: (plain_varlen, frozenset(names)))
+    results = []
+    for attend in (attention._flash_attention, lambda *a: attention._segment_attention(*a[:5], 0.0, a[5])):
+        inputs = [x.requires_grad_() for x in random_qkv(layout.num_tokens)]
+        if window is not None and "window_size" not in names:
+            with pytest.raises(ValueError, match="no sliding windows"):
+                attention._flash_attention(*inputs, layout, 0.3, window)
+            return
+        output = attend(*inputs, layout, 0.3, window)
+        output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
+        results.append((output, *(x.grad for x in inputs)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "device, dtype, head, dropout, capability, taken",
+    [
+        ("cuda", torch.bfloat16, 128, 0.0, (9, 0), True),
+        ("cuda", torch.float16, 256, 0.0, (8, 0), True),
+        ("cuda", torch.float32, 128, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 288, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 128, 0.1, (9, 0), False),
+        ("cuda", torch.float16, 64, 0.0, (7, 5), False),
+        ("cpu", torch.bfloat16, 128, 0.0, (9, 0), False),
+    ],
+)
+def test_what_the_flash_kernel_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+    head: int,
+    dropout: float,
+    capability: tuple[int, int],
+    taken: bool,
+) -> None:
+    monkeypatch.setattr(attention, "_capability", lambda device: capability)
+    query = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, shape=(1, 4, 9, head), device=torch.device(device))
+    assert attention._flash_takes(query, dropout) == taken  # type: ignore[arg-type]
+
+
+def test_a_float32_policy_under_autocast_takes_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary embeddings leave its queries and keys in float32, its values are bfloat16."""
+    calls: list[torch.dtype] = []
+
+    def count(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(args[0].dtype)
+        return plain_varlen(*args, **options)
+
+    model, (row,) = packed_copy(make_model("llama")), pack(make_groups(), 1000, False, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        looped, _ = policy_logprobs(model, row, 1.0)
+    monkeypatch.setattr(attention, "_flash", lambda: (count, frozenset(NAMES["today's"])))
+    monkeypatch.setattr(attention, "_flash_takes", lambda query, dropout: query.dtype in attention.FLASH_DTYPES)
+    with torch.autocast("cpu", torch.bfloat16):
+        flash, _ = policy_logprobs(model, row, 1.0)
+    assert calls == [torch.bfloat16] * model.config.num_hidden_layers
+    assert float((flash - looped).detach().abs().mean()) < 0.05
+
+
+def test_where_a_mask_is_needed_on_a_gpu_the_heads_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's device without data: it stands for any but the CPU. Grouped heads would cost all scores there."""
+    seen: list[tuple[int, ...]] = []
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(query: Any, key: Any, value: Any, enable_gqa: bool, **options: Any) -> Any:
+        seen.append((query.shape[1], key.shape[1], value.shape[1], enable_gqa))
+        return own(query, key, value, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    layout = LAYOUTS["one group"]
+    for device, keys in (("meta", 4), ("cpu", 2)):
+        seen.clear()
+        query, key, value = (x.to(device) for x in random_qkv(layout.num_tokens))
+        attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=layout)
+        assert seen == [(4, keys, keys, keys == 2)] * 3, device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_a_gpu_computes_what_a_dense_mask_does(layout: SegmentLayout, dtype: torch.dtype, window: int | None) -> None:
+    query, key, value = (x.to("cuda", dtype) for x in random_qkv(layout.num_tokens))
+    found, _ = attention.packed_attention(
+        torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, layout=layout
+    )
+    torch.testing.assert_close(
+        found.float().cpu(), dense(layout, window), atol=0.03 if dtype == torch.bfloat16 else 1e-4, rtol=0.0
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gradients_of_a_shared_prompt_repeat(deterministic: bool) -> None:
+    """Many completions add to one prompt's keys. Bit for bit under `full_determinism`, else up to rounding."""
+    layout = SegmentLayout((64, *(32,) * 32), ((), *((0,),) * 32))
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, layout.num_tokens, 64, generator=generator) for heads in (8, 2, 2)]
+    gradients = []
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for _ in range(4):
+            inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in made]
+            output, _ = attention.packed_attention(torch.nn.Module(), *inputs, None, layout=layout)
+            output.float().square().sum().backward()
+            gradients.append(torch.cat([x.grad.float().flatten() for x in inputs]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    spread = max(relative_error(found, gradients[0]) for found in gradients[1:])
+    print(f"relative spread of the gradients: {spread:.2g}")
+    assert spread == 0.0 if deterministic else spread < 0.01
+
+
+@pytest.mark.gpu
+def test_a_float32_policy_under_autocast_needs_no_scores_on_a_gpu() -> None:
+    """8 completions of 1,024 tokens on a prompt of 512: all scores would be 8 x 12 x 1,024 x 1,536 numbers."""
+    layout = SegmentLayout((512, *(1024,) * 8), ((), *((0,),) * 8))
+    query, key, value = (
+        torch.randn(1, heads, layout.num_tokens, 64, device="cuda", requires_grad=True) for heads in (12, 2, 2)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        output, _ = attention.packed_attention(torch.nn.Module(), query, key, value.bfloat16(), None, layout=layout)
+    output.float().sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 12 * query.nbytes  # 320 MB; the scores would be 604
 
 
 @pytest.mark.parametrize("family", FAMILIES)

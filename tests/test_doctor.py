@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -43,6 +44,25 @@ def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def lines(said: str) -> dict[str, str]:
     """What stands before the first colon -> the line."""
     return {line.split(":")[0]: line for line in said.splitlines()}
+
+
+def test_only_its_own_gpu_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking another one for its free memory would take some hundred megabytes of it."""
+    opened: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: opened.append(index) or (2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for rank, own in ((None, 0), ("1", 1), ("5", 1)):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", rank)
+        opened.clear()
+        gpus = [*doctor.devices()][1:]
+        assert opened == [own]
+        assert gpus[own] == f"GPU {own}: NVIDIA H100, memory 80.0 GiB, 1.0 free, CUDA 13.0"
+        assert gpus[1 - own] == f"GPU {1 - own}: NVIDIA H100, memory 80.0 GiB, CUDA 13.0"
 
 
 @pytest.mark.engine

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
 import torch
 
-from colograd.engine.building import rank_variables_of
+from colograd.engine.building import rank_variables_of, usual_algorithms
 from colograd.parallel.layout import Place, RankLayout, check_engines
 
 
@@ -29,6 +30,20 @@ def test_engines_and_shards_divide_the_ranks(world: int, engine: int) -> None:
     for groups in ({layout.engine_group for layout in ranks}, {layout.shard_group for layout in ranks}):
         assert sorted(rank for group in groups for rank in group) == list(range(world))
     assert all(layout.rank in layout.engine_group and layout.rank in layout.shard_group for layout in ranks)
+
+
+def test_vllm_has_its_usual_algorithms_where_training_is_deterministic() -> None:
+    """Also after an error; and nothing is switched on that nobody asked for."""
+    for asked in (False, True):
+        torch.use_deterministic_algorithms(asked, warn_only=asked)
+        try:
+            with contextlib.suppress(KeyError), usual_algorithms():
+                assert not torch.are_deterministic_algorithms_enabled()
+                raise KeyError
+            assert torch.are_deterministic_algorithms_enabled() == asked
+            assert torch.is_deterministic_algorithms_warn_only_enabled() == asked
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def test_vllm_is_told_the_number_of_the_one_gpu_that_a_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:

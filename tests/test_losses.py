@@ -203,7 +203,7 @@ def test_the_entropies_are_asked_for_only_where_the_micro_batch_is_not_the_step(
     assert len(asked) == 5 and threshold is not None
     # Another rank has a micro-batch too, with these entropies.
     theirs = torch.full((100,), 9.0)
-    monkeypatch.setattr(entropy, "gather", lambda mine: [mine, [theirs] if isinstance(mine, list) else 1])
+    monkeypatch.setattr(entropy, "gather", lambda mine: [mine, theirs if isinstance(mine, torch.Tensor) else 1])
     shared = known(one, quantile)
     assert (shared.threshold, shared.tokens) == (9.0, 100.0)
 

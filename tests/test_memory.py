@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.config import GRPOConfig
+from colograd.data import PromptDataset
 from colograd.engine.arguments import engine_dtype, engine_kwargs
 from colograd.memory import plan as memory
 from colograd.memory.choice import PLANNED_TOKENS, auto, taken
 from colograd.memory.shape import CacheNeed, Shape
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 from colograd.policy.outline import outline
+from colograd.training.assembly import most_sequences
 
 LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 3, 64, 160, 4, 2, 16, 100
 LLAMA = {
@@ -183,6 +186,42 @@ def test_a_planned_cache_is_given_to_vllm_whose_own_check_of_free_memory_is_not_
     on_cpu = engine_kwargs("m", made(GRPOConfig, vllm_enable_sleep_mode=True), torch.bfloat16, 200, 12345)
     assert on_cpu["kv_cache_memory_bytes"] == 12345
     assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(on_cpu)
+
+
+def batches(sequences: int, cls: type[GRPOConfig] = Cuda, **given: Any) -> tuple[int | None, list[int] | None]:
+    kwargs = engine_kwargs("m", made(cls, vllm_engine_kwargs=given), torch.bfloat16, 200, 12345, sequences)
+    return kwargs.get("max_num_seqs"), kwargs.get("cudagraph_capture_sizes")
+
+
+def test_vllm_s_batches_and_graphs_are_as_wide_as_a_generation() -> None:
+    """vLLM's own on a large GPU: 1,024 sequences, graphs for up to 512."""
+    assert batches(12) == (12, [1, 2, 4, 8, 12])
+    width, sizes = batches(4096)
+    assert width == 1024 and sizes is not None and sizes[-1] == 1024
+    assert all(b - a <= 32 for a, b in itertools.pairwise(sizes)) and len(sizes) < 80
+    assert batches(0) == (None, None), "unknown: vLLM's own"
+    assert batches(12, GRPOConfig) == (None, None), "no graphs on a CPU, where wider batches cost nothing"
+
+
+def test_what_is_said_of_batches_and_graphs_wins() -> None:
+    assert batches(64, max_num_seqs=8) == (8, [1, 2, 4, 8])
+    assert batches(64, enforce_eager=True) == (64, None)
+    assert batches(64, cudagraph_capture_sizes=[5]) == (64, [5])
+    for name in ("compilation_config", "max_cudagraph_capture_size"):
+        assert batches(64, **{name: {"mode": 3}}) == (64, None)
+
+
+def test_the_widest_generation_may_be_an_evaluation() -> None:
+    config = made(GRPOConfig, num_generations=4, prompts_per_step=6, steps_per_generation=2, num_generations_eval=2)
+    train, few, many = (object.__new__(PromptDataset) for _ in range(3))
+    few.dataset, many.dataset = [{}] * 3, [{}] * 100  # type: ignore[assignment]
+    assert most_sequences(config, [train]) == most_sequences(config, [train, few]) == 48
+    assert most_sequences(config, [train, few, many]) == 200
+
+
+def test_a_cache_for_more_sequences_than_run_at_once_would_never_be_used(gpu: None) -> None:
+    run = memory.read(made(Cuda), llama(), 200, 5000, 2048, True)
+    assert (run.sequences, run.running) == (5000, 1024)
 
 
 def test_what_the_user_gives_vllm_is_planned_with(gpu: None) -> None:

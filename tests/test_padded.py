@@ -17,7 +17,7 @@ from colograd.policy import attention, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.padded import rows_of
-from colograd.policy.row_proof import choose_rows
+from colograd.policy.row_proof import choose_rows, choose_rows_where_it_trains
 
 VOCABULARY = 128
 SHAPE: dict[str, Any] = {
@@ -202,6 +202,46 @@ def test_a_leak_between_the_segments_of_a_row_shows() -> None:
 def test_bfloat16_rounding_is_no_obstacle() -> None:
     model = make(PACKED["llama"]).to(torch.bfloat16)
     assert choose_rows(model) == ""
+
+
+def test_under_autocast_the_rounding_is_that_of_16_bits() -> None:
+    model = make(PACKED["llama"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert choose_rows(model) == ""
+
+
+def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proved on load; then a kernel that only 16 bits take drops the prompt. The reference is asked in the same rows.
+    So is a rank whose own kernel is right."""
+    own = attention._segment_attention
+
+    def forgetful(query: Any, key: Any, value: Any, layout: SegmentLayout, *options: Any) -> torch.Tensor:
+        if query.dtype == torch.bfloat16:
+            layout = SegmentLayout(layout.lengths, tuple(() for _ in layout.sees))
+        return own(query, key, value, layout, *options)
+
+    monkeypatch.setattr(attention, "_segment_attention", forgetful)
+    model, reference = make(PACKED["llama"]), make(PACKED["llama"])
+    assert choose_rows(model) == choose_rows(reference) == "" == choose_rows_where_it_trains(model, model.device)
+    with torch.autocast("cpu", torch.bfloat16):
+        why = choose_rows_where_it_trains(model, model.device, reference)
+    assert "packed log-probabilities differ by" in why and why.endswith("on cpu")
+    assert model.config._attn_implementation == reference.config._attn_implementation == "sdpa"
+    other = make(PACKED["llama"])
+    monkeypatch.setattr(row_proof, "gather", lambda own: [own, why])
+    assert choose_rows_where_it_trains(other, other.device) == why
+    assert other.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_the_flash_kernel_is_proved(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    calls, own = [], attention._flash_attention
+    monkeypatch.setattr(attention, "_flash_attention", lambda *a: calls.append(a[0].dtype) or own(*a))
+    model = make(PACKED["llama"]).to("cuda", dtype)
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+        assert choose_rows_where_it_trains(model, model.device) == ""
+    assert set(calls) == {torch.bfloat16}
 
 
 def test_a_model_chosen_once_can_be_chosen_again() -> None:

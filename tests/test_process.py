@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
 import sys
@@ -26,6 +28,18 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     machine = SimpleNamespace(environ=variables, getpid=os.getpid, sched_getaffinity=lambda pid: set(range(8)))
     monkeypatch.setattr(process, "os", machine)
     return variables
+
+
+def test_the_collector_rests_while_completions_are_sampled_and_is_left_as_it_was() -> None:
+    for was_on in (True, False):
+        gc.enable() if was_on else gc.disable()
+        try:
+            with contextlib.suppress(KeyError), process.collector_at_rest():
+                assert not gc.isenabled()
+                raise KeyError
+            assert gc.isenabled() == was_on
+        finally:
+            gc.enable()
 
 
 # -- Ranks

@@ -399,8 +399,17 @@ def test_a_finished_run_is_not_trained_further_by_resuming_it(tiny_model, tmp_pa
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
-def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(tiny_model, tmp_path, closing) -> None:
-    seen = []
+def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(
+    tiny_model, tmp_path, closing, monkeypatch
+) -> None:
+    """The rows too are proved under it, when the policy is in its place."""
+    seen, proved = [], []
+
+    def prove(model, device, reference):
+        proved.append(torch.is_autocast_enabled(device.type))
+        return "as a test"
+
+    monkeypatch.setattr("colograd.trainer.choose_rows_where_it_trains", prove)
 
     class Watching(GRPOTrainer):
         def compute_loss(self, model, micro_batch, **kwargs):
@@ -411,6 +420,7 @@ def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(tiny_mo
             return output
 
     trainer = closing(make_trainer(tiny_model, tmp_path, cls=Watching, bf16=True, max_steps=1))
+    assert proved == [True] and not trainer.rules.share_prompts and trainer.policy.why_padded == "as a test"
     trainer.train()
     assert set(seen) == {torch.bfloat16}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}

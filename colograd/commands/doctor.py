@@ -110,10 +110,14 @@ def devices() -> Iterator[str]:
         f"{process.local_world_size()} rank(s), {torch.get_num_threads()} threads each, memory "
         f"{memory.total / gib:.1f} GiB, {memory.available / gib:.1f} free"
     )
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        yield f"GPU {index}: {name}, memory {total / gib:.1f} GiB, {free / gib:.1f} free, CUDA {torch.version.cuda}"
+    count = torch.cuda.device_count()
+    own = int(os.environ.get("LOCAL_RANK") or 0) % max(count, 1)
+    for index in range(count):
+        properties, free = torch.cuda.get_device_properties(index), ""
+        if index == own:  # asking another one would take memory on it
+            free = f", {torch.cuda.mem_get_info(index)[0] / gib:.1f} free"
+        total = properties.total_memory / gib
+        yield f"GPU {index}: {properties.name}, memory {total:.1f} GiB{free}, CUDA {torch.version.cuda}"
 
 
 def _processor() -> str:

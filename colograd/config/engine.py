@@ -52,8 +52,9 @@ class EngineKnobs(TrainingArguments):
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = knob(
         None,
-        "Anything else for `vllm.LLM`, such as `max_num_seqs`, `enforce_eager`, `kv_cache_memory_bytes` or `dtype` "
-        "(default: the policy's).",
+        "Anything else for `vllm.LLM`, such as `max_num_seqs` (default on a GPU: the completions of a generation or an "
+        "evaluation, at most 1,024, and as many for its CUDA graphs), `enforce_eager`, `kv_cache_memory_bytes` or "
+        "`dtype` (default: the policy's).",
     )
     weights: str = knob(
         "auto",

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainingArguments
 
 from ..parallel.ranks import join
-from ..runtime import process
+from ..runtime import gpus, process
 from .advantages import AdvantageKnobs
 from .engine import EngineKnobs
 from .evaluation import EvaluationKnobs
@@ -86,7 +86,9 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
         if not torch.accelerator.is_available():
-            self.use_cpu = True  # ranks on a CPU wouldn't find each other
+            if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
+                raise ValueError(why)
+            self.use_cpu: bool = True  # ranks on a CPU wouldn't find each other
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
             join(timedelta(seconds=self.ddp_timeout))  # transformers drops the limit on a CPU

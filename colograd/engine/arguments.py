@@ -13,6 +13,7 @@ from ..policy.lora import Adapter
 # Tokens of a KV block on a CPU. A group's prompt is computed once as far as it fills whole blocks; with vLLM's 128 most
 # prompts would be computed G times.
 CPU_BLOCK = 32
+MOST_SEQUENCES = 1024  # decoded at once: more make a step of the engine longer, and no faster per token
 VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and then splits it
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
@@ -24,9 +25,12 @@ TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
 
 
 def engine_kwargs(
-    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int
+    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0
 ) -> dict[str, Any]:
     """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
+
+    Args:
+        sequences: the most of one generation, in training or evaluation; 0: unknown.
 
     Raises:
         ValueError: an argument that would break what the trainer relies on.
@@ -46,7 +50,7 @@ def engine_kwargs(
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature applied
         "trust_remote_code": config.trust_remote_code,
         "model_impl": config.vllm_model_impl,
-        "enforce_eager": config.on_cpu,  # compiling takes longer than it saves in a short run on a CPU
+        "enforce_eager": not compiles(config),
         "use_tqdm_on_load": False,
         "revision": (config.model_init_kwargs or {}).get("revision"),  # type: ignore[union-attr]
         "max_model_len": context,
@@ -62,7 +66,35 @@ def engine_kwargs(
         # With a size given, the share decides nothing, but vLLM still refuses to start where less of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
+        if sequences:
+            kwargs |= _batch_kwargs(config, sequences)
     return {name: value for name, value in kwargs.items() if value is not None} | given
+
+
+def _batch_kwargs(config: GRPOConfig, sequences: int) -> dict[str, Any]:
+    """vLLM's batches and CUDA graphs as wide as a generation is. Its own are those of a server: where few sequences are
+    sampled, most of its graphs and buffers serve nobody; where many are, steps of more than 512 run without a graph."""
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
+    kwargs: dict[str, Any] = {"max_num_seqs": width}
+    says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
+    if compiles(config) and not says_graphs:
+        kwargs |= dict.fromkeys(_accepted("cudagraph_capture_sizes"), graph_sizes(width))
+    return kwargs
+
+
+def graph_sizes(width: int) -> list[int]:
+    """Numbers of sequences that CUDA graphs are captured for, up to ``width``: a step takes the next larger one, so
+    they are dense where a step of some more sequences takes longer."""
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32), width}
+    return sorted(size for size in sizes if size <= width)
+
+
+def compiles(config: GRPOConfig) -> bool:
+    """Whether vLLM compiles the model and captures CUDA graphs when it starts. On a CPU that takes longer than it saves
+    in a short run."""
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    return not given.get("enforce_eager", config.on_cpu)
 
 
 def _accepted(*names: str) -> list[str]:

@@ -49,6 +49,7 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
     it is on the policy's device."""
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
+        while_built.enter_context(usual_algorithms())
         # vLLM reseeds python, numpy and torch; the user's seed must still mean something afterwards.
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
@@ -65,6 +66,23 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
             while_built.enter_context(weights_stay())
         while_built.enter_context(rank_variables_of(device))
         yield
+
+
+@contextlib.contextmanager
+def usual_algorithms() -> Iterator[None]:
+    """While it lasts, torch takes its fastest algorithms.
+
+    `full_determinism` is about the policy's gradients. Some of vLLM's kernels have no deterministic counterpart, which
+    would be an error, and each of its buffers would be filled for nothing.
+    """
+    asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if asked:
+        torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        if asked:
+            torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,10 @@ from typing import Any
 from ..config import GRPOConfig
 
 # Sampling parameters that the trainer sets for each request.
-RESERVED = ("n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "detokenize", "output_kind")
+RESERVED = (
+    "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
+    "output_kind",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

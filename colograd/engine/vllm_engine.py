@@ -23,8 +23,9 @@ from ..config import GRPOConfig
 from ..parallel import faults
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
+from ..runtime import process
 from .arguments import engine_kwargs, lora_kwargs
-from .building import build_conditions, check_vllm, replaced
+from .building import build_conditions, check_vllm, replaced, usual_algorithms
 from .leading import follow, leading
 from .sampling import Sampling, request_seed
 
@@ -66,6 +67,7 @@ class Engine:
         kv_bytes: of the KV cache; 0: on a GPU what ``vllm_gpu_memory_utilization`` leaves for it.
         end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
         adapter: the LoRA to have a slot for; see `load_adapter`.
+        sequences: the most of one generation; 0: unknown.
 
     Raises:
         RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
@@ -80,6 +82,7 @@ class Engine:
         kv_bytes: int,
         end_tokens: Sequence[int] = (),
         adapter: Adapter | None = None,
+        sequences: int = 0,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
@@ -94,7 +97,8 @@ class Engine:
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes) | lora_kwargs(model_path, config, adapter)
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
+        kwargs |= lora_kwargs(model_path, config, adapter)
         with build_conditions(config.device, self.sleeps, adapter is not None, ranks):
             from vllm import LLM
 
@@ -239,6 +243,10 @@ class Engine:
         Raises:
             Exception: what ``work`` raises, on its rank only; of the others, what fails there.
         """
+        with usual_algorithms(), process.collector_at_rest():
+            return self._led(work, others)
+
+    def _led(self, work: Callable[[], T], others: T) -> T:
         if self._lockstep is None:
             return self._tidily(work)
         with faults.waiting("the generation"):
@@ -336,7 +344,7 @@ class Engine:
             temperature=sampling.temperature,
             seed=seed,
             logprobs=0,  # of the sampled token only
-            flat_logprobs=True,  # lists in place of two objects per token
+            flat_logprobs=True,  # in one list per completion: an object per token would take most of the time
             detokenize=bool(sampling.options.get("stop")),  # text is needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(sampling.options | {"stop_token_ids": ends}),
@@ -371,8 +379,9 @@ class Engine:
         )
         request = self._enqueue(ModelInput(tuple(ids)), params)
         outputs: list[Any] = []
-        while self.core.has_unfinished_requests():
-            outputs += self.core.step()
+        with usual_algorithms():
+            while self.core.has_unfinished_requests():
+                outputs += self.core.step()
         del self._open[request]
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
@@ -401,16 +410,12 @@ class Engine:
 def _sampled(output: Any) -> list[Sampled]:
     """vLLM's finished request -> its completions."""
     return [
-        Sampled(
-            array("i", completion.token_ids),
-            array("f", _of_sampled_tokens(completion.logprobs)),
-            FinishReason(completion.finish_reason),
-        )
+        Sampled(array("i", completion.token_ids), _logprobs(completion), FinishReason(completion.finish_reason))
         for completion in sorted(output.outputs, key=lambda c: c.index)
     ]
 
 
-def _of_sampled_tokens(flat: Any) -> Sequence[float]:
-    """vLLM's flat log-probabilities -> one per position: the first, which is the sampled token's."""
-    one_each = len(flat.logprobs) == len(flat.start_indices)
-    return flat.logprobs if one_each else [flat.logprobs[start] for start in flat.start_indices]
+def _logprobs(completion: Any) -> array[float]:
+    flat: Any = completion.logprobs
+    assert len(flat.logprobs) == len(completion.token_ids), "vLLM returns one log-probability per sampled token"
+    return array("f", flat.logprobs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,19 @@ def with_step_entropy(
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows))) > 1:
         with together("the entropies"), torch.no_grad():
             micro_batches = map(lay_out, step.rows)
-            own = [entropies(one)[one.loss_mask > 0].cpu() for one in micro_batches]
-        everywhere = torch.cat([part for of_rank in gather(own) for part in of_rank])
+            own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])
+        everywhere = torch.cat(gather(own))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
     entropy = StepEntropy(coefficient, objective.denominator(step), threshold, tokens)
     rows = tuple(dataclasses.replace(row, step_entropy=entropy) for row in step.rows)
     return dataclasses.replace(step, rows=rows)
+
+
+def _in_loss(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Entropies with their masks, (2, N) of each row -> those in the loss, on the host: one transfer for all rows."""
+    entropies, mask = torch.cat(list(rows), dim=1).cpu() if rows else torch.zeros(2, 0)
+    return entropies[mask > 0]
 
 
 class EntropyController(TrainerCallback):

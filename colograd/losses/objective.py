@@ -157,7 +157,8 @@ class Objective:
         """(N,) 1 for the tokens of highest entropy, else 0."""
         threshold = batch.step_entropy.threshold
         if threshold is None:
-            threshold = top_threshold(entropy[batch.loss_mask > 0], self.top_entropy_quantile)
+            counted = entropy.float().where(batch.loss_mask > 0, torch.nan)
+            return (entropy >= counted.nanquantile(1 - self.top_entropy_quantile)).to(batch.loss_mask.dtype)
         return (entropy >= threshold).to(batch.loss_mask.dtype)
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:
@@ -186,15 +187,15 @@ class Objective:
             sums[BONUS_ENTROPY] = ((entropy * chosen).sum(), chosen.sum())
         if kl is not None:
             sums["kl"] = ((kl * mask).sum(), count)
-        if not count:
+        if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)
         maxima = {**maxima, "sampling/sampling_logp_difference/max": difference.max()}
         if correction is not None and self.correction is not None:
-            name, counted = "sampling/importance_sampling_ratio", correction[mask > 0]
+            name, counted = "sampling/importance_sampling_ratio", mask > 0
             sums[f"{name}/mean"] = tokens.mean(correction, self.correction.per_sequence)
-            minima = {**minima, f"{name}/min": counted.min()}
-            maxima = {**maxima, f"{name}/max": counted.max()}
+            minima = {**minima, f"{name}/min": correction.where(counted, torch.inf).min()}
+            maxima = {**maxima, f"{name}/max": correction.where(counted, -torch.inf).max()}
         return sums | of_loss, minima, maxima
 
 

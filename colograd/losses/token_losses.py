@@ -37,6 +37,11 @@ def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
     return batch.loss_mask / lengths[batch.sequence]
 
 
+def constant(value: float, like: torch.Tensor) -> torch.Tensor:
+    """() of a number, made on the device: copied there, the host would wait for it."""
+    return like.new_full((), value)
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """What a loss sees of a micro-batch's N predicted completion tokens."""
@@ -60,10 +65,10 @@ class Tokens:
         weights = sequence_mean_weights(self.batch) if whole else self.batch.loss_mask
         return (values * weights).sum(), weights.sum()
 
-    def of_completions(self, values: torch.Tensor) -> torch.Tensor:
-        """(N,) -> the mean of each completion that has a loss token."""
+    def of_completions(self, values: torch.Tensor, otherwise: float) -> torch.Tensor:
+        """(N,) -> (num_sequences,): the mean of each completion's, ``otherwise`` for one without a loss token."""
         counted = per_sequence_sum(self.batch.loss_mask, self.batch) > 0
-        return per_sequence_sum(values * sequence_mean_weights(self.batch), self.batch)[counted]
+        return per_sequence_sum(values * sequence_mean_weights(self.batch), self.batch).where(counted, otherwise)
 
 
 class TokenLoss(ABC):
@@ -146,8 +151,8 @@ class ClippedLoss(TokenLoss):
         means = {"low_mean": low, "high_mean": high, "region_mean": low + high}
         return (
             {f"clip_ratio/{name}": tokens.mean(values) for name, values in means.items()},
-            {"clip_ratio/low_min": tokens.of_completions(low).min()},
-            {"clip_ratio/high_max": tokens.of_completions(high).max()},
+            {"clip_ratio/low_min": tokens.of_completions(low, math.inf).min()},
+            {"clip_ratio/high_max": tokens.of_completions(high, -math.inf).max()},
         )
 
 
@@ -214,8 +219,8 @@ class SAPOLoss(OverCompletions):
         ratio = tokens.ratio
         temperature = torch.where(
             tokens.advantages > 0,
-            ratio.new_tensor(self.sapo_temperature_pos),
-            ratio.new_tensor(self.sapo_temperature_neg),
+            constant(self.sapo_temperature_pos, ratio),
+            constant(self.sapo_temperature_neg, ratio),
         )
         return -torch.sigmoid(temperature * (ratio - 1)) * (4 / temperature) * tokens.advantages
 
@@ -247,9 +252,9 @@ class VESPOLoss(TokenLoss):
             log_weight = log_weight + tokens.correction.log().clamp(least, 20.0)
         log_weight = per_sequence_sum(log_weight * batch.loss_mask, batch).clamp(least, 20.0)[batch.sequence]
         good = tokens.advantages >= 0
-        k = torch.where(good, log_weight.new_tensor(self.vespo_k_pos), log_weight.new_tensor(self.vespo_k_neg))
+        k = torch.where(good, constant(self.vespo_k_pos, log_weight), constant(self.vespo_k_neg, log_weight))
         rate = torch.where(
-            good, log_weight.new_tensor(self.vespo_lambda_pos), log_weight.new_tensor(self.vespo_lambda_neg)
+            good, constant(self.vespo_lambda_pos, log_weight), constant(self.vespo_lambda_neg, log_weight)
         ).clamp(min=1e-4)
         phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

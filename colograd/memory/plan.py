@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from ..config import GRPOConfig
-from ..engine.arguments import engine_dtype, share_is_given
+from ..engine.arguments import MOST_SEQUENCES, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.lora import is_adapted
 from ..runtime import process
@@ -67,7 +67,7 @@ def read(
         cache_itemsize=1 if eight_bit else of_engine,
         length=length,
         sequences=sequences,
-        running=min(sequences, int(given.get("max_num_seqs") or sequences)),
+        running=min(sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
         lengths=Lengths(prompt or max(length - completion, 1), completion, group),
         tokens=tokens,
         checkpointing=config.gradient_checkpointing,

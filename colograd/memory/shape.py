@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..engine.arguments import MOST_SEQUENCES
 from ..policy.logprobs import TILE_ELEMENTS
 
-# vLLM's defaults for `LLM` on large GPUs: tokens of one engine step, and sequences decoded at once.
-ENGINE_TOKENS, ENGINE_SEQUENCES = 16384, 1024
+ENGINE_TOKENS = 16384  # of one step of the engine: vLLM's default for `LLM` on large GPUs
 BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention backends
 # Completions are planned at this part of the longest: the shorter they are, the more often a row's tokens join a
 # prompt's keys. Rows of shorter ones still are rare, and packed again where memory runs out.
@@ -131,7 +131,7 @@ def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
     """An estimate of what the engine needs beside weights and KV cache: one step's activations, which aren't kept from
     layer to layer, and three float32 tensors of logits while it samples."""
     step = ENGINE_TOKENS * itemsize * (4 * shape.hidden + 2 * shape.intermediate)
-    return step + 3 * 4 * min(sequences, ENGINE_SEQUENCES) * shape.vocabulary
+    return step + 3 * 4 * min(sequences, MOST_SEQUENCES) * shape.vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,8 @@ def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -
     filled = []
     for row in new:
         parts = [  # a dummy may be new: zeros, as its tokens aren't in the loss
-            known.get(rollout, torch.zeros(place.stop - place.start)) for rollout, place in places(row)
+            known.get(rollout, torch.zeros(place.stop - place.start, device=row.device))
+            for rollout, place in places(row)
         ]
         filled.append(dataclasses.replace(row, **{name: torch.cat(parts)}))
     return tuple(filled)

@@ -9,10 +9,11 @@ Registered with transformers under `NAME`, so a decoder that goes through its at
 
 Any other call of that model (``generate`` in a notebook, a callback's forward) is transformers' own `sdpa`.
 
-On CUDA in 16 bits it is one variable-length flash call of torch; elsewhere one `scaled_dot_product_attention` per
-segment. That loop is also the fastest exact way on a CPU: a group's completions padded into one batched call took
-1.1-2.3 times as long in float32 and 1.2-1.5 times in bfloat16, one call under a dense mask 1.1-1.6 and 0.9 times
-(forward and backward, 9 heads and 3 key heads of 64, 8 completions of 10-48 tokens on prompts of 43, 200 and 800).
+On CUDA in 16 bits, autocast's too, it is one variable-length flash call of torch; elsewhere one
+`scaled_dot_product_attention` per segment. That loop is also the fastest exact way on a CPU: a group's completions
+padded into one batched call took 1.1-2.3 times as long in float32 and 1.2-1.5 times in bfloat16, one call under a dense
+mask 1.1-1.6 and 0.9 times (forward and backward, 9 heads and 3 key heads of 64, 8 completions of 10-48 tokens on
+prompts of 43, 200 and 800).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
+from .sending import sent
 
 NAME = "colograd_packed"
 
@@ -82,11 +84,28 @@ def packed_attention(
         )
     if _watching is not None and sliding_window is not None:
         _watching.applied.add(sliding_window)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _flash() is not None and dropout == 0.0:
+    query, key, value = _in_one_dtype(query, key, value)
+    if _flash_takes(query, dropout):
         output = _flash_attention(query, key, value, layout, scaling, sliding_window)
     else:
         output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window)
     return output, None
+
+
+def _in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors in autocast's dtype, where it is on: rotary embeddings leave float32 queries and keys beside 16-bit
+    values, and no fused kernel takes such a mixture."""
+    dtype = autocast_dtype(tensors[0].device)
+    return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """That in which autocast computes on the device; None where it is off."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    found: torch.dtype = torch.get_autocast_dtype(kind)
+    return found
 
 
 def _segment_attention(
@@ -99,6 +118,10 @@ def _segment_attention(
     window: int | None,
 ) -> torch.Tensor:
     """One scaled_dot_product_attention per segment; (1, T, H, D)."""
+    if query.device.type != "cpu" and query.shape[1] != key.shape[1]:
+        # The fused kernel that takes masks and float32 there takes no grouped heads; torch would fall back to one that
+        # stores all scores.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     keys, values = key.split(layout.lengths, dim=2), value.split(layout.lengths, dim=2)
     outputs = []
     for index, queries in enumerate(query.split(layout.lengths, dim=2)):
@@ -129,6 +152,28 @@ def _make_mask(queries: int, keys: int, window: int | None, device: torch.device
 
 
 _small_mask = functools.lru_cache(maxsize=256)(_make_mask)
+
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_CAPABILITY = (8, 0)  # compute capability of the first GPUs that have it: Ampere
+FLASH_HEAD = 256  # its largest heads
+
+
+def _flash_takes(query: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's variable-length flash attention computes this, on this device."""
+    return (
+        query.is_cuda
+        and query.dtype in FLASH_DTYPES
+        and query.shape[-1] <= FLASH_HEAD
+        and dropout == 0.0
+        and _flash() is not None
+        and _capability(query.device) >= FLASH_CAPABILITY
+    )
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
@@ -186,9 +231,11 @@ class _GatherPlan:
             seen = (*layout.sees[segment], segment)
             index += [torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen]
             key_lengths.append(sum(layout.lengths[s] for s in seen))
-        self.keys = torch.cat(index).to(device)
-        self.cu_queries = torch.tensor((0, *layout.lengths)).cumsum(0).to(device, torch.int32)
-        self.cu_keys = torch.tensor((0, *key_lengths)).cumsum(0).to(device, torch.int32)
+        sums = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (layout.lengths, key_lengths)]
+        parts = [torch.cat(index), *sums]
+        on_device = sent(torch.cat(parts), device).split([len(part) for part in parts])  # in one copy
+        self.keys = on_device[0]
+        self.cu_queries, self.cu_keys = (part.to(torch.int32) for part in on_device[1:])
         self.max_queries, self.max_keys = max(layout.lengths), max(key_lengths)
 
 

@@ -44,8 +44,7 @@ def policy_logprobs(
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
     """The step with the log-probabilities of the present weights, for when these have moved on."""
     rows = tuple(
-        dataclasses.replace(row, old_logprobs=policy_logprobs(model, lay_out(row), temperature)[0].cpu())
-        for row in step.rows
+        dataclasses.replace(row, old_logprobs=policy_logprobs(model, lay_out(row), temperature)[0]) for row in step.rows
     )
     return dataclasses.replace(step, rows=rows)
 
@@ -125,6 +124,9 @@ def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     with attention.packed_rows():
         output = body(
             input_ids=micro_batch.input_ids,
+            # It hides nothing, and says so: without one transformers looks for packed sequences in the positions, for
+            # whose answer the host would wait.
+            attention_mask=torch.ones_like(micro_batch.input_ids, dtype=torch.bool),
             position_ids=micro_batch.position_ids,
             layout=micro_batch.layout,
             use_cache=False,
@@ -149,9 +151,8 @@ def label_logprobs(
     Raises:
         RuntimeError: at a second derivative, which isn't implemented.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    with torch.autocast(device, enabled=False):
+    dtype = attention.autocast_dtype(hidden.device) or weight.dtype
+    with torch.autocast(hidden.device.type, enabled=False):
         head = _Head(temperature, dtype=dtype, **transform)
         return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient)
 

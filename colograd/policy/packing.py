@@ -26,6 +26,7 @@ from ..batch import (
     SegmentLayout,
 )
 from ..parallel.ranks import gather, together
+from .sending import sent
 
 NOBODY = -1  # the position of dummies, which belong to no prompt
 
@@ -228,23 +229,22 @@ def lay_out(row: PackedRow) -> MicroBatch:
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     given = [advantage for part in row.parts for advantage in part.advantages]
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(given, labels, strict=True)]
+    sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
+    in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
     device = row.device
-
-    def known(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values.to(device)
-
     return MicroBatch(
-        input_ids=torch.cat(ids)[None].to(device),
-        position_ids=torch.cat(positions)[None].to(device),
+        input_ids=sent(torch.cat(ids)[None], device),
+        position_ids=sent(torch.cat(positions)[None], device),
         layout=SegmentLayout(tuple(lengths), tuple(sees)),
-        predictors=torch.cat(predictors).to(device),
-        labels=torch.cat(labels).to(device),
-        loss_mask=torch.cat([loss_tokens(r, row.mask_truncated) for r in rollouts]).float().to(device),
-        sequence=torch.cat([torch.full((len(ids),), index) for index, ids in enumerate(labels)]).to(device),
-        sampler_logprobs=torch.cat([r.sampler_logprobs for r in rollouts]).to(device),
-        advantages=torch.cat(advantages).float().to(device),
-        old_logprobs=known(row.old_logprobs),
-        ref_logprobs=known(row.ref_logprobs),
+        predictors=sent(torch.cat(predictors), device),
+        labels=sent(torch.cat(labels), device),
+        loss_mask=sent(in_loss.float(), device),
+        sequence=sent(torch.cat(sequence), device),
+        sampler_logprobs=sent(torch.cat([rollout.sampler_logprobs for rollout in rollouts]), device),
+        advantages=sent(torch.cat(advantages).float(), device),
+        old_logprobs=row.old_logprobs,
+        ref_logprobs=row.ref_logprobs,
         rollouts=row.rollouts,
+        in_loss=bool(in_loss.any()),
         step_entropy=row.step_entropy,
     )

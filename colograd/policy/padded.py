@@ -7,6 +7,7 @@ goes through once per completion.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..batch import MicroBatch, SegmentLayout
+from .sending import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ def hidden_states(decoder: torch.nn.Module, micro_batch: MicroBatch) -> torch.Te
     A prompt's states are those of its first completion's row: the others' are the same function of the weights.
     """
     rows, device = rows_of(micro_batch.layout), micro_batch.input_ids.device
-    tokens = rows.tokens.to(device)
-    mask = (torch.arange(tokens.shape[1]) < rows.lengths[:, None]).to(device)
+    tokens, lengths = sent(rows.tokens, device), sent(rows.lengths, device)
+    mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     inputs: dict[str, Any] = {
         "input_ids": micro_batch.input_ids[0][tokens] * mask,  # padding is token 0, seen by nobody
         "attention_mask": mask.long(),
@@ -63,6 +65,13 @@ def hidden_states(decoder: torch.nn.Module, micro_batch: MicroBatch) -> torch.Te
         "use_cache": False,
         "return_dict": True,
     }
-    accepted = inspect.signature(decoder.forward).parameters
+    kind: Any = type(decoder)
+    accepted = _parameters(kind)
     hidden = decoder(**{name: value for name, value in inputs.items() if name in accepted}).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, rows.places.to(device))[None]
+    return hidden.flatten(0, 1).index_select(0, sent(rows.places, device))[None]
+
+
+@functools.cache
+def _parameters(kind: Any) -> frozenset[str]:
+    """The names of what its forward takes."""
+    return frozenset(inspect.signature(kind.forward).parameters)

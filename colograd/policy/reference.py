@@ -36,6 +36,8 @@ FILE = "reference.safetensors"  # in a checkpoint, where the reference follows t
 class Reference(Protocol):
     """What the policy is held to."""
 
+    model: Any  # the second one, or the policy's
+
     def present(self) -> Any:
         """A context whose value is a model in evaluation mode with the reference's weights, on the policy's device."""
 
@@ -53,8 +55,7 @@ def fill(reference: Reference, rows: Sequence[PackedRow], temperature: float) ->
         return ()
     with reference.present() as model:
         return tuple(
-            dataclasses.replace(row, ref_logprobs=policy_logprobs(model, lay_out(row), temperature)[0].cpu())
-            for row in rows
+            dataclasses.replace(row, ref_logprobs=policy_logprobs(model, lay_out(row), temperature)[0]) for row in rows
         )
 
 

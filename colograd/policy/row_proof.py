@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..batch import FinishReason, Group, MicroBatch, ModelInput, Rollout, ScoredGroup
+from ..parallel.ranks import gather, together
 from . import attention
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap
@@ -25,8 +26,15 @@ TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
 
 
-def choose_rows(model: Any) -> str:
+def choose_rows(model: Any, device: torch.device | None = None, why: str = "") -> str:
     """Set the model's attention for packed rows if it computes them rightly, and to its own for padded rows if not.
+
+    What is proved is what runs: the device's kernels, under autocast where it is on. So it is proved when the model is
+    loaded, and again where it trains, if that is elsewhere.
+
+    Args:
+        device: where it computes; default: where it is.
+        why: it is to be padded, for this reason.
 
     Returns:
         Why rows are padded; empty if they are packed.
@@ -35,20 +43,20 @@ def choose_rows(model: Any) -> str:
         ValueError: not even padded rows give the model's own probabilities.
     """
     with evaluation_mode(model):
-        return _choose_rows(unwrap(model))
+        return _choose_rows(unwrap(model), device or model.device, why)
 
 
-def _choose_rows(model: Any) -> str:
+def _choose_rows(model: Any, device: torch.device, why: str) -> str:
     own = _own_attention(model)
-    why = _obstacle(model)
+    why = why or _obstacle(model)
     if not why:
         model.set_attn_implementation(attention.NAME)
-        why = _packed_fault(model, own)
+        why = _packed_fault(model, own, device)
         if not why:
             return ""
     model.set_attn_implementation(own)
     try:
-        error = _difference(model, own, share_prompts=False)
+        error = _difference(model, own, device, share_prompts=False)
         fault = (
             f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits" if error else ""
         )
@@ -73,16 +81,30 @@ def _obstacle(model: Any) -> str:
     return ""
 
 
-def _packed_fault(model: Any, own: str) -> str:
+def choose_rows_where_it_trains(model: Any, device: torch.device, reference: Any = None) -> str:
+    """`choose_rows` for a model in its place; the ranks choose alike, and the ``reference`` is asked in the same rows.
+    A collective."""
+    with together("the proof of the rows"):
+        found = choose_rows(model, device)
+    why = next(filter(None, gather(found)), "")
+    if why and not found:
+        with together("the proof of the rows"):
+            choose_rows(model, device, why)
+    if reference is not None:
+        unwrap(reference).set_attn_implementation(unwrap(model).config._attn_implementation)
+    return why
+
+
+def _packed_fault(model: Any, own: str, device: torch.device) -> str:
     """Why it can't, by running some; empty: it can."""
     name = type(model).__name__
     try:
         with attention.watch_windows() as windows:
-            error = _difference(model, own, share_prompts=True)
+            error = _difference(model, own, device, share_prompts=True)
     except (TypeError, ValueError, RuntimeError) as refusal:
         return f"{name}: {str(refusal).splitlines()[0]}"
     if error:
-        return f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own"
+        return f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own on {device.type}"
     if lost := windows.asked - windows.applied:
         return f"{name} doesn't tell its attention of the window of {lost.pop()} tokens"
     return ""
@@ -152,8 +174,9 @@ def differences(
     return torch.cat(to_sampler).abs(), torch.cat(to_own).abs()
 
 
-def _difference(model: Any, own: str, share_prompts: bool) -> float:
+def _difference(model: Any, own: str, device: torch.device, share_prompts: bool) -> float:
     """Mean absolute difference of some samples from the model's own in nats; 0 where it is within tolerance."""
-    rows = pack(_samples(model), 1000, False, model.device, share_prompts=share_prompts)
+    rows = pack(_samples(model), 1000, False, device, share_prompts=share_prompts)
     error = float(differences(model, rows, 1.0, own)[1].mean())
-    return 0.0 if error <= TOLERANCE.get(model.dtype, TOLERANCE_16_BIT) else error
+    allowed = TOLERANCE.get(attention.autocast_dtype(device) or model.dtype, TOLERANCE_16_BIT)
+    return 0.0 if error <= allowed else error

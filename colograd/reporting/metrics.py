@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -50,12 +51,7 @@ class Metrics:
 
     def reduce(self) -> dict[str, float]:
         """Over all ranks: means, totals, minima, maxima. One exchange. A mean of nothing is left out."""
-        local = (
-            {name: (float(total), float(count)) for name, (total, count) in self._means.items()},
-            {name: float(value) for name, value in self._totals.items()},
-            {name: min(float(v) for v in values) for name, values in self._minima.items()},
-            {name: max(float(v) for v in values) for name, values in self._maxima.items()},
-        )
+        local = self._read()
         means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
         result: dict[str, float] = {}
         for name, parts in means.items():
@@ -65,6 +61,32 @@ class Metrics:
         for found, joined in ((totals, sum), (minima, min), (maxima, max)):
             result |= {name: joined(parts) for name, parts in found.items()}
         return result
+
+    def _read(self) -> tuple[dict[str, Any], ...]:
+        """Means as sum and count, totals, minima and maxima: from a device in one transfer."""
+        extremes = (*self._minima.values(), *self._maxima.values())
+        known = iter(numbers(itertools.chain(itertools.chain(*self._means.values()), self._totals.values(), *extremes)))
+        return (
+            {name: (next(known), next(known)) for name in self._means},
+            {name: next(known) for name in self._totals},
+            {name: min(next(known) for _ in values) for name, values in self._minima.items()},
+            {name: max(next(known) for _ in values) for name, values in self._maxima.items()},
+        )
+
+
+def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
+    """Numbers and () tensors as floats. Of each device one tensor is read, for which the host waits once."""
+    given = list(values)
+    found = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in given]
+    places: dict[torch.device, list[int]] = defaultdict(list)
+    for place, value in enumerate(given):
+        if isinstance(value, torch.Tensor):
+            places[value.device].append(place)
+    for of_device in places.values():
+        read = torch.stack([given[place].detach().double().reshape(()) for place in of_device]).tolist()  # type: ignore[union-attr]
+        for place, value in zip(of_device, read, strict=True):
+            found[place] = value
+    return found
 
 
 def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -15,7 +16,9 @@ import socket
 import struct
 import sys
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+
+from . import gpus
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -69,6 +72,22 @@ def give_back_freed_memory() -> None:
 def _call_glibc(function: str, *arguments: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         getattr(ctypes.CDLL("libc.so.6"), function)(*arguments)
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """While it lasts, Python doesn't look for garbage in cycles.
+
+    vLLM makes objects for each sampled token, all of which live until their completion ends: the collector would look
+    at them again and again (a quarter of the host's time per token, measured with 400 sequences of 1,500).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def free_port() -> int:
@@ -158,7 +177,7 @@ def quiet_logs(verbose: bool) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not Path("/dev/nvidiactl").exists():
+    if not gpus.nodes():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed warns that it looked for a GPU
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -83,6 +83,7 @@ def assemble(
         plan.kv_bytes,
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
+        sequences=most_sequences(config, prompts),
     )
     with together("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
@@ -120,13 +121,29 @@ def read_run(
         config,
         policy.model,
         needed_context(config, policy, prompts, tools),
-        sequences=config.per_device_train_batch_size * (config.steps_per_generation or 1),
+        sequences=sampled_together(config),
         tokens=max_tokens,
         shared=expects_sharing(config, policy),
         reference=reference_bytes(config, policy),
         prompt=max(part.longest for part in prompts),
         packed=not policy.why_padded,
     )
+
+
+def sampled_together(config: GRPOConfig) -> int:
+    """Completions of one generation in this rank's engine."""
+    return config.per_device_train_batch_size * (config.steps_per_generation or 1)
+
+
+def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
+    """Completions of this rank's engine in a generation or in an evaluation, whichever has more.
+
+    Args:
+        prompts: of training, then of each evaluation.
+    """
+    engines, each = config.layout.data_size, config.eval_generations()
+    evaluated = (-(-len(part) // engines) * each for part in prompts[1:] if isinstance(part, PromptDataset))
+    return max(sampled_together(config), *evaluated, 1)
 
 
 def needed_context(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> int:

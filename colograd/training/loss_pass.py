@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
 from ..policy.packing import lay_out
-from ..reporting.metrics import Metrics
+from ..reporting.metrics import Metrics, numbers
 from ..rollout.stages import shown
 from ..sharding import Sharding
 
@@ -40,21 +40,28 @@ def loss_pass(
     metrics = Metrics()
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
-    for index, row in enumerate(step.rows):
-        with agree("training"):
-            with autocast():
-                output = checked_loss(compute_loss(lay_out(row)), differentiable=sharding is not None)
-            if sharding is not None and not math.isfinite(loss := output.loss.item()):
-                raise FloatingPointError(
-                    f"The loss of step {step.version + 1}, micro-batch {index} is {loss}: training stops before the "
-                    "weights are touched. Lower learning_rate or max_grad_norm, and look at the step's completions."
-                )
+    losses: list[torch.Tensor] = []  # read once, when all is on its way: the host doesn't wait for any micro-batch
+    for row in step.rows:
+        with agree("training"), autocast():
+            output = checked_loss(compute_loss(lay_out(row)), differentiable=sharding is not None)
+        losses.append(output.loss.detach())
         if sharding is not None:
             with agree("training"):
                 sharding.backward(output.loss / denominator)
         metrics.total("loss", output.loss.detach() / denominator)
         metrics.update(output.sums, output.minima, output.maxima)
+    if sharding is not None:
+        _check_finite(losses, step)
     return metrics
+
+
+def _check_finite(losses: Sequence[torch.Tensor], step: StepBatch) -> None:
+    for index, loss in enumerate(numbers(losses)):
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss of step {step.version + 1}, micro-batch {index} is {loss}: training stops before the "
+                "weights are touched. Lower learning_rate or max_grad_norm, and look at the step's completions."
+            )
 
 
 def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:

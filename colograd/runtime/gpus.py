@@ -1,0 +1,52 @@
+"""GPUs as the system shows them: a machine without one is told from one whose GPU torch can't use.
+
+Imports the standard library only, and opens nothing on a GPU.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from pathlib import Path
+
+NODES = "/dev/nvidia[0-9]*"
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def nodes() -> list[str]:
+    """The device nodes of NVIDIA GPUs that this process may open, or that its container was given."""
+    return sorted(glob.glob(NODES))
+
+
+def driver_version() -> str:
+    """The kernel driver's, such as "550.54.14"; empty: unknown."""
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
+    except OSError:
+        return ""
+    return found.group() if found else ""
+
+
+def why_unused(torch_version: str, cuda_version: str | None) -> str:
+    """What to say where there is a GPU and torch sees none; empty: there is no GPU.
+
+    Args:
+        cuda_version: that torch is built with; None: it is built without.
+    """
+    found = nodes()
+    if not found:
+        return ""
+    driver = driver_version()
+    machine = f"{found[0]} is a GPU{f' (driver {driver})' if driver else ''}"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cuda_version is None:
+        what = f"torch {torch_version} is built without CUDA: install a build with it"
+    elif hidden is not None:
+        what = f"CUDA_VISIBLE_DEVICES is {hidden!r}, which leaves torch {torch_version} none: unset it"
+    else:
+        what = (
+            f"torch {torch_version}, built with CUDA {cuda_version}, can't use it. Most often the driver is older than "
+            "that CUDA needs: update the driver, or install a torch that is built with an older CUDA"
+        )
+    return f"{machine}, but {what}; or set use_cpu: true (--use_cpu) to train on the CPU."
