@@ -264,7 +264,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _submit(self, groups: Sequence[Group]) -> Scoring:
         read = [with_messages(group, self.processing_class) for group in groups]
-        return self.scorer.submit(read, [self.decode(group) for group in groups], self.state)
+        texts = [self.decode(group) for group in groups]
+        if self.completion_log is not None:
+            self.completion_log.keep(groups, texts)
+        return self.scorer.submit(read, texts, self.state)
 
     def _judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """The group with its rewards, its advantages, and what the reward functions logged of it."""

@@ -135,7 +135,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
     device = torch.device("cpu")
     peak = Peak()
     peak.start()
-    groups, scorings, tokens = [], [], 0
+    groups, scorings, kept, tokens = [], [], [], 0
 
     def decode(group: Group) -> list[str]:
         return tokenizer.batch_decode([list(r.completion_ids) for r in group.rollouts], skip_special_tokens=True)
@@ -152,6 +152,8 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
         with stages.stage("rewards"):
             scorings.append(scorer.submit([group], [texts]))
         groups.append(group)
+        if options.log:
+            kept.append(texts)
         del output, texts
     with stages.stage("rewards"):
         rewards = [scoring.result() for scoring in scorings]
@@ -169,7 +171,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
         through = sum(lay_out(row).input_ids.numel() for row in batch.rows)
     if options.log:
         with stages.stage("log"), tempfile.TemporaryDirectory() as folder:
-            rows = completion_rows(scored, [decode(group) for group in groups], 1)
+            rows = completion_rows(scored, kept, 1)
             write_log(folder, rows, ["odd_length"], 1)
     scorer.close()
     total = [sum(seconds[clock] for seconds in stages.seconds.values()) for clock in (0, 1)]
