@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -205,7 +206,7 @@ def run(ranks: int, folder: Path) -> list[tuple[list[dict[str, Any]], list[dict[
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", str(process.free_port()), str(SCRIPT), str(folder)]
     environment = {k: v for k, v in os.environ.items() if k not in process.RANK_VARIABLES}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 

@@ -110,7 +110,7 @@ def own_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
     total = torch.zeros(())
     for group in groups:
         for rollout, advantage in zip(group.group.rollouts, group.advantages, strict=True):
-            ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+            ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
             logprobs = model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
             total = total - advantage * logprobs.gather(1, ids[0, len(rollout.prompt_ids) :, None]).sum()
     return total

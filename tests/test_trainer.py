@@ -245,7 +245,7 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "saved"), ",".join(map(str, ids))],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=tiny.PATIENCE,
         env={**tiny.clean_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )  # fmt: skip
     assert f"IDS {expected}" in done.stdout, done.stderr[-2000:]
