@@ -54,6 +54,7 @@ from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_sharding
+from .training.closing import closes_if_it_fails
 from .training.evaluation import evaluation_metrics
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, scale, schedule, step_batch
@@ -99,6 +100,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         ValueError: bad input, before anything is trained, on all ranks.
     """
 
+    @closes_if_it_fails
     @ends_together("the start")
     def __init__(
         self,
@@ -127,19 +129,22 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_sampling(args)
             check_sharding(args, optimizers[0])
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
-            self.tools = toolbox_of(args, tools, environment_factory)
-            rollout_func = rollout_func_of(rollout_func, self.tools)
+            self.toolbox = toolbox_of(args, tools, environment_factory)
+            if self.toolbox is not None:
+                self.closing.callback(self.toolbox.close)
+            rollout_func = rollout_func_of(rollout_func, self.toolbox)
             functions = with_models(reward_funcs, reward_processing_classes, args)
-            self.rewards: list[RewardFunction] = rewards_of(functions, args, self.tools)
+            self.rewards: list[RewardFunction] = rewards_of(functions, args, self.toolbox)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
+            self.closing.callback(self.scorer.close)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
             check_split(args, self.policy.model.config)
             check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
-            form = tool_format_of(self.tools, self.policy, args)
-            self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.tools)
-            self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.tools)
+            form = tool_format_of(self.toolbox, self.policy, args)
+            self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.toolbox)
+            self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.toolbox)
         super().__init__(
             model=self.policy.model,
             args=args,
@@ -151,28 +156,37 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
         )
+        self.closing.callback(self.stop_signal.remove)
+        # Callbacks look at the datasets as they were given.
+        self.train_dataset = self.train_prompts.dataset if train_dataset is None else train_dataset
+        self.eval_dataset: Any = eval_dataset
+        self._tokenised = (self.train_dataset, eval_dataset)
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
         self.completion_log = CompletionLog(args, self._reward_names) if args.log_completions else None
+        if self.completion_log is not None:
+            self.closing.callback(self.completion_log.close)
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
         started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
-        settle_sharding(args, self.policy, prompts, self.tools)
+        settle_sharding(args, self.policy, prompts, self.toolbox)
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
-        built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
+        built = assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
         self.sharding = way.for_run(self.model, args)
+        self.closing.callback(self._let_go)
         if isinstance(self.reference, FrozenCopy) and not self.reference.offload:
             self.sharding.share_frozen(self.reference.model)
-        self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
+        self.rollout_func = rollout_func
+        self.source = rollout_source(self.engine, args, self.policy, self.toolbox, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
         self._describe(built, prompts)
@@ -182,7 +196,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """Say what the user should know at start."""
         args: GRPOConfig = self.args
         lines = [*args.notes, *args.advice(), *built.describe(), *self.scorer.notes]
-        lines += [*(self.tools.notes if self.tools else []), *self.policy.describe(args, self.rules.max_tokens)]
+        lines += [*(self.toolbox.notes if self.toolbox else []), *self.policy.describe(args, self.rules.max_tokens)]
         for line in filter(None, (*lines, self.sharding.describe(), *dropped_prompts(prompts))):
             self.console.say(line)
 
@@ -258,13 +272,24 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _take_counts(self) -> dict[str, float]:
         """Sums of rewards and tools since the last call."""
-        return self.scorer.take_counts() | (self.tools.take_counts() if self.tools else {})
+        return self.scorer.take_counts() | (self.toolbox.take_counts() if self.toolbox else {})
 
     # -- a round: prompts -> optimizer steps
 
     def get_train_dataloader(self) -> PromptLoader | StreamLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
+        self._follow_datasets()
         return loader_of(self.train_prompts, self.args)
+
+    def _follow_datasets(self) -> None:
+        """Tokenise a dataset that was put in the place of the trainer's."""
+        train_dataset, eval_dataset = self._tokenised
+        given = self.policy, self.args, self.toolbox, self.engine.context
+        if self.train_dataset is not train_dataset:
+            self.train_prompts = train_prompts_of(self.train_dataset, *given)
+        if self.eval_dataset is not eval_dataset:
+            self.eval_prompts = eval_prompts_of(self.eval_dataset, *given)
+        self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """As in transformers; a fraction of an epoch ends with a round, so that its last step has a checkpoint."""
@@ -483,11 +508,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _evaluated(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
         """The metrics of an evaluation of one dataset, or of several by name."""
+        with together("the evaluation's prompts"):
+            self._follow_datasets()
         given = self.eval_prompts
         if isinstance(eval_dataset, str) and isinstance(given, dict):
             given = given[eval_dataset]
-        elif eval_dataset is not None:
-            given = eval_prompts_of(eval_dataset, self.policy, self.args, self.tools, self.engine.context)
+        elif eval_dataset is not None and eval_dataset is not self.eval_dataset:
+            given = eval_prompts_of(eval_dataset, self.policy, self.args, self.toolbox, self.engine.context)
         if given is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
         if not self.is_in_train:
@@ -546,14 +573,11 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""
-        self.stop_signal.remove()
-        self.sharding.close()
-        del self.weights, self.sharding  # views of the engine's tensors, which would stay in memory
-        self.scorer.close()
-        if self.tools is not None:
-            self.tools.close()
-        if self.completion_log is not None:
-            self.completion_log.close()
-        self.engine.close()
-        self.reference = None
+        self.closing.close()
         faults.leave()
+
+    def _let_go(self) -> None:
+        """Of what holds the engine's tensors, and undo what the way of sharding did to the model."""
+        self.sharding.close()
+        del self.weights, self.sharding
+        self.reference = None
