@@ -21,6 +21,7 @@ from typing import Any
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
 from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.training.trl_names import ABSENT, DIFFERENT
 
 DOCS = Path(__file__).resolve().parent
 TRL = "1.16"  # whose fields the page accounts for
@@ -174,8 +175,8 @@ transform (`with_transform`): apply it with `map`. `deepspeed` means the way of 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
 trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error
 where it is defined. There is no `trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
-[`trainer.engine`](tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read (`num_generations`,
-`ref_model`, `reward_funcs` and more) have TRL's names. `trl.GRPOConfig` as `args` is an error: import both names from
+[`trainer.engine`](tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read have
+[TRL's names](#attributes-of-the-trainer). `trl.GRPOConfig` as `args` is an error: import both names from
 `colograd`.
 
 The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
@@ -239,12 +240,23 @@ def moving() -> str:
         "ratios, `sampling/*`) need `loss_eval: true`. What a step logs beside them is in the "
         "[quickstart](quickstart.md).",
         table(("TRL's metric", "", "Note"), metrics()),
+        "## Attributes of the trainer",
+        "What is public on a trainer of TRL's is there on this one, of the same type, but for these. Lists, and the "
+        "tensor `reward_weights`, are made when they are read: writing into them changes nothing. Another dataset may "
+        "be put in the place of `train_dataset` or `eval_dataset`, and is taken at the next `train` or `evaluate`.",
+        table(("Attribute", "", "Instead"), attributes()),
         "## Names from elsewhere in TRL",
         "Of its script's arguments, its command line, or older versions. All other arguments of its `grpo` script are "
         "taken: [Configuration](configuration.md).",
         table(("Name", "", "Reason"), others),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def attributes() -> list[tuple[str, str, str]]:
+    """Rows: each public attribute of TRL's trainer that isn't there, or of another type."""
+    absent = [(f"`{name}`", "absent", sentence(why)) for name, why in ABSENT.items()]
+    return absent + [(f"`{name}`", "different", sentence(why)) for name, why in DIFFERENT.items()]
 
 
 def metrics() -> list[tuple[str, str, str]]:
