@@ -55,7 +55,7 @@ from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_sharding
 from .training.closing import closes_if_it_fails
-from .training.evaluation import evaluation_metrics
+from .training.evaluation import AFFORDABLE, evaluation_metrics, share_of_forward
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
@@ -169,6 +169,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
+        self._loss_is_affordable: bool | None = None  # in an evaluation, where nobody asked for it; None: not known yet
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
         started = time.perf_counter()
@@ -266,7 +267,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """The group with its rewards, its advantages, and what the reward functions logged of it."""
         advantages = torch.zeros(len(group.rollouts))
-        if not self.evaluating or self.args.loss_eval:
+        if not self.evaluating:
             advantages = checked_advantages(self.compute_advantages(group, rewards), group)
         return ScoredGroup(group, rewards, advantages, self.scorer.take_logged(group.position))
 
@@ -483,8 +484,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with their own settings (``*_eval``); no training forward, unless
-        ``loss_eval`` asks for it.
+        """Sample and score the evaluation prompts with their own settings (``*_eval``), and compute the loss of what
+        was sampled, where `loss_eval` asks for it or where that takes little time.
 
         Args:
             eval_dataset: prompts to take instead of the trainer's, or the name of one of its evaluation datasets.
@@ -547,19 +548,22 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if self.completion_log is not None:
             self.completion_log.add_evaluation(groups, self.decode, self.state, name)
         metrics = evaluation_metrics(groups, counts, self._reward_names, self.combine, args)
-        if args.loss_eval:
-            metrics |= self._evaluate_loss(groups)
+        if args.loss_eval is not False:
+            metrics |= self._evaluate_loss(groups, time.perf_counter() - started)
         seconds = time.perf_counter() - started
         metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
         return metrics | {"num_tokens": float(self.state.num_input_tokens_seen)}
 
-    def _evaluate_loss(self, groups: list[ScoredGroup]) -> dict[str, float]:
-        """The loss of what was sampled, as if it were a step's, and the loss's metrics. A collective; no gradients."""
-        tokens = self.rules.max_tokens or EVALUATION_TOKENS
-        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-        (drawn,) = scale([DrawnStep(tuple(groups), ())], self.estimator)
-        step = step_batch(drawn, RolloutStatistics(), rules, self._reward_names, self.times)
-        step = dataclasses.replace(step, version=self.state.global_step)
+    def _evaluate_loss(self, groups: list[ScoredGroup], seconds: float) -> dict[str, float]:
+        """The loss of what was sampled, as if it were a step's, and the loss's metrics; nothing where nobody asked for
+        it and it takes too long beside the ``seconds`` of sampling. A collective; no gradients."""
+        if self.args.loss_eval is None and self._loss_is_affordable is False:
+            return {}
+        step = self._evaluation_step(groups)
+        if self.args.loss_eval is None and self._loss_is_affordable is None:
+            self._loss_is_affordable = self._affords_loss(step, seconds)
+            if not self._loss_is_affordable:
+                return {}
         if self.reference is not None:
             with together("the reference's log-probabilities"), self.compute_loss_context_manager():
                 (step,) = with_ref_logprobs(self.reference, [step], self.args.temperature)
@@ -570,6 +574,40 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         reduced = metrics.reduce()
         self.entropy.show(reduced, reduced["loss"])
         return reduced
+
+    def _evaluation_step(self, groups: list[ScoredGroup]) -> StepBatch:
+        """What an evaluation sampled, as a step. A collective."""
+        tokens = self.rules.max_tokens or EVALUATION_TOKENS
+        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
+        with together("the advantages"):
+            judged = tuple(
+                dataclasses.replace(
+                    scored,
+                    advantages=checked_advantages(self.compute_advantages(scored.group, scored.rewards), scored.group),
+                )
+                for scored in groups
+            )
+        (drawn,) = scale([DrawnStep(judged, ())], self.estimator)
+        step = step_batch(drawn, RolloutStatistics(), rules, self._reward_names, self.times)
+        return dataclasses.replace(step, version=self.state.global_step)
+
+    def _affords_loss(self, step: StepBatch, seconds: float) -> bool:
+        """Whether the loss of such an evaluation takes little enough time for one that nobody asked for."""
+
+        def forward() -> None:
+            with together("the evaluation's forward"), torch.no_grad(), self.compute_loss_context_manager():
+                for row in step.micro_batches[:1]:
+                    policy_logprobs(self.model, row, self.args.temperature)[0].cpu()
+
+        passes = len(step.micro_batches) * (1 if self.reference is None else 2)
+        with evaluation_mode(self.model):
+            share = share_of_forward(forward, passes, seconds)
+        if share > AFFORDABLE:
+            self.console.say(
+                f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: true "
+                "asks for it"
+            )
+        return share <= AFFORDABLE
 
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""

@@ -54,7 +54,7 @@ DIFFERENT = {
     "args": "Colograd's `GRPOConfig`, which has TRL's fields and more",
     "compute_loss_func": "None; TRL's is a text by which transformers before 5.19 leaves the loss unscaled",
     "data_collator": "`list`; nothing is collated",
-    "optimizer_cls_and_kwargs": "the class and the arguments of AdamW where `optim: auto` picks `adamw_split`; None in TRL",
+    "optimizer_cls_and_kwargs": "a class and its arguments where `optim: auto` picks `adamw_split`; None in TRL",
     "vllm_gpu_memory_utilization": "None where it isn't set: the KV cache is planned",
     "generation_kwargs": "Those of the configuration alone; TRL's without vLLM have every sampling setting",
 }
