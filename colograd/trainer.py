@@ -196,10 +196,14 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
         """Say what the user should know at start."""
         args: GRPOConfig = self.args
-        lines = [*args.notes, *args.advice(), *built.describe(), *self.scorer.notes]
-        lines += [*(self.toolbox.notes if self.toolbox else []), *self.policy.describe(args, self.rules.max_tokens)]
-        for line in filter(None, (*lines, self.sharding.describe(), *dropped_prompts(prompts))):
+        for line in (*args.notes, *args.advice()):
+            self.console.warn(line)
+        lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
+        lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
+        for line in filter(None, lines):
             self.console.say(line)
+        for line in (*self.policy.warnings(args), *dropped_prompts(prompts)):
+            self.console.warn(line)
 
     # -- stages: a subclass replaces any of these
 
@@ -342,7 +346,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
         if not self._told_unjudged and (line := unjudged(drawn)):
             self._told_unjudged = True  # rank 0 tells of its own completions; the metric counts all ranks'
-            self.console.say(line)
+            self.console.warn(line)
         if self.completion_log is not None:
             with self.times.phase("log"):
                 self.completion_log.add([step.sampled for step in drawn], self.decode, self.state)
@@ -445,7 +449,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
         self._free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
-        self.console.say(
+        self.console.warn(
             f"memory: step {self.state.global_step + 1} ran out of it and is repeated; micro-batches have at most "
             f"{self.rules.max_tokens:,} tokens from here on"
         )
@@ -603,7 +607,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         with evaluation_mode(self.model):
             share = share_of_forward(forward, passes, seconds)
         if share > AFFORDABLE:
-            self.console.say(
+            self.console.warn(
                 f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: true "
                 "asks for it"
             )

@@ -174,6 +174,10 @@ digest in the checkpoint shows whether that was the same, and where it wasn't, t
 prompts. Without `max_prompt_tokens` or `vllm_max_model_length` the engine's context is the whole of the model's, since
 the longest prompt isn't known.
 
+What TRL says through its logger (a setting that has no effect, one that rarely does what was meant, a completion that
+nobody judged) is a line on the console here, and a warning of the logger `colograd`; every other line is logged as
+information. TRL's deprecation warnings have no counterpart: old names are read, and a line says so.
+
 `prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
 
 `fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size`, `torch_compile`, `parallelism_config`, images and

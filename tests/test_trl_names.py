@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,12 @@ from colograd import GRPOConfig, GRPOTrainer
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import BONUS_ENTROPY
 from colograd.policy.reference import FrozenCopy, WithoutAdapter
+from colograd.reporting.console import Console
 from colograd.rewards import resolve_rewards
 from colograd.rollout.toolbox import Toolbox
 from colograd.training.trl_names import ABSENT, ALWAYS, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
+
+LEVELS = ("INFO", "WARNING")
 
 
 class Bare(TRLNames):
@@ -92,8 +96,19 @@ def both(tiny_model, tmp_path_factory) -> Any:
     given |= {"bf16": False, "report_to": "none", "use_cpu": True, "log_completions": True, "max_steps": 1}
     datasets = {"train_dataset": tiny.prompts(), "eval_dataset": tiny.prompts(2)}
     theirs = trl.GRPOTrainer(str(tiny_model), tiny.vowels, trl.GRPOConfig(str(folder / "a"), **given), **datasets)
-    args = GRPOConfig(str(folder / "b"), model_init_kwargs={"dtype": "float32"}, disable_tqdm=True, **given)
+    model_init_kwargs = {"dtype": "float32"}
+    more = {"model_init_kwargs": model_init_kwargs, "disable_tqdm": True, "loss_type": "luspo", "pad_to_multiple_of": 8}
+    args = GRPOConfig(str(folder / "b"), **more, **given)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("colograd")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     ours = GRPOTrainer(str(tiny_model), tiny.vowels, args, **datasets)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    ours.logged_at_start = records
     yield theirs, ours
     ours.close()
 
@@ -107,6 +122,29 @@ def test_every_public_attribute_of_trls_trainer_is_there_with_its_type(both: Any
     assert absent <= ABSENT.keys()
     different = {name for name in public.keys() - absent if type(getattr(ours, name)) is not type(public[name])}
     assert different <= DIFFERENT.keys(), {name: (getattr(ours, name), public[name]) for name in different}
+
+
+@pytest.mark.engine
+def test_what_trl_logs_is_logged(both: Any) -> None:
+    """TRL warns of luspo with ratios of tokens; fields without an effect are ours to name."""
+    said = {level: [r.getMessage() for r in both[1].logged_at_start if r.levelname == level] for level in LEVELS}
+    assert len(said["WARNING"]) == 2 and "luspo is meant for" in said["WARNING"][1]
+    assert "`pad_to_multiple_of` has no effect" in said["WARNING"][0]
+    assert any(line.startswith("engine: vLLM") for line in said["INFO"]) and "ready in" in said["INFO"][-1]
+
+
+def test_lines_are_records_of_one_logger(caplog, capsys) -> None:
+    with caplog.at_level(logging.INFO, logger="colograd"):
+        console = Console(enabled=True, bars=False)
+        console.say("as 100 % is")
+        console.warn("look")
+        Console(enabled=False, bars=False).warn("of another rank")
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("colograd", "INFO", "as 100 % is"),
+        ("colograd", "WARNING", "look"),
+    ]
+    printed = capsys.readouterr()
+    assert printed.out == "as 100 % is\nlook\n" and not printed.err
 
 
 @pytest.mark.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,18 @@ class Policy:
         ]
         if self.why_padded:
             lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
+        return lines
+
+    def warnings(self, config: GRPOConfig) -> Iterator[str]:
+        """What TRL does and isn't done here, or rarely does what was meant, in lines."""
         text: Any = self.model.config.get_text_config()
         if hasattr(text, "output_router_logits") and float(getattr(text, "router_aux_loss_coef", 0.0)):
-            lines.append("experts: the router's load-balancing loss isn't added (TRL adds the model's own)")
+            yield "experts: the router's load-balancing loss isn't added (TRL adds the model's own)"
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim != "adamw_split":
-            lines.append(
+            yield (
                 f"optimizer: {config.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't"
             )
-        return lines
 
 
 QUANTIZED = (

@@ -210,12 +210,12 @@ class _StopAndSave(TrainerCallback):
         control.should_save = due and trainer.at_boundary()
         trainer._save_is_due = due and not control.should_save
         if stop and control.should_save:
-            trainer.console.say(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
+            trainer.console.warn(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer._save_is_due:  # a callback ended the run: the rest of the round never came
-            self.trainer.console.say(
+            self.trainer.console.warn(
                 f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round, where none "
                 "can be resumed from: save_model() saves its weights."
             )
