@@ -35,6 +35,7 @@ from .engine.sampling import Sampling, check_sampling
 from .engine.vllm_engine import check_vllm
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
+from .losses.mismatch import SamplerMismatch
 from .losses.objective import Objective
 from .memory import token_budget
 from .parallel import faults
@@ -129,6 +130,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_sampling(args)
             check_sharding(args, optimizers[0])
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
+            self.mismatch = SamplerMismatch(args)
             self.toolbox = toolbox_of(args, tools, environment_factory)
             if self.toolbox is not None:
                 self.closing.callback(self.toolbox.close)
@@ -202,6 +204,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
         for line in filter(None, lines):
             self.console.say(line)
+        if args.cast_lm_head_to_fp32 and self.engine.head_dtype != torch.float32:
+            self.console.warn(
+                "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
+            )
         for line in (*self.policy.warnings(args), *dropped_prompts(prompts)):
             self.console.warn(line)
 
@@ -401,6 +407,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             reduced = metrics.reduce()
         loss = reduced.pop("loss")
         self.entropy.finish(reduced, loss)
+        self.mismatch.finish(reduced)
+        if line := self.mismatch.advice(reduced):
+            self.console.warn(line)
         self._logs.append({**step.metrics, **reduced})
         return torch.tensor(loss, device=self.args.device)
 
@@ -577,6 +586,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
                 metrics = self._loss_pass(self.model, step, backward=False)
         reduced = metrics.reduce()
         self.entropy.show(reduced, reduced["loss"])
+        self.mismatch.finish(reduced)
         return reduced
 
     def _evaluation_step(self, groups: list[ScoredGroup]) -> StepBatch:

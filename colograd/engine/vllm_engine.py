@@ -21,7 +21,7 @@ from ..config import GRPOConfig
 from ..parallel import faults
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
-from .arguments import engine_kwargs, lora_kwargs
+from .arguments import computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm
 from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
@@ -100,6 +100,9 @@ class Engine:
             self._close = closes_with(self, self.llm)
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
+        self.head_dtype: torch.dtype = (
+            getattr(found, "head_dtype", self.dtype) if computes_float32_heads() else self.dtype
+        )
         self.vocab_size = int(found.hf_text_config.vocab_size)  # tokens that the loaded checkpoint knows
         self.context = int(found.max_model_len)  # longest sequence in tokens, prompt and completion together
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # that the KV cache holds

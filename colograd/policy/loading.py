@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from ..config import GRPOConfig
 from ..parallel.ranks import world_size
+from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .row_proof import choose_rows
 
@@ -126,6 +127,8 @@ def load_policy(
         for module in loaded.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
+    if config.cast_lm_head_to_fp32:
+        products_in_float32(loaded)
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter=peft_config is not None)
 
 
