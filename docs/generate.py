@@ -254,9 +254,10 @@ def moving() -> str:
         "[quickstart](quickstart.md).",
         table(("TRL's metric", "", "Note"), metrics()),
         "## Attributes of the trainer",
-        "What is public on a trainer of TRL's is there on this one, of the same type, but for these. Lists, and the "
-        "tensor `reward_weights`, are made when they are read: writing into them changes nothing. Another dataset may "
-        "be put in the place of `train_dataset` or `eval_dataset`, and is taken at the next `train` or `evaluate`.",
+        "What is public on a trainer of TRL's is there on this one, of the same type, but for these. Settings can't be "
+        "set there (an error says so); lists, and the tensor `reward_weights`, are made when they are read, so writing "
+        "into them changes nothing. Another dataset may be put in the place of `train_dataset` or `eval_dataset`, and "
+        "is taken at the next `train` or `evaluate`.",
         table(("Attribute", "", "Instead"), attributes()),
         "## Names from elsewhere in TRL",
         "Of its script's arguments, its command line, or older versions. All other arguments of its `grpo` script are "

@@ -123,8 +123,19 @@ def test_frames_of_an_error_and_its_causes_are_forgotten() -> None:
         except KeyError as error:
             raise ValueError("second") from error
 
+    def third() -> None:
+        try:
+            first()
+        except KeyError as error:
+            handled = error
+            try:
+                second()
+            except ValueError as late:
+                assert all(reference() is not None for reference in seen)
+                process.forget_frames(late, but=handled)
+                raise
+
     with pytest.raises(ValueError, match="second") as failure:
-        second()
-    assert all(reference() is not None for reference in seen)
-    process.forget_frames(failure.value)
-    assert [reference() for reference in seen] == [None, None]
+        third()
+    assert failure.value.__cause__ is not None
+    assert [reference() is not None for reference in seen] == [True, False, False], "of the first, nobody asked"

@@ -183,6 +183,14 @@ def test_what_is_not_there_is_an_attribute_error_that_may_help(tmp_path) -> None
         _ = bare.vllm_generation
 
 
+@pytest.mark.parametrize("name", ["temperature", "log_multimodal", "reward_weights"])
+def test_what_only_shows_a_setting_cannot_be_set(tmp_path, name: str) -> None:
+    bare = Bare(tiny.config(tmp_path))
+    with pytest.raises(AttributeError, match=f"{name} shows what this trainer was made with, and can't be set to 0.5"):
+        setattr(bare, name, 0.5)
+    bare.mine = 0.5
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_subclass_that_replaces_what_nothing_calls_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"Mine defines {name}, which nothing calls here: override {HOOKS[name]}"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -26,14 +27,14 @@ _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it
 def closed_if_it_fails() -> Iterator[None]:
     """While a `vllm.LLM` is built: if that fails, what there was of it is gone when the error arrives."""
     _free_memory()  # an engine that was dropped without being closed makes room
-    token = object()
+    token, handled = object(), sys.exc_info()[1]
     _alive.add(token)
     try:
         yield
     except BaseException as error:
         for core in _ownerless_cores():
             _stop(core)
-        process.forget_frames(error)
+        process.forget_frames(error, but=handled)
         _free_memory()
         raise
     finally:

@@ -67,13 +67,16 @@ def give_back_freed_memory() -> None:
     _call_glibc("malloc_trim", 0)
 
 
-def forget_frames(error: BaseException) -> None:
+def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
     """Free what only the tracebacks of ``error`` and its causes hold.
 
     Else models and engines stay for as long as somebody keeps the exception, as a notebook does with the last one.
     Frames that still run keep their variables.
+
+    Args:
+        but: what was being handled before, which is a cause of it in Python's eyes.
     """
-    known: dict[int, BaseException] = {}
+    known = {id(but): but}
     waiting: list[BaseException | None] = [error]
     while waiting:
         if (one := waiting.pop()) is not None and id(one) not in known:

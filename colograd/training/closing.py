@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,13 +23,14 @@ def closes_if_it_fails(init: F) -> F:
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         self.closing = contextlib.ExitStack()
+        handled = sys.exc_info()[1]
         try:
             init(self, *args, **kwargs)
         except BaseException as error:
-            process.forget_frames(error)
+            process.forget_frames(error, but=handled)
             with contextlib.suppress(Exception):  # what failed first counts
                 self.closing.close()
-            del self, args, kwargs  # this frame is in the traceback, too
+            del self, args, kwargs, handled  # this frame is in the traceback, too
             raise
 
     return run  # type: ignore[return-value]

@@ -113,6 +113,15 @@ class TRLNames:
             hint = f": {ABSENT[name]}" if name in ABSENT else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuse to hide what the trainer goes by behind a name that only shows it."""
+            if name in OF_ARGUMENTS or name in ALWAYS or name in _FOUND:
+                raise AttributeError(
+                    f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
+                    "GRPOConfig or GRPOTrainer, or override a stage (docs/architecture.md, Replacing a stage)."
+                )
+            super().__setattr__(name, value)
+
 
 def _end_tokens(trainer: Any) -> list[int]:
     """In TRL's order: those that the checkpoint names, the tokenizer's before them where it isn't among them."""
