@@ -8,6 +8,7 @@ still be prepared (threads, rank variables) before torch and vLLM read it.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ MOVED = {
 }
 
 process.prepare_threads()
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is logged is printed by us: not twice by default
 sys.meta_path.append(MovedModules(MOVED))
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ from .engine.sampling import Sampling, check_sampling
 from .engine.vllm_engine import check_vllm
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
+from .losses.mismatch import SamplerMismatch
 from .losses.objective import Objective
 from .memory import token_budget
 from .memory.segments import expand_segments
@@ -57,7 +58,8 @@ from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_sharding
-from .training.evaluation import evaluation_metrics
+from .training.closing import closes_if_it_fails
+from .training.evaluation import AFFORDABLE, evaluation_metrics, share_of_forward
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
@@ -102,6 +104,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         ValueError: bad input, before anything is trained, on all ranks.
     """
 
+    @closes_if_it_fails
     @ends_together("the start")
     def __init__(
         self,
@@ -131,19 +134,23 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_sampling(args)
             check_sharding(args, optimizers[0])
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
-            self.tools = toolbox_of(args, tools, environment_factory)
-            rollout_func = rollout_func_of(rollout_func, self.tools)
+            self.mismatch = SamplerMismatch(args)
+            self.toolbox = toolbox_of(args, tools, environment_factory)
+            if self.toolbox is not None:
+                self.closing.callback(self.toolbox.close)
+            rollout_func = rollout_func_of(rollout_func, self.toolbox)
             functions = with_models(reward_funcs, reward_processing_classes, args)
-            self.rewards: list[RewardFunction] = rewards_of(functions, args, self.tools)
+            self.rewards: list[RewardFunction] = rewards_of(functions, args, self.toolbox)
             self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
+            self.closing.callback(self.scorer.close)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
             check_split(args, self.policy.model.config)
             check_reference(args, self.policy)
             args.settle_precision(self.policy.model.dtype)
-            form = tool_format_of(self.tools, self.policy, args)
-            self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.tools)
-            self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.tools)
+            form = tool_format_of(self.toolbox, self.policy, args)
+            self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.toolbox)
+            self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.toolbox)
         super().__init__(
             model=self.policy.model,
             args=args,
@@ -155,30 +162,40 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
         )
+        self.closing.callback(self.stop_signal.remove)
+        # Callbacks look at the datasets as they were given.
+        self.train_dataset = self.train_prompts.dataset if train_dataset is None else train_dataset
+        self.eval_dataset: Any = eval_dataset
+        self._tokenised = (self.train_dataset, eval_dataset)
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
         self.completion_log = CompletionLog(args, self._reward_names) if args.log_completions else None
+        if self.completion_log is not None:
+            self.closing.callback(self.completion_log.close)
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
+        self._loss_is_affordable: bool | None = None  # in an evaluation, where nobody asked for it; None: not known yet
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
         started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
-        settle_sharding(args, self.policy, prompts, self.tools)
+        settle_sharding(args, self.policy, prompts, self.toolbox)
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
         if compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
-        built = assemble(args, self.policy, prompts, self.tools, self.rules.max_tokens, self.times)
+        built = assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
         self.sharding = way.for_run(self.model, args)
+        self.closing.callback(self._let_go)
         if isinstance(self.reference, FrozenCopy) and not self.reference.offload:
             self.sharding.share_frozen(self.reference.model)
-        self.source = rollout_source(self.engine, args, self.policy, self.tools, form, rollout_func, trainer=self)
+        self.rollout_func = rollout_func
+        self.source = rollout_source(self.engine, args, self.policy, self.toolbox, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
         if not args.on_cpu or args.bf16:  # else the rows were proved as they will run
@@ -198,10 +215,18 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
         """Say what the user should know at start."""
         args: GRPOConfig = self.args
-        lines = [*args.notes, *args.advice(), *built.describe(), *self.scorer.notes]
-        lines += [*(self.tools.notes if self.tools else []), *self.policy.describe(args, self.rules.max_tokens)]
-        for line in filter(None, (*lines, self.sharding.describe(), *dropped_prompts(prompts))):
+        for line in (*args.notes, *args.advice()):
+            self.console.warn(line)
+        lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
+        lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
+        for line in filter(None, lines):
             self.console.say(line)
+        if args.cast_lm_head_to_fp32 and self.engine.head_dtype != torch.float32:
+            self.console.warn(
+                "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
+            )
+        for line in (*self.policy.warnings(args), *dropped_prompts(prompts)):
+            self.console.warn(line)
 
     # -- stages: a subclass replaces any of these
 
@@ -272,19 +297,30 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """The group with its rewards, its advantages, and what the reward functions logged of it."""
         advantages = torch.zeros(len(group.rollouts))
-        if not self.evaluating or self.args.loss_eval:
+        if not self.evaluating:
             advantages = checked_advantages(self.compute_advantages(group, rewards), group)
         return ScoredGroup(group, rewards, advantages, self.scorer.take_logged(group.position))
 
     def _take_counts(self) -> dict[str, float]:
         """Sums of rewards and tools since the last call."""
-        return self.scorer.take_counts() | (self.tools.take_counts() if self.tools else {})
+        return self.scorer.take_counts() | (self.toolbox.take_counts() if self.toolbox else {})
 
     # -- a round: prompts -> optimizer steps
 
     def get_train_dataloader(self) -> PromptLoader | StreamLoader:
         """One item is the list of prompts of one optimizer step on this rank."""
+        self._follow_datasets()
         return loader_of(self.train_prompts, self.args)
+
+    def _follow_datasets(self) -> None:
+        """Tokenise a dataset that was put in the place of the trainer's."""
+        train_dataset, eval_dataset = self._tokenised
+        given = self.policy, self.args, self.toolbox, self.engine.context
+        if self.train_dataset is not train_dataset:
+            self.train_prompts = train_prompts_of(self.train_dataset, *given)
+        if self.eval_dataset is not eval_dataset:
+            self.eval_prompts = eval_prompts_of(self.eval_dataset, *given)
+        self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """As in transformers; a fraction of an epoch ends with a round, so that its last step has a checkpoint."""
@@ -336,7 +372,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
         if not self._told_unjudged and (line := unjudged(drawn)):
             self._told_unjudged = True  # rank 0 tells of its own completions; the metric counts all ranks'
-            self.console.say(line)
+            self.console.warn(line)
         if self.completion_log is not None:
             with self.times.phase("log"):
                 self.completion_log.add([step.sampled for step in drawn], self.decode, self.state)
@@ -391,6 +427,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             reduced = metrics.reduce()
         loss = reduced.pop("loss")
         self.entropy.finish(reduced, loss)
+        self.mismatch.finish(reduced)
+        if line := self.mismatch.advice(reduced):
+            self.console.warn(line)
         self._logs.append({**step.metrics, **reduced})
         return torch.tensor(loss, device=self.args.device)
 
@@ -439,7 +478,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
         self._free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
-        self.console.say(
+        self.console.warn(
             f"memory: step {self.state.global_step + 1} ran out of it and is repeated; micro-batches have at most "
             f"{self.rules.max_tokens:,} tokens from here on"
         )
@@ -478,8 +517,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with their own settings (``*_eval``); no training forward, unless
-        ``loss_eval`` asks for it.
+        """Sample and score the evaluation prompts with their own settings (``*_eval``), and compute the loss of what
+        was sampled, where `loss_eval` asks for it or where that takes little time.
 
         Args:
             eval_dataset: prompts to take instead of the trainer's, or the name of one of its evaluation datasets.
@@ -503,11 +542,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _evaluated(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
         """The metrics of an evaluation of one dataset, or of several by name."""
+        with together("the evaluation's prompts"):
+            self._follow_datasets()
         given = self.eval_prompts
         if isinstance(eval_dataset, str) and isinstance(given, dict):
             given = given[eval_dataset]
-        elif eval_dataset is not None:
-            given = eval_prompts_of(eval_dataset, self.policy, self.args, self.tools, self.engine.context)
+        elif eval_dataset is not None and eval_dataset is not self.eval_dataset:
+            given = eval_prompts_of(eval_dataset, self.policy, self.args, self.toolbox, self.engine.context)
         if given is None:
             raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
         if not self.is_in_train:
@@ -540,19 +581,22 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if self.completion_log is not None:
             self.completion_log.add_evaluation(groups, self.decode, self.state, name)
         metrics = evaluation_metrics(groups, counts, self._reward_names, self.combine, args)
-        if args.loss_eval:
-            metrics |= self._evaluate_loss(groups)
+        if args.loss_eval is not False:
+            metrics |= self._evaluate_loss(groups, time.perf_counter() - started)
         seconds = time.perf_counter() - started
         metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
         return metrics | {"num_tokens": float(self.state.num_input_tokens_seen)}
 
-    def _evaluate_loss(self, groups: list[ScoredGroup]) -> dict[str, float]:
-        """The loss of what was sampled, as if it were a step's, and the loss's metrics. A collective; no gradients."""
-        tokens = self.rules.max_tokens or EVALUATION_TOKENS
-        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-        (drawn,) = scale([DrawnStep(tuple(groups), ())], self.estimator)
-        step = step_batch(drawn, RolloutStatistics(), rules, self._reward_names, self.times)
-        step = dataclasses.replace(step, version=self.state.global_step)
+    def _evaluate_loss(self, groups: list[ScoredGroup], seconds: float) -> dict[str, float]:
+        """The loss of what was sampled, as if it were a step's, and the loss's metrics; nothing where nobody asked for
+        it and it takes too long beside the ``seconds`` of sampling. A collective; no gradients."""
+        if self.args.loss_eval is None and self._loss_is_affordable is False:
+            return {}
+        step = self._evaluation_step(groups)
+        if self.args.loss_eval is None and self._loss_is_affordable is None:
+            self._loss_is_affordable = self._affords_loss(step, seconds)
+            if not self._loss_is_affordable:
+                return {}
         if self.reference is not None:
             with together("the reference's log-probabilities"), self.compute_loss_context_manager():
                 (step,) = with_ref_logprobs(self.reference, [step], self.args.temperature)
@@ -562,18 +606,50 @@ class GRPOTrainer(TRLNames, PackedTrainer):
                 metrics = self._loss_pass(self.model, step, backward=False)
         reduced = metrics.reduce()
         self.entropy.show(reduced, reduced["loss"])
+        self.mismatch.finish(reduced)
         return reduced
+
+    def _evaluation_step(self, groups: list[ScoredGroup]) -> StepBatch:
+        """What an evaluation sampled, as a step. A collective."""
+        tokens = self.rules.max_tokens or EVALUATION_TOKENS
+        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
+        with together("the advantages"):
+            judged = tuple(
+                dataclasses.replace(
+                    scored,
+                    advantages=checked_advantages(self.compute_advantages(scored.group, scored.rewards), scored.group),
+                )
+                for scored in groups
+            )
+        (drawn,) = scale([DrawnStep(judged, ())], self.estimator)
+        step = step_batch(drawn, RolloutStatistics(), rules, self._reward_names, self.times)
+        return dataclasses.replace(step, version=self.state.global_step)
+
+    def _affords_loss(self, step: StepBatch, seconds: float) -> bool:
+        """Whether the loss of such an evaluation takes little enough time for one that nobody asked for."""
+
+        def forward() -> None:
+            with together("the evaluation's forward"), torch.no_grad(), self.compute_loss_context_manager():
+                for row in map(lay_out, step.rows[:1]):
+                    policy_logprobs(self.model, row, self.args.temperature)[0].cpu()
+
+        passes = len(step.rows) * (1 if self.reference is None else 2)
+        with evaluation_mode(self.model):
+            share = share_of_forward(forward, passes, seconds)
+        if share > AFFORDABLE:
+            self.console.warn(
+                f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: true "
+                "asks for it"
+            )
+        return share <= AFFORDABLE
 
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""
-        self.stop_signal.remove()
-        self.sharding.close()
-        del self.weights, self.sharding  # views of the engine's tensors, which would stay in memory
-        self.scorer.close()
-        if self.tools is not None:
-            self.tools.close()
-        if self.completion_log is not None:
-            self.completion_log.close()
-        self.engine.close()
-        self.reference = None
+        self.closing.close()
         faults.leave()
+
+    def _let_go(self) -> None:
+        """Of what holds the engine's tensors, and undo what the way of sharding did to the model."""
+        self.sharding.close()
+        del self.weights, self.sharding
+        self.reference = None

@@ -21,6 +21,7 @@ from typing import Any
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
 from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.training.trl_names import ABSENT, DIFFERENT
 
 DOCS = Path(__file__).resolve().parent
 TRL = "1.16"  # whose fields the page accounts for
@@ -151,18 +152,31 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
   `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
-- **`evaluate` runs no training forward** unless `loss_eval` asks for it; `temperature_eval` and
-  `max_completion_length_eval` are its own, and it reports pass@k.
-- **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`) are refused
-  together with `vllm_importance_sampling_correction`, whose ratio they would bias.
+- **`evaluate` computes a loss** where `loss_eval: true` or `metric_for_best_model: eval_loss` asks for it, or where
+  that adds less than a tenth to its time: the first evaluation finds out, and a line says where it is left out.
+  `temperature_eval` and `max_completion_length_eval` are its own, and it reports pass@k.
+- **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`, and what
+  constrains it, as `vllm_structured_outputs_regex` does) are refused together with
+  `vllm_importance_sampling_correction`, whose ratio they would bias: set that to false beside them. In TRL it is on by
+  default, and the regular expression is taken beside it.
+- **`loss_type: vespo`** wants `vllm_importance_sampling_mode: token_truncate` or `token_mask`, or no correction; the
+  default mode is an error. That is TRL's rule for generation with vLLM, which here is always.
+- **`generation_kwargs`** has vLLM's names. Those of transformers (`do_sample: true`, `num_beams: 1`, `max_new_tokens`
+  as `max_completion_length` says) may stay where they ask for what is done anyway.
 
 LoRA is asked for as in TRL (`use_peft` and `lora_*` in a recipe, `peft_config=LoraConfig(...)`, a `PeftModel` or an
 adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. [lora.md](lora.md).
 
 An `IterableDataset` is read while training, as in TRL: shuffled in a buffer, every rank reads all of it, `max_steps` is
-needed. A resumed run reads again what it had read; a digest in the checkpoint shows whether that was the same, and
-where it wasn't, the run ends instead of training on other prompts. Without `max_prompt_tokens` or
-`vllm_max_model_length` the engine's context is the whole of the model's, since the longest prompt isn't known.
+needed. Each rank reads it in its own process: `accelerator_config` (`dispatch_batches`, `split_batches`) and
+`dataloader_num_workers` have no effect, and a line at start says so. A resumed run reads again what it had read; a
+digest in the checkpoint shows whether that was the same, and where it wasn't, the run ends instead of training on other
+prompts. Without `max_prompt_tokens` or `vllm_max_model_length` the engine's context is the whole of the model's, since
+the longest prompt isn't known.
+
+What TRL says through its logger (a setting that has no effect, one that rarely does what was meant, a completion that
+nobody judged) is a line on the console here, and a warning of the logger `colograd`; every other line is logged as
+information. TRL's deprecation warnings have no counterpart: old names are read, and a line says so.
 
 `prompts_per_step` beside a product of TRL's batch fields that says something else is an error.
 
@@ -174,8 +188,8 @@ transform (`with_transform`): apply it with `map`. `deepspeed` means the way of 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
 trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error
 where it is defined. There is no `trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
-[`trainer.engine`](tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read (`num_generations`,
-`ref_model`, `reward_funcs` and more) have TRL's names. `trl.GRPOConfig` as `args` is an error: import both names from
+[`trainer.engine`](tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read have
+[TRL's names](#attributes-of-the-trainer). `trl.GRPOConfig` as `args` is an error: import both names from
 `colograd`.
 
 The table has every field that TRL {TRL} adds to `transformers.TrainingArguments`. *Supported*: same name, same meaning.
@@ -236,15 +250,27 @@ def moving() -> str:
         table(("Field", "", "Default", "Here"), rows),
         "## Metrics",
         "Names are TRL's, and so are meanings; in `evaluate` they begin with `eval_`, and those of the loss (entropy, "
-        "ratios, `sampling/*`) need `loss_eval: true`. What a step logs beside them is in the "
+        "ratios, `sampling/*`) come with its loss (`loss_eval`). What a step logs beside them is in the "
         "[quickstart](quickstart.md).",
         table(("TRL's metric", "", "Note"), metrics()),
+        "## Attributes of the trainer",
+        "What is public on a trainer of TRL's is there on this one, of the same type, but for these. Settings can't be "
+        "set there (an error says so); lists, and the tensor `reward_weights`, are made when they are read, so writing "
+        "into them changes nothing. Another dataset may be put in the place of `train_dataset` or `eval_dataset`, and "
+        "is taken at the next `train` or `evaluate`.",
+        table(("Attribute", "", "Instead"), attributes()),
         "## Names from elsewhere in TRL",
         "Of its script's arguments, its command line, or older versions. All other arguments of its `grpo` script are "
         "taken: [Configuration](configuration.md).",
         table(("Name", "", "Reason"), others),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def attributes() -> list[tuple[str, str, str]]:
+    """Rows: each public attribute of TRL's trainer that isn't there, or of another type."""
+    absent = [(f"`{name}`", "absent", sentence(why)) for name, why in ABSENT.items()]
+    return absent + [(f"`{name}`", "different", sentence(why)) for name, why in DIFFERENT.items()]
 
 
 def metrics() -> list[tuple[str, str, str]]:

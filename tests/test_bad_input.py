@@ -420,7 +420,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "set it to 1",
     ),
     "the best model by a loss that evaluation doesn't have": (
-        lambda _: config(metric_for_best_model="eval_loss"),
+        lambda _: config(metric_for_best_model="eval_loss", loss_eval=False),
         "metric_for_best_model is 'eval_loss'",
         "computes no loss",
         "use `reward`",
@@ -461,6 +461,12 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "generation_kwargs sets 'n'",
         "the trainer sets itself",
         "use num_generations",
+    ),
+    "a way of generating that there isn't": (
+        lambda _: config(generation_kwargs={"num_beams": 4}),
+        "generation_kwargs sets 'num_beams' to 4",
+        "always drawn by vLLM with 1",
+        "remove it",
     ),
     "a sampling parameter that vLLM doesn't have": (
         lambda _: check_sampling(config(generation_kwargs={"stop_tokn_ids": [4]})),

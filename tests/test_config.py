@@ -456,7 +456,7 @@ def test_normalising_each_reward_has_no_other_baseline() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"metric_for_best_model": "eval_loss"}, "computes no loss"),
+        ({"metric_for_best_model": "eval_loss", "loss_eval": False}, "computes no loss"),
         (
             {"loss_eval": True, "temperature_eval": 0.5, "num_generations_eval": 2},
             "temperature_eval is 0.5, but loss_eval",
@@ -468,7 +468,43 @@ def test_normalising_each_reward_has_no_other_baseline() -> None:
 def test_settings_of_evaluation_are_checked(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config(**given)
-    assert config(metric_for_best_model="eval_loss", loss_eval=True).loss_eval
+
+
+def test_a_metric_that_needs_the_loss_asks_for_it() -> None:
+    for name in (
+        "loss",
+        "eval_loss",
+        "eval_some_loss",
+        "eval_kl",
+        "entropy",
+        "eval_sampling/sampling_logp_difference/mean",
+    ):
+        assert config(metric_for_best_model=name).loss_eval is True, name
+    for name in (None, "reward", "eval_rewards/skill/mean", "pass@4", "eval_completions/mean_length"):
+        assert config(metric_for_best_model=name).loss_eval is None, name
+    assert config(temperature_eval=0.5).loss_eval is False, "its ratios would be of two temperatures"
+    with pytest.raises(ValueError, match=r"temperature_eval is 0\.5, but loss_eval"):
+        config(temperature_eval=0.5, metric_for_best_model="eval_loss")
+
+
+def test_generation_kwargs_may_ask_for_what_is_done_anyway() -> None:
+    given = {"do_sample": True, "num_beams": 1, "max_new_tokens": 512, "temperature": 1.0, "n": 1, "stop": ["."]}
+    made = config(generation_kwargs=given)
+    assert made.generation_kwargs == {"stop": ["."]}
+    assert [line.split("`")[1] for line in made.notes] == [name for name in given if name != "stop"]
+    assert config(generation_kwargs={"do_sample": True}).generation_kwargs is None
+    assert config(generation_kwargs={"n": 4}).generation_kwargs == {"n": 4}, "which the engine refuses"
+    with pytest.raises(
+        ValueError, match="generation_kwargs sets 'do_sample' to False, but completions are always drawn"
+    ):
+        config(generation_kwargs={"do_sample": False})
+
+
+def test_settings_of_torchs_loader_are_said_to_have_no_effect() -> None:
+    assert not [line for line in config().advice() if "loader" in line]
+    made = config(dataloader_num_workers=2, accelerator_config={"dispatch_batches": True})
+    said = [line.split("`")[1] for line in made.advice() if "loader" in line]
+    assert said == ["dataloader_num_workers", "accelerator_config.dispatch_batches"]
 
 
 @pytest.mark.parametrize(
@@ -533,5 +569,5 @@ def test_a_mixture_of_experts_is_told_that_its_balance_is_left_alone() -> None:
             num_experts_per_tok=1,
             router_aux_loss_coef=coefficient,
         )
-        lines = Policy(MixtralForCausalLM(experts), None, "", False, "").describe(config(), 10)
+        lines = Policy(MixtralForCausalLM(experts), None, "", False, "").warnings(config())
         assert any("load-balancing loss isn't added" in line for line in lines) == said

@@ -219,7 +219,7 @@ def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: P
             return super().compute_loss(*args, **kwargs)
 
     def weights(sleeping: bool) -> list[torch.Tensor]:
-        config = tiny.config(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=2)
+        config = tiny.config(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=2, loss_eval=False)
         trainer = Watched(
             str(tiny_model), tiny.vowels, config, train_dataset=tiny.prompts(), eval_dataset=tiny.prompts(4)
         )

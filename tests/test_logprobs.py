@@ -219,6 +219,25 @@ def test_under_autocast_a_float32_head_multiplies_in_bfloat16_and_keeps_float32_
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_head_whose_products_are_float32_rounds_no_logit(bias: bool) -> None:
+    """cast_lm_head_to_fp32: values as of the same numbers in float32, also under autocast; gradients no worse."""
+    head = make_head(tokens=200, dtype=torch.bfloat16, bias=bias)
+    wide = {k: v.detach().float().requires_grad_() if v is not None and k != "labels" else v for k, v in head.items()}
+    expected, of_entropy = full_softmax(wide, 1.0)
+    found, entropy = label_logprobs(**head, temperature=1.0, transform=PLAIN, float32_products=True)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(entropy, of_entropy)
+    rounded, _ = label_logprobs(**head, temperature=1.0, transform=PLAIN)
+    assert (rounded - expected).abs().mean() > 100 * (found - expected).abs().mean()
+    truth, usual = gradients(expected, wide), gradients(rounded, head)
+    for exact, ours, plain in zip(truth, gradients(found, head), usual, strict=True):
+        assert ours.dtype == plain.dtype and (ours - exact).norm() <= 1.05 * (plain - exact).norm()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast, _ = label_logprobs(**wide, temperature=1.0, transform=PLAIN, float32_products=True)
+    torch.testing.assert_close(cast, expected)
+
+
 def test_a_bfloat16_head_gives_float32_log_probabilities() -> None:
     head = make_head(dtype=torch.bfloat16)
     logprob, entropy = label_logprobs(**head, temperature=1.0, transform=PLAIN)

@@ -86,7 +86,7 @@ def test_a_streamed_run_resumes_bit_for_bit_and_a_finished_one_has_its_optimizer
     assert all(torch.equal(held["state"][key]["exp_avg"], saved["state"][key]["exp_avg"]) for key in held["state"])
     assert trainer.lr_scheduler.last_epoch == 4
 
-    trainer.train_dataset.dataset = IterableDataset.from_generator(lambda: iter(rows.select(range(10, -1, -1))))
+    trainer.train_prompts.dataset = IterableDataset.from_generator(lambda: iter(rows.select(range(10, -1, -1))))
     with pytest.raises(ValueError, match="train isn't the stream that the checkpoint was trained on"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     (tmp_path / "checkpoint-2" / "prompts.json").unlink()

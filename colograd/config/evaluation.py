@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from .knob import at_least, knob
 from .sampling import SamplingKnobs
 from .steps import StepKnobs
+
+# Metrics that need the policy's forward.
+OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
 
 
 @dataclass
@@ -21,10 +25,11 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         None, "Tokens a completion may have in `evaluate`; default `max_completion_length`."
     )
     pass_threshold_eval: float = knob(1.0, "Weighted reward from which a completion counts as a pass in `eval_pass@k`.")
-    loss_eval: bool = knob(
-        False,
+    loss_eval: bool | None = knob(
+        None,
         "Run the policy's forward on what `evaluate` sampled, for `eval_loss`, the entropy and TRL's other metrics of "
-        "the loss. TRL always does.",
+        "the loss. TRL always does. Unset: where `metric_for_best_model` is one of these, or where it takes less than "
+        "a tenth of the evaluation, as the first one finds out.",
     )
 
     def eval_generations(self) -> int:
@@ -55,12 +60,16 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
                 f"num_generations_eval is {self.num_generations_eval}, but with temperature_eval 0 all completions of "
                 "a prompt are equal: set it to 1, or raise temperature_eval."
             )
-        if str(self.metric_for_best_model or "").removeprefix("eval_") == "loss" and not self.loss_eval:
+        of_loss = OF_LOSS.search(str(self.metric_for_best_model or ""))
+        if of_loss and self.loss_eval is False:
             raise ValueError(
-                f"metric_for_best_model is {self.metric_for_best_model!r}, but `evaluate` computes no loss: use "
-                "`reward`, or set loss_eval: true."
+                f"metric_for_best_model is {self.metric_for_best_model!r}, but with loss_eval: false `evaluate` "
+                "computes no loss: use `reward`, or leave loss_eval out."
             )
-        if self.loss_eval and self.temperature_eval not in (None, self.temperature):
+        at_same_temperature = self.temperature_eval in (None, self.temperature)
+        if self.loss_eval is None and (of_loss or not at_same_temperature):
+            self.loss_eval = bool(of_loss)
+        if self.loss_eval and not at_same_temperature:
             raise ValueError(
                 f"temperature_eval is {self.temperature_eval}, but loss_eval compares the sampler's probabilities with "
                 f"the trainer's, at temperature {self.temperature}: leave temperature_eval out, or loss_eval."

@@ -4,9 +4,10 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +52,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         ValueError: at construction, with the value, the rule and the remedy.
     """
 
-    notes: ClassVar[Sequence[str]] = ()  # of each instance: a line for every given name that has no effect or is old
+    notes: ClassVar[list[str]]  # of each instance: a line for what was given and has no effect, or is old
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
@@ -103,6 +104,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_sharding()
         self._check_steps()
         self._check_sampling()
+        self.notes.extend(self._drop_what_is_done_anyway())
         self._check_evaluation()
         self._check_engine()
         self._check_rewards()
@@ -164,6 +166,13 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
             yield self.sharding_note
         if self.torch_empty_cache_steps is not None:
             yield "config: `torch_empty_cache_steps` has no effect: micro-batches are cut to what the device has."
+        for name in (
+            "dataloader_num_workers",
+            "accelerator_config.dispatch_batches",
+            "accelerator_config.split_batches",
+        ):
+            if attrgetter(name)(self):
+                yield f"config: `{name}` has no effect: prompts are tokenised and shared out without torch's loader."
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
                 f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by "

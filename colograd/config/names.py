@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 REFUSED: dict[str, str] = {
     "router_aux_loss_coef": "mixture-of-experts auxiliary losses aren't computed (TRL adds the model's own where "
     "nothing is said); remove it",
-    "cast_lm_head_to_fp32": "the head's products are in its own dtype, all after them in float32; remove it, or set "
-    "dtype: float32",
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
     "transformers_continuous_batching_config": "generation always runs in vLLM; remove it",
@@ -26,7 +24,6 @@ REFUSED: dict[str, str] = {
 # Values with which a refused field asks for nothing, so that a file may keep them.
 INERT: dict[str, tuple[Any, ...]] = {
     "router_aux_loss_coef": (None, 0),
-    "cast_lm_head_to_fp32": (False,),
     "cache_implementation": (None,),
     "use_transformers_continuous_batching": (False,),
     "transformers_continuous_batching_config": (None,),

@@ -56,7 +56,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     if rest:
         raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], known))
     script, config, model = groups
-    config.notes = notes
+    config.notes = [*notes, *config.notes]
     return script, config, model, recipe
 
 

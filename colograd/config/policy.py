@@ -20,6 +20,12 @@ class PolicyKnobs(TrainingArguments):
     )
     trust_remote_code: bool = knob(False, "Allow code that comes with a model.")
     disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
+    cast_lm_head_to_fp32: bool = knob(
+        False,
+        "Logits come out of the head's product in float32, in the policy, the reference and vLLM (where its version "
+        "can), which brings the sampler's and the trainer's probabilities closer. The weight keeps its dtype (TRL "
+        "casts it, in the policy and the reference alone).",
+    )
 
     def _check_policy(self) -> None:
         if self.fp16:

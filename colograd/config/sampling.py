@@ -13,6 +13,21 @@ SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
 )  # fmt: skip
+# Names of transformers' generation that say nothing where they have one of these values. (`n` is one in TRL's requests,
+# each of which has a copy of the prompt.)
+ANYWAY: dict[str, tuple[Any, ...]] = {
+    "do_sample": (True,),
+    "n": (1,),
+    "num_return_sequences": (1,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "use_cache": (True,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "no_repeat_ngram_size": (0,),
+    "cache_implementation": (None,),
+}
 NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}
 
 
@@ -29,7 +44,8 @@ class SamplingKnobs:
     generation_kwargs: dict[str, Any] | str | None = knob(
         None,
         "More `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words` or `structured_outputs` (a mapping: "
-        "`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`).",
+        "`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). Names of transformers (`do_sample: true`, say) may "
+        "stay where they ask for what is done anyway.",
     )
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
@@ -44,6 +60,31 @@ class SamplingKnobs:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, but must be in (0, 1]: 1.0 turns it off.")
+
+    def _drop_what_is_done_anyway(self) -> list[str]:
+        """Take out of ``generation_kwargs`` what asks for nothing else, such as files of TRL's have.
+
+        Returns:
+            A line for each.
+
+        Raises:
+            ValueError: a name of transformers asks for something else.
+        """
+        given = self.generation_kwargs
+        if not isinstance(given, dict):
+            return []
+        length, temperature = self.max_completion_length, self.temperature
+        anyway = ANYWAY | {"max_new_tokens": (length,), "max_tokens": (length,), "temperature": (temperature,)}
+        dropped = [name for name, value in given.items() if name in anyway and value in anyway[name]]
+        self.generation_kwargs = {name: value for name, value in given.items() if name not in dropped} or None
+        for name, value in (self.generation_kwargs or {}).items():
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # names of vLLM's are looked at later
+                raise ValueError(
+                    f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
+                    f"{anyway[name][0]!r}: remove it. (Lengths are max_completion_length; greedy evaluation is "
+                    "temperature_eval: 0.)"
+                )
+        return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in dropped]
 
     def _shaping(self) -> dict[str, object]:
         """The settings that make the engine sample from another distribution than the model's at the temperature."""

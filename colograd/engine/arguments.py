@@ -56,6 +56,8 @@ def engine_kwargs(
         "max_model_len": context,
         "kv_cache_memory_bytes": kv_bytes or None,
     }
+    if config.cast_lm_head_to_fp32 and computes_float32_heads():
+        kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
     if config.world_size > 1:
         kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
@@ -102,6 +104,26 @@ def _accepted(*names: str) -> list[str]:
     from vllm import EngineArgs
 
     return [name for name in names if name in inspect.signature(EngineArgs).parameters]
+
+
+def computes_float32_heads() -> bool:
+    """Whether this vLLM computes a head of another dtype in float32 (`head_dtype`)."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    return hasattr(LogitsProcessor, "_apply_head")
+
+
+def _given_overrides(given: Any) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: a function, to which nothing can be added.
+    """
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(
+            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, beside which cast_lm_head_to_fp32 can't be told to "
+            "vLLM: give a mapping."
+        )
+    return given or {}
 
 
 def check_split(config: GRPOConfig, model_config: Any) -> None:

@@ -9,7 +9,6 @@ completion ends.
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +23,9 @@ from ..parallel import faults
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
-from .arguments import engine_kwargs, lora_kwargs
-from .building import build_conditions, check_vllm, replaced, usual_algorithms
+from .arguments import computes_float32_heads, engine_kwargs, lora_kwargs
+from .building import build_conditions, check_vllm, usual_algorithms
+from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
 from .sampling import Sampling, request_seed
 
@@ -91,7 +91,6 @@ class Engine:
         self.end_tokens = tuple(end_tokens)
         self.version: int | None = None  # the step of the weights, written by `stamp` and `invalidate` alone
         self._adapter: Any = None  # the LoRARequest that every request carries
-        self._set_num_threads = torch.set_num_threads  # vLLM may replace it
         self._requests = 0  # so far
         self._open: dict[str, None] = {}  # requests in flight
         self.layout = config.layout
@@ -99,12 +98,16 @@ class Engine:
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
         kwargs |= lora_kwargs(model_path, config, adapter)
-        with build_conditions(config.device, self.sleeps, adapter is not None, ranks):
+        with closed_if_it_fails(), build_conditions(config.device, self.sleeps, adapter is not None, ranks):
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
+            self._close = closes_with(self, self.llm)
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
+        self.head_dtype: torch.dtype = (
+            getattr(found, "head_dtype", self.dtype) if computes_float32_heads() else self.dtype
+        )
         self.vocab_size = int(found.hf_text_config.vocab_size)  # tokens that the loaded checkpoint knows
         self.context = int(found.max_model_len)  # longest sequence in tokens, prompt and completion together
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # that the KV cache holds
@@ -388,23 +391,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine; another may be built in the same process afterwards."""
-        from vllm.distributed import parallel_state
-
-        # vLLM ends the process group on its way out, which is the trainer's too: it has to leave that alone.
-        spared = replaced(parallel_state, "destroy_distributed_environment", lambda: None)
-        with spared, contextlib.suppress(Exception):  # names differ between versions; what follows frees the memory
-            self.core.engine_core.shutdown()
+        self._close()
         self.llm = None
-        with contextlib.suppress(Exception):
-            parallel_state.destroy_model_parallel()
-            if parallel_state._WORLD is not None:
-                parallel_state._WORLD.destroy()
-                parallel_state._WORLD = None
-        torch.set_num_threads = self._set_num_threads
-        gc.unfreeze()  # vLLM freezes what exists when it is built
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def _sampled(output: Any) -> list[Sampled]:

@@ -12,6 +12,7 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
+from .mismatch import Bounds, observe
 from .token_losses import Extremes, Means, TokenLoss, Tokens, find_loss, per_sequence_sum, sequence_mean_weights
 
 QUANTILE_LIMIT = 2**24  # of numbers, where torch.quantile gives up
@@ -31,6 +32,10 @@ class SamplerCorrection:
     high: float | None
 
     @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.low, self.high)
+
+    @property
     def per_sequence(self) -> bool:
         return self.mode.startswith("sequence")
 
@@ -42,12 +47,7 @@ class SamplerCorrection:
         ratio = difference.exp()
         if self.mode.endswith("truncate"):
             return ratio.clamp(min=self.low, max=self.high)
-        outside = torch.zeros_like(ratio, dtype=torch.bool)
-        if self.low is not None:
-            outside |= ratio < self.low
-        if self.high is not None:
-            outside |= ratio > self.high
-        return ratio.masked_fill(outside, 0.0)
+        return ratio.masked_fill(self.bounds.outside(ratio), 0.0)
 
 
 def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -190,6 +190,9 @@ class Objective:
         if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)
+        mode, bounds = ("", Bounds()) if self.correction is None else (self.correction.mode, self.correction.bounds)
+        raw, lowest, highest = observe(tokens, known(old - batch.sampler_logprobs, batch), mode, bounds)
+        sums, minima, maxima = sums | raw, {**minima, **lowest}, {**maxima, **highest}
         maxima = {**maxima, "sampling/sampling_logp_difference/max": difference.max()}
         if correction is not None and self.correction is not None:
             name, counted = "sampling/importance_sampling_ratio", mask > 0

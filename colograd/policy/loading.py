@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from ..config import GRPOConfig
 from ..parallel.ranks import world_size
+from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .row_proof import choose_rows
 
@@ -56,15 +58,18 @@ class Policy:
         ]
         if self.why_padded:
             lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
+        return lines
+
+    def warnings(self, config: GRPOConfig) -> Iterator[str]:
+        """What TRL does and isn't done here, or rarely does what was meant, in lines."""
         text: Any = self.model.config.get_text_config()
         if hasattr(text, "output_router_logits") and float(getattr(text, "router_aux_loss_coef", 0.0)):
-            lines.append("experts: the router's load-balancing loss isn't added (TRL adds the model's own)")
+            yield "experts: the router's load-balancing loss isn't added (TRL adds the model's own)"
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim != "adamw_split":
-            lines.append(
+            yield (
                 f"optimizer: {config.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't"
             )
-        return lines
 
 
 QUANTIZED = (
@@ -122,6 +127,8 @@ def load_policy(
         for module in loaded.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
+    if config.cast_lm_head_to_fp32:
+        products_in_float32(loaded)
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter=peft_config is not None)
 
 

@@ -27,6 +27,7 @@ from .packing import lay_out
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
 # More rows than these make a tile too narrow for fast matrix products.
 TILE_ROWS = 8192
+FLOAT32_PRODUCTS = "colograd_float32_products"  # an attribute of a head: see `cast_lm_head_to_fp32`
 
 
 def policy_logprobs(
@@ -83,6 +84,7 @@ class PolicyForward:
                 self.temperature,
                 _logit_transform(model),
                 self.entropy_gradient,
+                getattr(head, FLOAT32_PRODUCTS, False),
             )
 
         with calls(head, logprobs):
@@ -142,18 +144,20 @@ def label_logprobs(
     temperature: float,
     transform: dict[str, float],
     entropy_gradient: bool = False,
+    float32_products: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden).
 
     The matrix products are in the head's dtype, or in autocast's where it is on; all else is in float32 (float64 for
-    float64 weights). The weight's gradient has its ``grad_dtype`` where it has one (see `optim.accumulate_in_float32`).
+    float64 weights). With ``float32_products`` no autocast has a part, and the logits aren't rounded to bfloat16. The
+    weight's gradient has its ``grad_dtype`` where it has one (see `optim.accumulate_in_float32`).
 
     Raises:
         RuntimeError: at a second derivative, which isn't implemented.
     """
-    dtype = attention.autocast_dtype(hidden.device) or weight.dtype
+    dtype = (None if float32_products else attention.autocast_dtype(hidden.device)) or weight.dtype
     with torch.autocast(hidden.device.type, enabled=False):
-        head = _Head(temperature, dtype=dtype, **transform)
+        head = _Head(temperature, dtype=dtype, wide=float32_products, **transform)
         return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient)
 
 
@@ -165,6 +169,7 @@ class _Head:
     scale: float
     softcap: float  # 0: none
     dtype: torch.dtype  # of the matrix products
+    wide: bool = False  # the logits come out of their product in `exact`
 
     @property
     def exact(self) -> torch.dtype:
@@ -173,8 +178,17 @@ class _Head:
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """One tile (rows, columns), before the cap and the temperature; a tensor of its own, for in-place work."""
-        tile = torch.nn.functional.linear(hidden, weight, bias).to(self.exact)
+        tile = self._product(hidden, weight, bias) if self.wide else torch.nn.functional.linear(hidden, weight, bias)
+        tile = tile.to(self.exact)
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
+
+    def _product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As vLLM computes a head in float32: on a GPU from bfloat16 factors, whose products float32 holds exactly."""
+        if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
+            tile = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            return tile if bias is None else tile.add_(bias)
+        wide_bias = None if bias is None else bias.to(self.exact)
+        return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def cap_(self, tile: torch.Tensor) -> torch.Tensor:
         """tanh(tile / softcap), in place; the slope of the cap is 1 minus its square."""
@@ -184,6 +198,11 @@ class _Head:
         """From what `cap_` (or, without a cap, `logits`) left to the logits that are sampled from, in place."""
         factor = (self.softcap or 1.0) / self.temperature
         return tile if factor == 1.0 else tile.mul_(factor)
+
+
+def products_in_float32(model: Any) -> None:
+    """Have the model's logits, and those of its copies, come out of the head's product in float32."""
+    setattr(unwrap(model).get_output_embeddings(), FLOAT32_PRODUCTS, True)
 
 
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:

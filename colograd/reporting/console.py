@@ -1,7 +1,11 @@
-"""What a person sees while a run goes on: progress bars, and one line of phase times per optimizer step."""
+"""What a person sees while a run goes on: progress bars, and one line of phase times per optimizer step.
+
+Each line is also a record of the logger `colograd`, for log files and tests: hints and what has no effect are warnings.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +22,8 @@ PHASES = (
     "train", "sync", "optimizer",
 )  # fmt: skip
 
+LOGGER = logging.getLogger("colograd")
+
 
 class Console(TrainerCallback):
     """Shows bars where a person watches (a terminal), and lines everywhere. Only the main process writes."""
@@ -27,11 +33,16 @@ class Console(TrainerCallback):
         self.bars = enabled and bars and sys.stderr.isatty()
         self._training: Any = tqdm(disable=True)
 
-    def say(self, line: str) -> None:
-        """Print a line without tearing a bar."""
+    def say(self, line: str, level: int = logging.INFO) -> None:
+        """Print a line without tearing a bar, and log it."""
         if self.enabled:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
+            LOGGER.log(level, "%s", line, stacklevel=2)
+
+    def warn(self, line: str) -> None:
+        """Say what the user should look at."""
+        self.say(line, logging.WARNING)
 
     def generation(self, groups: int, name: str = "generate") -> GenerationBar:
         """A bar over the groups of one generation."""

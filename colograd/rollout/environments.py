@@ -62,6 +62,7 @@ class Environments:
         self._factories, self._main_thread, self._advice = factories, main_thread, advice
         self._known: dict[int, Environment] = {}  # by the id of the instance
         self._lent: list[Environment] = []
+        self.latest: list[Any] | None = None  # instances of the present round's conversations, or of the last one's
         self.first = {key: self._make(key) for key in factories}  # one of each kind, to be described
         self._free = {key: [environment] for key, environment in self.first.items()}
 
@@ -69,7 +70,10 @@ class Environments:
         """An environment for one conversation, until `take_back`."""
         free = self._free[key]
         environment = free.pop() if free else self._make(key)
+        latest = self.latest if self._lent and self.latest is not None else []
         self._lent.append(environment)
+        self.latest = latest
+        latest.append(environment.instance)
         return environment
 
     def take_back(self) -> None:

@@ -80,6 +80,17 @@ class Toolbox:
         self._runner = ToolRunner(self._tools, main_thread, workers, timeout)
         self.notes = self._runner.pool.notes
 
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """What the model may call: tools, and then the methods of one environment of each kind."""
+        first = self.environments.first.values()
+        return [*self._tools.values(), *(method for environment in first for method in environment.methods.values())]
+
+    @property
+    def factories(self) -> dict[str | None, Callable[[], Any]] | None:
+        """What makes environments, by the name in a row's column ``environment``; None: there are none."""
+        return self._factories or None
+
     def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """The tools that a row's conversation shows the model.
 

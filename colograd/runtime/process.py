@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 
@@ -67,6 +68,24 @@ def keep_freed_memory() -> None:
 def give_back_freed_memory() -> None:
     """Return what was freed so far to the system, once: after a start that held more than the run will."""
     _call_glibc("malloc_trim", 0)
+
+
+def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
+    """Free what only the tracebacks of ``error`` and its causes hold.
+
+    Else models and engines stay for as long as somebody keeps the exception, as a notebook does with the last one.
+    Frames that still run keep their variables.
+
+    Args:
+        but: what was being handled before, which is a cause of it in Python's eyes.
+    """
+    known = {id(but): but}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        if (one := waiting.pop()) is not None and id(one) not in known:
+            known[id(one)] = one
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
 
 
 def _call_glibc(function: str, *arguments: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +61,14 @@ def assemble(
     tools: Toolbox | None,
     max_tokens: int,
     times: PhaseTimes,
+    closing: ExitStack,
 ) -> Assembly:
     """Build the engine, and bring the policy to its place beside it. A collective.
 
     Args:
         prompts: all that the engine will be asked, in training and in evaluation.
         max_tokens: of a micro-batch; 0: still to be measured.
+        closing: closes the engine.
 
     Raises:
         ValueError: no room for the KV cache of one sequence, settings that vLLM refuses, or a way of publishing that
@@ -85,6 +88,7 @@ def assemble(
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, prompts),
     )
+    closing.callback(engine.close)
     with together("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,6 +12,8 @@ from ..batch import ScoredGroup
 from ..config import GRPOConfig
 from ..parallel.ranks import gather
 from ..rollout.statistics import Combine, RolloutStatistics
+
+AFFORDABLE = 0.1  # of an evaluation's time: what its loss may take where nobody asked for it
 
 
 def evaluation_metrics(
@@ -60,3 +63,18 @@ def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
         if of_prompts:
             found[f"pass@{k}"] = sum(of_prompts) / len(of_prompts)
     return found
+
+
+def share_of_forward(forward: Callable[[], None], parts: int, seconds: float) -> float:
+    """The time that the policy's forward of an evaluation will take, as a share of the rest of it. A collective.
+
+    Args:
+        forward: of one part of it.
+        parts: that there are on this rank.
+        seconds: that this rank has sampled and scored.
+    """
+    forward()  # the first one loads kernels, or compiles
+    started = time.perf_counter()
+    forward()
+    ranks = gather(((time.perf_counter() - started) * parts, seconds))
+    return max(expected for expected, _ in ranks) / max(spent for _, spent in ranks)

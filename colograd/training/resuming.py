@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
-from ..data import PromptStream
+from ..data import PromptDataset, PromptStream
 from ..parallel.ranks import gather, together
 from ..reporting.console import Console
 from ..sharding import Sharding
@@ -25,6 +25,7 @@ class ResumableTrainer(Trainer):
 
     console: Console
     sharding: Sharding
+    train_prompts: PromptDataset | PromptStream
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,7 +91,7 @@ class ResumableTrainer(Trainer):
 
     def _expect_prompts(self, checkpoint: str | None) -> None:
         """Have a streamed dataset check that it is read again as before the checkpoint."""
-        prompts: Any = self.train_dataset
+        prompts = self.train_prompts
         if not isinstance(prompts, PromptStream):
             return
         skipped = checkpoint is not None and not self.args.ignore_data_skip
@@ -184,8 +185,8 @@ class ResumableTrainer(Trainer):
         with together("saving"):
             if self.args.should_save:
                 state.save_to_json(str(aside / name / "trainer_state.json"))
-                if isinstance(self.train_dataset, PromptStream):
-                    checkpoints.write_prompts(aside / name, self.train_dataset.state)
+                if isinstance(self.train_prompts, PromptStream):
+                    checkpoints.write_prompts(aside / name, self.train_prompts.state)
                 checkpoints.commit(aside / name, run_dir / name)
                 aside.rmdir()
         with together("deleting old checkpoints"):  # when every node has the new one
@@ -209,12 +210,12 @@ class _StopAndSave(TrainerCallback):
         control.should_save = due and trainer.at_boundary()
         trainer._save_is_due = due and not control.should_save
         if stop and control.should_save:
-            trainer.console.say(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
+            trainer.console.warn(f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends.")
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer._save_is_due:  # a callback ended the run: the rest of the round never came
-            self.trainer.console.say(
+            self.trainer.console.warn(
                 f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round, where none "
                 "can be resumed from: save_model() saves its weights."
             )

@@ -108,7 +108,7 @@ def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[
 
 
 def train_prompts_of(
-    dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None
+    dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None, context: int | None = None
 ) -> PromptDataset | PromptStream:
     """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
 
@@ -119,7 +119,7 @@ def train_prompts_of(
         ValueError: no dataset and no environment that does without, no room for a prompt, prompts that don't fill a
             round, or what tokenising finds.
     """
-    rules = _rules(policy, args, "train", None, tools)
+    rules = _rules(policy, args, "train", context, tools)
     if dataset is None:
         dataset = _empty_prompts(args, tools)
     if isinstance(dataset, IterableDataset):

@@ -6,8 +6,10 @@ Nothing else in the package uses them.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import Trainer
 
 from ..policy.reference import FrozenCopy
@@ -16,12 +18,46 @@ from ..rewards.models import RewardModel
 # Attributes of TRL's trainer that are fields of its configuration.
 OF_ARGUMENTS = (
     "num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-    "chat_template_kwargs", "use_vllm", "vllm_mode", "loss_type", "scale_rewards", "importance_sampling_level",
-    "multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile", "entropy_coef",
-    "num_iterations", "beta", "epsilon_high", "shuffle_dataset", "max_tool_calling_iterations",
+    "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min", "loss_type", "delta", "scale_rewards", "importance_sampling_level",
+    "off_policy_mask_threshold", "multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile",
+    "use_adaptive_entropy", "num_iterations", "beta", "epsilon_high", "shuffle_dataset", "log_completions",
+    "log_unique_prompts", "num_completions_to_print",
 )  # fmt: skip
-ENGINE = "vLLM is trainer.engine here, and samples for `generate` (see docs/tools.md for a function of your own)"
-SUCCESSORS = {"vllm_generation": ENGINE, "vllm_client": ENGINE, "llm": ENGINE}
+# Attributes that say of TRL's trainer what is so here in any run.
+ALWAYS = {
+    "aux_loss_enabled": False,
+    "router_aux_loss_coef": 0.0,
+    "chat_template": None,
+    "use_transformers_continuous_batching": False,
+    "continuous_batching_config": None,
+    "log_multimodal": False,
+    "pad_to_multiple_of": None,
+}
+ENGINE = (
+    "the engine is `trainer.engine` here, and samples for `generate` (see docs/tools.md for a function of your own)"
+)
+LOOP = "reward functions and tools share the process's event loop, which no trainer has"
+ABSENT = {
+    "vllm_generation": ENGINE,
+    "vllm_client": ENGINE,
+    "llm": ENGINE,
+    "generation_config": ENGINE,
+    "async_loop": LOOP,
+    "async_loop_thread": LOOP,
+    "async_loop_ready_event": LOOP,
+    "commit_scheduler": "the completions log (`trainer.completion_log`) sends its files by itself",
+}
+# Public attributes that are of another type than in TRL's trainer.
+DIFFERENT = {
+    "args": "Colograd's `GRPOConfig`, which has TRL's fields and more",
+    "compute_loss_func": "None; TRL's is a text by which transformers before 5.19 leaves the loss unscaled",
+    "data_collator": "`list`; nothing is collated",
+    "optimizer_cls_and_kwargs": "a class and its arguments where `optim: auto` picks `adamw_split`; None in TRL",
+    "vllm_gpu_memory_utilization": "None where it isn't set: the KV cache is planned",
+    "generation_kwargs": "Those of the configuration alone; TRL's without vLLM have every sampling setting",
+}
 
 # Methods of TRL's trainer, and of transformers' below it, that nothing calls here, with the stage that does their work.
 GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
@@ -70,21 +106,48 @@ class TRLNames:
             """TRL's name for what is there under another one."""
             if name in OF_ARGUMENTS:
                 return getattr(self.args, name)
+            if name in ALWAYS:
+                return ALWAYS[name]
             if name in _FOUND:
                 return _FOUND[name](self)
-            hint = f": {SUCCESSORS[name]}" if name in SUCCESSORS else ""
+            hint = f": {ABSENT[name]}" if name in ABSENT else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuse to hide what the trainer goes by behind a name that only shows it."""
+            if name in OF_ARGUMENTS or name in ALWAYS or name in _FOUND:
+                raise AttributeError(
+                    f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
+                    "GRPOConfig or GRPOTrainer, or override a stage (docs/architecture.md, Replacing a stage)."
+                )
+            super().__setattr__(name, value)
+
+
+def _end_tokens(trainer: Any) -> list[int]:
+    """In TRL's order: those that the checkpoint names, the tokenizer's before them where it isn't among them."""
+    named = getattr(trainer.model.generation_config, "eos_token_id", None)
+    named = [] if named is None else [named] if isinstance(named, int) else list(named)
+    own = trainer.processing_class.eos_token_id
+    return named if own in named else [own, *named]
 
 
 _FOUND = {
     # As in TRL, an adapter's reference is no second model.
     "ref_model": lambda trainer: trainer.reference.model if isinstance(trainer.reference, FrozenCopy) else None,
     "num_generations_eval": lambda trainer: trainer.args.eval_generations(),
+    "max_tool_calling_iterations": lambda trainer: trainer.args.max_tool_calling_iterations or sys.maxsize,
+    "chat_template_kwargs": lambda trainer: trainer.args.chat_template_kwargs or {},
+    "generation_kwargs": lambda trainer: trainer.args.generation_kwargs or {},
+    "eos_token_ids": _end_tokens,
     "epsilon_low": lambda trainer: trainer.args.epsilon,
+    "entropy_coef": lambda trainer: trainer.entropy.coefficient,
     "reward_funcs": lambda trainer: [reward.function for reward in trainer.rewards],
     "reward_func_names": lambda trainer: [reward.name for reward in trainer.rewards],
-    "reward_weights": lambda trainer: trainer.estimator.weights,
+    "reward_weights": lambda trainer: torch.tensor(trainer.estimator.weights, dtype=torch.float32),
     "reward_processing_classes": lambda trainer: [
         reward.function.tokenizer if isinstance(reward.function, RewardModel) else None for reward in trainer.rewards
     ],
+    "tools": lambda trainer: [] if trainer.toolbox is None else trainer.toolbox.functions,
+    "environments": lambda trainer: None if trainer.toolbox is None else trainer.toolbox.environments.latest,
+    "environment_factories": lambda trainer: None if trainer.toolbox is None else trainer.toolbox.factories,
 }

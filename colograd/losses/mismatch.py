@@ -1,0 +1,135 @@
+"""How far the sampler's and the trainer's probabilities of the same tokens are apart, and what that makes of a
+correction by whole completions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import GRPOConfig
+from .token_losses import Extremes, Means, Tokens, per_sequence_sum
+
+DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
+MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
+SIGNED, SQUARE = "/signed", "/square"  # of moments from which `/std` is made; not logged
+LARGEST = 30.0  # log-ratio from which on a ratio is shown as no larger: its square stays a float32
+HALF = 0.5  # effective share of completions below which a line is due
+
+
+def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds) -> tuple[Means, Extremes, Extremes]:
+    """Sums with counts, minima and maxima of the ratio before it is bounded; not of a micro-batch without a loss token.
+
+    Args:
+        difference: (N,) trainer less sampler, nats; 0 where it isn't known.
+        mode: of the correction; empty: there is none, and the ratios are the tokens'.
+    """
+    batch, whole = tokens.batch, mode.startswith("sequence")
+    log_ratio = per_sequence_sum(difference, batch)[batch.sequence] if whole else difference
+    ratio = log_ratio.clamp(-LARGEST, LARGEST).exp()
+    sums: Means = {
+        f"{DIFFERENCE}{SIGNED}": tokens.mean(difference, False),
+        f"{DIFFERENCE}{SQUARE}": tokens.mean(difference.square(), False),
+        f"{RAW}/mean": tokens.mean(ratio, whole),
+        f"{RAW}{SQUARE}": tokens.mean(ratio.square(), whole),
+    }
+    if mode:
+        sums[MASKED if mode.endswith("mask") else TRUNCATED] = tokens.mean(bounds.outside(ratio).to(ratio.dtype), whole)
+    counted = ratio[batch.loss_mask > 0]
+    return sums, {f"{RAW}/min": counted.min()}, {f"{RAW}/max": counted.max()}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a correction's ratio; None: there is none."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def outside(self, ratio: torch.Tensor) -> torch.Tensor:
+        """(N,) whether each is."""
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.low is not None:
+            outside |= ratio < self.low
+        if self.high is not None:
+            outside |= ratio > self.high
+        return outside
+
+
+def effective_share(spread: float, tokens: float, bounds: Bounds, masks: bool) -> float:
+    """Of completions of ``tokens`` tokens, the share that as many equally weighted ones are worth: E[w]^2 / E[w^2], the
+    effective sample size of importance sampling (Kong 1992), of w = ratio where it is within the bounds.
+
+    Each token's log-ratio is taken as independent and normal, of standard deviation ``spread`` and such a mean that the
+    ratio's is 1; the completion's has then the variance tokens * spread^2. Beyond the bounds w is 0 (``masks``) or the
+    bound.
+    """
+    width = spread * math.sqrt(tokens)
+    if not width:
+        return 1.0
+    centre = -width * width / 2
+    low = math.log(bounds.low) if bounds.low else -math.inf
+    high = math.log(bounds.high) if bounds.high else math.inf
+
+    def moment(power: int) -> float:
+        shift = centre + power * width * width
+        found = math.exp(min(power * centre + (power * width) ** 2 / 2, 700.0)) * (
+            _normal((high - shift) / width) - _normal((low - shift) / width)
+        )
+        if not masks and math.isfinite(high):
+            found += math.exp(power * high) * _normal((centre - high) / width)
+        if not masks and math.isfinite(low):
+            found += math.exp(power * low) * _normal((low - centre) / width)
+        return found
+
+    second = moment(2)
+    return moment(1) ** 2 / second if second > 0 else 0.0
+
+
+def _normal(x: float) -> float:
+    """The standard normal distribution function, exact in its lower tail."""
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+class SamplerMismatch:
+    """Makes a step's spreads of its moments, and advises once where the correction leaves out most of what is long."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config = config
+        self._advised = False
+
+    def finish(self, metrics: dict[str, float]) -> None:
+        """Replace the moments among the reduced metrics of a step, or of an evaluation, by standard deviations."""
+        for name, mean in ((DIFFERENCE, metrics.pop(f"{DIFFERENCE}{SIGNED}", None)), (RAW, metrics.get(f"{RAW}/mean"))):
+            square = metrics.pop(f"{name}{SQUARE}", None)
+            if square is not None and mean is not None:
+                metrics[f"{name}/std"] = math.sqrt(max(square - mean * mean, 0.0))
+
+    def advice(self, metrics: dict[str, Any]) -> str:
+        """A line after the first step whose `finish`ed metrics say that completions as long as they may become will
+        hardly count; else empty."""
+        config, spread = self.config, metrics.get(f"{DIFFERENCE}/std", 0.0)
+        mode, longest = config.vllm_importance_sampling_mode, config.max_completion_length or 1
+        if self._advised or not config.vllm_importance_sampling_correction or not mode.startswith("sequence"):
+            return ""
+        bounds = Bounds(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
+
+        def share(tokens: int) -> float:
+            return effective_share(spread, tokens, bounds, mode.endswith("mask"))
+
+        if share(longest) >= HALF:
+            return ""
+        self._advised = True
+        short, long = 1, longest  # the share falls with the length
+        while long - short > 1:
+            middle = (short + long) // 2
+            short, long = (middle, long) if share(middle) >= HALF else (short, middle)
+        return (
+            f"sampler: its log-probabilities and the trainer's differ by {spread:.3f} nats (a token's standard "
+            f"deviation), so with vllm_importance_sampling_mode: {mode} completions of more than about {short:,} "
+            f"tokens count less than half, and of {longest:,} tokens {share(longest):.0%}: set token_truncate, or "
+            "bring the two closer (cast_lm_head_to_fp32: true; dtype: float32 with bf16: false)"
+        )

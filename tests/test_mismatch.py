@@ -1,0 +1,122 @@
+"""What is said of the difference between sampler's and trainer's probabilities: metrics, an estimate, a line."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from loss_cases import make_objective, make_step, our_loss
+
+from colograd.config import GRPOConfig
+from colograd.losses.mismatch import DIFFERENCE, MASKED, RAW, TRUNCATED, Bounds, SamplerMismatch, effective_share
+from colograd.losses.objective import SamplerCorrection
+from colograd.policy.logprobs import FLOAT32_PRODUCTS
+from colograd.reporting.metrics import Metrics
+
+
+def config(**given: Any) -> GRPOConfig:
+    return GRPOConfig(output_dir="unused", report_to="none", **given)
+
+
+def logged(mode: str, budget: int) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """A step's metrics, and the known log-ratios of the loss tokens of each completion that has some."""
+    step = make_step(3)
+    correction = SamplerCorrection(mode, 0.6, 2.0) if mode else None
+    _, outputs = our_loss(make_objective("dapo", correction=correction), step, step.rows(budget, on_policy=False))
+    metrics = Metrics()
+    for output in outputs:
+        metrics.update(output.sums, output.minima, output.maxima)
+    reduced = metrics.reduce()
+    SamplerMismatch(config()).finish(reduced)
+    of_completions: dict[int, torch.Tensor] = {}
+    (row,) = step.rows(1000, on_policy=False)
+    difference = (row.old_logprobs - row.sampler_logprobs).nan_to_num(nan=0.0)
+    for index in row.sequence.unique().tolist():
+        counted = difference[(row.sequence == index) & (row.loss_mask > 0)]
+        if len(counted):
+            of_completions[index] = counted
+    return reduced, list(of_completions.values())
+
+
+@pytest.mark.parametrize("mode", ["", "token_mask", "token_truncate", "sequence_mask", "sequence_truncate"])
+@pytest.mark.parametrize("budget", [1000, 12])
+def test_ratios_are_logged_as_they_are_before_the_correction(mode: str, budget: int) -> None:
+    reduced, differences = logged(mode, budget)
+    tokens = torch.cat(differences)
+    ratios = (torch.stack([d.sum() for d in differences]) if mode.startswith("sequence") else tokens).exp()
+    found = {name: reduced[f"{RAW}/{name}"] for name in ("mean", "std", "min", "max")}
+    wanted = (ratios.mean(), ratios.std(correction=0), ratios.min(), ratios.max())
+    assert found == pytest.approx(dict(zip(found, map(float, wanted), strict=True)), rel=1e-4)
+    assert reduced[f"{DIFFERENCE}/std"] == pytest.approx(float(tokens.std(correction=0)), rel=1e-4)
+    share = float(((ratios < 0.6) | (ratios > 2.0)).double().mean())
+    assert reduced.get(MASKED) == (pytest.approx(share) if mode.endswith("mask") else None)
+    assert reduced.get(TRUNCATED) == (pytest.approx(share) if mode.endswith("truncate") else None)
+    assert not [name for name in reduced if name.endswith(("/signed", "/square"))]
+    if mode.endswith("mask"):
+        kept = ratios.where((ratios >= 0.6) & (ratios <= 2.0), 0.0)
+        assert reduced["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(kept.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "masks"), [(None, 3.0, True), (None, 3.0, False), (0.5, 2.0, True), (0.5, 2.0, False)]
+)
+@pytest.mark.parametrize("tokens", [10, 300, 3000])
+def test_the_effective_share_is_that_of_drawn_ratios(low: float | None, high: float, masks: bool, tokens: int) -> None:
+    """Half a million completions whose tokens have normal log-ratios."""
+    spread, generator = 0.03, torch.Generator().manual_seed(0)
+    width = spread * math.sqrt(tokens)
+    drawn = torch.randn(500_000, generator=generator, dtype=torch.float64) * width - width**2 / 2
+    ratio, bounds = drawn.exp(), Bounds(low, high)
+    weights = ratio.masked_fill(bounds.outside(ratio), 0.0) if masks else ratio.clamp(min=low, max=high)
+    expected = float(weights.mean() ** 2 / weights.square().mean())
+    assert effective_share(spread, tokens, bounds, masks) == pytest.approx(expected, rel=0.03)
+
+
+def test_the_effective_share_falls_with_length_and_ends_at_nothing() -> None:
+    shares = [effective_share(0.05, tokens, Bounds(None, 3.0), True) for tokens in (1, 100, 1000, 10_000, 10**7)]
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0.99 and shares[-1] == 0.0
+    assert effective_share(0.0, 1000, Bounds(None, 3.0), True) == 1.0
+
+
+def test_a_line_advises_where_long_completions_would_hardly_count() -> None:
+    metrics = {f"{DIFFERENCE}/std": 0.05}
+    told = SamplerMismatch(config(max_completion_length=8192))
+    line = told.advice(metrics)
+    assert "differ by 0.050 nats" in line and "sequence_mask" in line and "set token_truncate" in line
+    length = int(line.split("more than about ")[1].split()[0].replace(",", ""))
+    bounds = Bounds(None, 3.0)
+    assert effective_share(0.05, length, bounds, True) >= 0.5 > effective_share(0.05, length + 1, bounds, True)
+    assert told.advice(metrics) == "", "once"
+    silent = {
+        "short completions": config(max_completion_length=64),
+        "by tokens": config(max_completion_length=8192, vllm_importance_sampling_mode="token_truncate"),
+        "off": config(max_completion_length=8192, vllm_importance_sampling_correction=False),
+    }
+    for name, quiet in silent.items():
+        assert SamplerMismatch(quiet).advice(metrics) == "", name
+    assert SamplerMismatch(config(max_completion_length=8192)).advice({}) == "", "nothing was trained on"
+
+
+@pytest.mark.engine
+def test_a_float32_head_is_the_policys_the_references_and_the_engines(tiny_model, tmp_path, closing) -> None:
+    from colograd import GRPOTrainer
+
+    args = tiny.config(
+        tmp_path,
+        model_init_kwargs={"dtype": "bfloat16"},
+        cast_lm_head_to_fp32=True,
+        vllm_engine_kwargs={"hf_overrides": {"rope_theta": 10_000.0}},
+        beta=0.1,
+        max_steps=1,
+    )
+    trainer = closing(GRPOTrainer(str(tiny_model), tiny.vowels, args, tiny.prompts()))
+    heads = [model.get_output_embeddings() for model in (trainer.model, trainer.ref_model)]
+    assert all(getattr(head, FLOAT32_PRODUCTS) and head.weight.dtype == torch.bfloat16 for head in heads)
+    assert (trainer.engine.head_dtype, trainer.engine.dtype) == (torch.float32, torch.bfloat16)
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert 0 < entry[f"{DIFFERENCE}/mean"] < 0.02 and entry[f"{DIFFERENCE}/std"] > 0
+    assert 0.9 < entry[f"{RAW}/mean"] < 1.1 and entry[MASKED] == 0
