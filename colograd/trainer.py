@@ -55,7 +55,7 @@ from .rollout.statistics import RolloutStatistics, round_statistics
 from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
-from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_sharding
+from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_by_memory
 from .training.evaluation import evaluation_metrics
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, scale, schedule, step_batch
@@ -134,7 +134,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             rollout_func = rollout_func_of(rollout_func, self.tools)
             functions = with_models(reward_funcs, reward_processing_classes, args)
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.tools)
-            self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
+            self.scorer = Scorer(
+                self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu
+            )
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
             check_split(args, self.policy.model.config)
@@ -165,7 +167,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
-        settle_sharding(args, self.policy, prompts, self.tools)
+        settle_by_memory(args, self.policy, prompts, self.tools)
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)

@@ -17,6 +17,7 @@ WHOLE = tuple(way for way in AVAILABLE if way != "fsdp")
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 AMPLE = 0.1  # of a GPU: an engine with less for its KV cache decodes too few sequences at once
 LORA_RANK = 16  # of the adapter that is proposed where the whole policy doesn't fit
+BUSY_TOKENS = 8192  # of a micro-batch: more keep a GPU no busier
 MOST_RANKS = 1024  # that are proposed
 
 
@@ -39,7 +40,7 @@ class Run:
     running: int  # of them, that the engine has in its KV cache at once
     lengths: Lengths
     tokens: int  # of a micro-batch; 0: as many as fit
-    checkpointing: bool = True
+    checkpointing: int = 1  # every so many-th layer computes its activations again; 0: none
     shared: bool = True  # the policy's parameters are the engine's tensors, where the way allows it
     in_layout: bool = False  # the policy is cut as the engine is
     reshard: bool = True  # with FSDP, forget gathered weights after a forward
@@ -177,6 +178,20 @@ def auto(run: Run, ways: Sequence[str] = ()) -> str:
     return next((way for way in ways if _is_ample(run, way)), None) or max(ways, key=lambda way: _left(run, way))
 
 
+def least_checkpointing(run: Run, way: str, able: Sequence[int]) -> int:
+    """Every how many-th layer has to compute its activations again so that training and an ample KV cache fit; 0: none.
+
+    The micro-batch is that of the run, or one that keeps a GPU busy. Longer ones would need more checkpointing, and be
+    no faster for it.
+
+    Args:
+        able: what the model can do, least computed again first; the last where none of it leaves room.
+    """
+    tokens = run.tokens or max(BUSY_TOKENS, run.length)
+    plans = ((every, planned(dataclasses.replace(run, checkpointing=every), way, tokens)) for every in able)
+    return next((every for every, plan in plans if plan.takes(_ample(run))), able[-1])
+
+
 def _is_ample(run: Run, way: str) -> bool:
     if not run.on_gpu or run.overruled or run.kv_bytes:
         return fits(run, way)
@@ -201,7 +216,7 @@ def remedies(run: Run, way: str) -> str:
 
 def _changes(run: Run, way: str) -> Iterator[str]:
     """Least costly first: settings, sharding among these ranks, an adapter, a shorter context, more ranks."""
-    switches = [("gradient_checkpointing", dataclasses.replace(run, checkpointing=True))]
+    switches = [("gradient_checkpointing", dataclasses.replace(run, checkpointing=1))]
     if run.on_gpu:
         switches += [
             ("vllm_enable_sleep_mode", dataclasses.replace(run, sleeps=True)),
