@@ -395,9 +395,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _with_entropy(self, step: StepBatch) -> StepBatch:
         """The step, each row of which knows the entropy's threshold and coefficient in this step. A collective."""
 
-        def entropies(row: MicroBatch) -> torch.Tensor:
+        def entropies(rows: Sequence[MicroBatch]) -> list[torch.Tensor]:
             with self.times.phase("entropies"), self.compute_loss_context_manager():
-                return policy_logprobs(self.model, row, self.args.temperature)[1]
+                return [policy_logprobs(self.model, row, self.args.temperature)[1] for row in rows]
 
         return with_step_entropy(step, self.loss, self.entropy.applied, entropies)
 

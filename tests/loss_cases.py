@@ -117,7 +117,8 @@ def our_loss(
 ) -> tuple[torch.Tensor, list[LossOutput]]:
     """What the trainer does: the sum over micro-batches, by the step's denominator."""
     batch = step.batch(rows)
-    batch = entropy.with_step_entropy(batch, objective, coefficient, lambda row: step.entropies[row.labels].detach())
+    of_rows = lambda rows: [step.entropies[row.labels].detach() for row in rows]  # noqa: E731
+    batch = entropy.with_step_entropy(batch, objective, coefficient, of_rows)
     outputs = [objective(step.logprobs[row.labels], step.entropies[row.labels], row) for row in batch.micro_batches]
     return torch.stack([output.loss for output in outputs]).sum() / objective.denominator(batch), outputs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +188,9 @@ def test_the_entropies_are_asked_for_only_where_the_micro_batch_is_not_the_step(
 ) -> None:
     step, asked = make_step(3), []
 
-    def entropies(row: MicroBatch) -> torch.Tensor:
-        asked.append(row)
-        return step.entropies[row.labels].detach()
+    def entropies(rows: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        asked.extend(rows)
+        return [step.entropies[row.labels].detach() for row in rows]
 
     def known(batch: StepBatch, objective: Objective) -> StepEntropy:
         (found,) = {

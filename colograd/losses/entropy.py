@@ -24,7 +24,7 @@ def with_step_entropy(
     step: StepBatch,
     objective: Objective,
     coefficient: float,
-    entropies: Callable[[MicroBatch], torch.Tensor],
+    entropies: Callable[[Sequence[MicroBatch]], list[torch.Tensor]],
 ) -> StepBatch:
     """The step with what the objective's entropy terms must know of all of it. A collective.
 
@@ -33,12 +33,13 @@ def with_step_entropy(
 
     Args:
         coefficient: of the bonus in this step.
-        entropies: of a micro-batch, (N,).
+        entropies: of micro-batches, (N,) each.
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.micro_batches))) > 1:
         with together("the entropies"), torch.no_grad():
-            own = _in_loss([torch.stack([entropies(row), row.loss_mask]) for row in step.micro_batches])
+            found = zip(entropies(step.micro_batches), step.micro_batches, strict=True)
+            own = _in_loss([torch.stack([values, row.loss_mask]) for values, row in found])
         everywhere = torch.cat(gather(own))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))

@@ -104,7 +104,7 @@ def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
     rules = PackingRules(max_tokens, False, True, True, False, False, 1e-3, torch.device("cpu"))
     batch, _ = Outcomes().collect(prompts, rules)
     objective = Objective(SAPOLoss(1.0, 1.05), top_entropy_quantile=0.3, entropy_bonus=True)
-    batch = with_step_entropy(batch, objective, 0.1, lambda row: policy_logprobs(model, row, 1.0)[1])
+    batch = with_step_entropy(batch, objective, 0.1, lambda rows: [policy_logprobs(model, row, 1.0)[1] for row in rows])
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for row in batch.micro_batches:
