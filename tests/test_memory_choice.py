@@ -143,6 +143,10 @@ def test_checkpointing_knows_what_the_model_can_and_what_the_run_asks(qwen: Path
     assert least_checkpointing(small, "fsdp", (0, 1)) == 1
     large_gpu = large.run(qwen, total=240 * GIB, available=240 * GIB)
     assert least_checkpointing(large_gpu, "fsdp", (0, 1)) == 0
+    greedy = dataclasses.replace(large_gpu, overruled=True, share=0.8)
+    assert least_checkpointing(greedy, "fsdp", (0, 1)) == 1, "the engine takes what training would"
+    assert least_checkpointing(dataclasses.replace(greedy, share=0.1), "fsdp", (0, 1)) == 0
+    assert least_checkpointing(dataclasses.replace(greedy, share=0.0), "fsdp", (0, 1)) == 1, "nobody knows how much"
     longer = dataclasses.replace(large_gpu, tokens=2**18)
     assert least_checkpointing(longer, "fsdp", (0, 1)) == 1, "a micro-batch of its own"
 
