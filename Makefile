@@ -74,10 +74,10 @@ train: $(STAMP) model ## Train by a recipe: CONFIG=recipes/X.yaml ARGS="--any.fl
 	$(PY) colograd/train.py --config "$(CONFIG)" $(ARGS)
 
 test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 $(ARGS)
 
 test-all: $(STAMP) model ## Run the full suite: real training runs too (minutes each)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not gpu" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 -m "not gpu" $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(PY) -m ruff check .

@@ -1,6 +1,6 @@
 """The types that data has on its way from a prompt to an optimizer step. Imports torch only.
 
-    Prompt -> Rollout -> Group -> ScoredGroup -> DrawnStep -> StepBatch[MicroBatch ...] -> LossOutput
+    Prompt -> Rollout -> Group -> ScoredGroup -> DrawnStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
 
 One frozen type per stage; a field is there from the start or belongs to a later type. Shape letters: P prompt tokens, C
 completion tokens, G completions of a group, R reward functions, T tokens of a packed row, N predicted completion tokens
@@ -112,13 +112,18 @@ class Rollout(_Asked):
     """
 
     input: ModelInput  # or [P] ids, which become one
-    completion_ids: tuple[int, ...]  # [C] as sampled, never re-tokenised
+    completion_ids: array[int]  # [C] "i", as sampled, never re-tokenised; any sequence of ids becomes one
     sampler_logprobs: torch.Tensor  # [C] float32, nats, of the sampled token at the sampling temperature
     sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
     finish_reason: FinishReason
     policy_version: int  # the optimizer step whose weights sampled it
     messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
     columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
+
+    def __post_init__(self) -> None:
+        _Asked.__post_init__(self)
+        if not isinstance(self.completion_ids, array):
+            object.__setattr__(self, "completion_ids", array("i", self.completion_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +226,42 @@ class StepEntropy:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Some completions of one group with their prompt: what is packed as a unit."""
+
+    ids: tuple[RolloutId, ...]
+    rollouts: tuple[Rollout, ...]
+    advantages: tuple[torch.Tensor, ...]  # per rollout: () or [C]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """What goes into one micro-batch. It copies no token: `packing.lay_out` does when a forward needs the row, so a
+    step's tokens lie in memory once, as they were sampled, and none wait on the device."""
+
+    parts: tuple[Part, ...]
+    mask_truncated: bool
+    device: torch.device  # where the forward will be
+    old_logprobs: torch.Tensor | None = None  # (N,) float32 on the device; see MicroBatch
+    ref_logprobs: torch.Tensor | None = None  # likewise
+    step_entropy: StepEntropy = StepEntropy()
+
+    @property
+    def num_tokens(self) -> int:
+        """T: the length of the row."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def rollouts(self) -> tuple[RolloutId, ...]:
+        """The completions in this row, in its order."""
+        return tuple(identity for part in self.parts for identity in part.ids)
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """What one forward and backward sees: one packed row without padding.
 
@@ -261,11 +302,11 @@ class StepBatch:
     With the example's group alone, on one rank: num_loss_tokens = 6, num_sequences = 2.
     """
 
-    micro_batches: tuple[MicroBatch, ...]  # [M], M equal on all ranks where these must step together
+    rows: tuple[PackedRow, ...]  # [M] one per micro-batch, M equal on all ranks where these must step together
     num_loss_tokens: int  # tokens in the loss, over all ranks and groups, packed or not
     num_sequences: int  # completions, likewise
     metrics: dict[str, float]  # reduced over ranks: what was known before training
-    groups: tuple[ScoredGroup, ...]  # what the micro-batches hold: they can be packed again under another budget
+    groups: tuple[ScoredGroup, ...]  # what the rows hold: they can be packed again under another budget
     version: int = 0  # the optimizer step whose weights it trains
 
     @property

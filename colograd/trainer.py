@@ -21,13 +21,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from .batch import DrawnStep, Group, LossOutput, MicroBatch, Prompt, ScoredGroup, StepBatch, StepEntropy
+from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
@@ -44,6 +45,7 @@ from .parallel.layout import Place, check_engines, check_places
 from .parallel.ranks import gather, together
 from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
+from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .policy.row_proof import choose_rows_where_it_trains
 from .reporting.completion_log import CompletionLog
@@ -265,7 +267,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _submit(self, groups: Sequence[Group]) -> Scoring:
         read = [with_messages(group, self.processing_class) for group in groups]
-        return self.scorer.submit(read, [self.decode(group) for group in groups], self.state)
+        texts = [self.decode(group) for group in groups]
+        if self.completion_log is not None:
+            self.completion_log.keep(groups, texts)
+        return self.scorer.submit(read, texts, self.state)
 
     def _judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """The group with its rewards, its advantages, and what the reward functions logged of it."""
@@ -395,11 +400,14 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _with_entropy(self, step: StepBatch) -> StepBatch:
         """The step, each row of which knows the entropy's threshold and coefficient in this step. A collective."""
 
-        def entropies(rows: Sequence[MicroBatch]) -> list[torch.Tensor]:
-            with self.times.phase("entropies"), self.compute_loss_context_manager():
-                return [policy_logprobs(self.model, row, self.args.temperature)[1] for row in rows]
+        def entropies(row: MicroBatch) -> torch.Tensor:
+            with self.compute_loss_context_manager():
+                return policy_logprobs(self.model, row, self.args.temperature)[1]
 
-        return with_step_entropy(step, self.loss, self.entropy.applied, entropies)
+        # Once around all rows: a phase's ends wait for the device.
+        timed = self.times.phase("entropies") if self.loss.top_entropy_quantile < 1 else nullcontext()
+        with timed:
+            return with_step_entropy(step, self.loss, self.entropy.applied, entropies)
 
     def _loss_pass(self, model: torch.nn.Module, step: StepBatch, backward: bool = True) -> Metrics:
         """This rank's micro-batches through `compute_loss`."""
@@ -413,12 +421,12 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """How many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state."""
         args: GRPOConfig = self.args
 
-        def train(row: MicroBatch) -> None:
+        def train(row: PackedRow) -> None:
             with self.sharding.agree("measuring"), self.compute_loss_context_manager():
                 row = dataclasses.replace(row, step_entropy=StepEntropy(coefficient=args.entropy_coef))
                 if self.reference is not None:
                     (row,) = fill(self.reference, [row], args.temperature)
-                loss = self.compute_loss(self.model, row).loss
+                loss = self.compute_loss(self.model, lay_out(row)).loss
             with self.sharding.agree("measuring"):
                 self.sharding.backward(loss)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, Rollout, ScoredGroup, StepBatch
+from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, PackedRow, Rollout, ScoredGroup, StepBatch
 from colograd.losses import entropy
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import LOSSES
-from colograd.policy.packing import pack
+from colograd.policy.packing import lay_out, plan_rows
 
 LONGEST = 9
 KNOBS = {
@@ -50,18 +50,23 @@ class Step:
         """[B], or one per token [n]."""
         return torch.cat([group.advantages for group in self.groups])
 
-    def rows(self, budget: int, on_policy: bool) -> list[MicroBatch]:
+    def rows(self, budget: int, on_policy: bool) -> list[PackedRow]:
         """Packed rows of at most ``budget`` tokens."""
         return [
             dataclasses.replace(
                 row,
-                old_logprobs=None if on_policy else self.old[row.labels],
-                ref_logprobs=self.reference[row.labels],
+                old_logprobs=None if on_policy else self.old[lay_out(row).labels],
+                ref_logprobs=self.reference[lay_out(row).labels],
             )
-            for row in pack(self.groups, budget, True, torch.device("cpu"))
+            for row in plan_rows(self.groups, budget, True, torch.device("cpu"))
         ]
 
-    def batch(self, rows: Sequence[MicroBatch]) -> StepBatch:
+    def micro_batch(self, on_policy: bool) -> MicroBatch:
+        """All of the step in one."""
+        (row,) = self.rows(1000, on_policy)
+        return lay_out(row)
+
+    def batch(self, rows: Sequence[PackedRow]) -> StepBatch:
         return StepBatch(tuple(rows), self.num_loss_tokens, len(self.rollouts), {}, ())
 
 
@@ -113,13 +118,14 @@ def make_objective(loss_type: str, knobs: dict[str, Any] | None = None, **terms:
 
 
 def our_loss(
-    objective: Objective, step: Step, rows: Sequence[MicroBatch], coefficient: float = 0.0
+    objective: Objective, step: Step, rows: Sequence[PackedRow], coefficient: float = 0.0
 ) -> tuple[torch.Tensor, list[LossOutput]]:
     """What the trainer does: the sum over micro-batches, by the step's denominator."""
     batch = step.batch(rows)
-    of_rows = lambda rows: [step.entropies[row.labels].detach() for row in rows]  # noqa: E731
-    batch = entropy.with_step_entropy(batch, objective, coefficient, of_rows)
-    outputs = [objective(step.logprobs[row.labels], step.entropies[row.labels], row) for row in batch.micro_batches]
+    batch = entropy.with_step_entropy(batch, objective, coefficient, lambda row: step.entropies[row.labels].detach())
+    outputs = [
+        objective(step.logprobs[row.labels], step.entropies[row.labels], row) for row in map(lay_out, batch.rows)
+    ]
     return torch.stack([output.loss for output in outputs]).sum() / objective.denominator(batch), outputs
 
 

@@ -125,7 +125,7 @@ def make_groups() -> list[ScoredGroup]:
 def padded_logprobs(model: Any, groups: list[ScoredGroup]) -> list[torch.Tensor]:
     """[C] for each rollout, from one padded batch."""
     rollouts = [rollout for group in groups for rollout in group.group.rollouts]
-    rows = [torch.tensor(r.prompt_ids + r.completion_ids) for r in rollouts]
+    rows = [torch.tensor((*r.prompt_ids, *r.completion_ids)) for r in rollouts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     logprobs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
@@ -163,7 +163,7 @@ def compare(family: str, budget: int, checkpointing: bool = False) -> int:
     rollouts = [rollout for group in groups for rollout in group.group.rollouts]
     assert len(of_completion) == len(rollouts)
     for rollout, wanted in zip(rollouts, expected, strict=True):
-        assert relative_error(of_completion[rollout.completion_ids], wanted.detach()) < 1e-4
+        assert relative_error(of_completion[tuple(rollout.completion_ids)], wanted.detach()) < 1e-4
     assert relative_error(total, loss.detach()) < 1e-4
     for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None and theirs.grad.abs().sum() > 0, name

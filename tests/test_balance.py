@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,7 +24,7 @@ from colograd.losses.objective import Objective
 from colograd.parallel.balance import MIN_GAIN, balance, cost, pair_cost, plan, share_out
 from colograd.policy import attention, packing
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import PackingRules, dummy, pack, pack_step
+from colograd.policy.packing import PackingRules, dummy, lay_out, pack, pack_step
 from colograd.runtime import process
 
 CPU = torch.device("cpu")
@@ -176,7 +177,7 @@ def test_neither_budget_nor_order_nor_ranks_change_loss_or_gradient(model: Any, 
 def test_a_dummy_gives_every_parameter_a_gradient_of_zeros_and_counts_nowhere(model: Any, loss_type: str) -> None:
     args = GRPOConfig(output_dir="unused", report_to="none", loss_type=loss_type, use_cpu=True)
     model.zero_grad()
-    row = dummy(CPU, [(3, (2, 4)), (1, (1,))])
+    row = lay_out(dummy(CPU, [(3, (2, 4)), (1, (1,))]))
     output = Objective.from_config(args)(*policy_logprobs(model, row, 1.0), row)
     output.loss.backward()
     assert output.loss.item() == 0
@@ -193,7 +194,7 @@ def test_short_ranks_add_dummies_only_where_ranks_step_together(monkeypatch: pyt
         rules = PackingRules(100, False, True, True, False, equal_counts, 0.0, CPU)
         rows = pack_step(groups, rules)
         assert len(rows) == expected and len(pack_step([], rules)) == expected - (not equal_counts)
-        assert all(row.loss_mask.sum() == 0 and row.input_ids.numel() == 2 for row in rows[1:])
+        assert all(lay_out(row).loss_mask.sum() == 0 and row.num_tokens == 2 for row in rows[1:])
 
 
 # -- Real ranks
@@ -205,7 +206,7 @@ def run(ranks: int, folder: Path) -> list[tuple[list[dict[str, Any]], list[dict[
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", str(process.free_port()), str(SCRIPT), str(folder)]
     environment = {k: v for k, v in os.environ.items() if k not in process.RANK_VARIABLES}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 

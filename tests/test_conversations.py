@@ -185,7 +185,7 @@ def written(trainer: Any, box: Toolbox, name: str = "add", iterations: int = 2, 
 
 
 def ids_of(groups: list[Group]) -> list[Any]:
-    return [(r.completion_ids, r.sampled.tolist()) for group in groups for r in group.rollouts]
+    return [(list(r.completion_ids), r.sampled.tolist()) for group in groups for r in group.rollouts]
 
 
 def test_what_is_sampled_does_not_depend_on_the_tools_timing(trained: Any) -> None:

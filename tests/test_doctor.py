@@ -70,7 +70,7 @@ def test_a_good_recipe_is_well_and_nothing_is_written(recipe: Path) -> None:
     """Through the command, as a user types it."""
     done = subprocess.run(
         [sys.executable, "-m", "colograd.commands.cli", "doctor", "--config", str(recipe), "--temperature", "0.9"],
-        capture_output=True, text=True, timeout=600, cwd=TESTS, env=tiny.clean_environment(),
+        capture_output=True, text=True, timeout=tiny.PATIENCE, cwd=TESTS, env=tiny.clean_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = lines(done.stdout)

@@ -54,7 +54,7 @@ def sample(engine: Engine, config, prompts, **changes):
 
 
 def tokens(group) -> list[tuple[int, ...]]:
-    return [rollout.completion_ids for rollout in group.rollouts]
+    return [tuple(rollout.completion_ids) for rollout in group.rollouts]
 
 
 def test_a_group_has_n_completions_with_one_logprob_per_token(engine, config, prompts) -> None:

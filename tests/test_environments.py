@@ -577,7 +577,7 @@ def test_a_tool_that_hangs_on_one_rank_costs_its_deadline_and_no_rank_hangs(tmp_
         env=tiny.clean_environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=tiny.PATIENCE,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))

@@ -32,7 +32,7 @@ def run(fault: str, ranks: int = 2) -> list[tuple[int, str]]:
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    end = time.monotonic() + 100
+    end = time.monotonic() + tiny.PATIENCE
     try:
         said = [rank.communicate(timeout=end - time.monotonic())[0] for rank in started]
     finally:

@@ -23,7 +23,7 @@ def run(ranks: int, folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", str(process.free_port()), str(SCRIPT), str(folder)]
     environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 

@@ -45,7 +45,12 @@ def recipe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=600, cwd=TESTS, env=tiny.clean_environment()
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=tiny.PATIENCE,
+        cwd=TESTS,
+        env=tiny.clean_environment(),
     )
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     return done

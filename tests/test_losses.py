@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +157,7 @@ def test_the_tensors_of_these_tests_reach_every_branch() -> None:
     for step in steps:
         ratios = torch.exp(step.logprobs.detach() - step.old)
         assert (ratios < 0.8).any() and (ratios > 1.28).any() and (ratios > 1.4).any()
-        (row,) = step.rows(1000, False)
+        row = step.micro_batch(False)
         assert row.sampler_logprobs[row.loss_mask > 0].isnan().any() and not row.loss_mask.all()
         assert (row.advantages == 0).any() and (row.advantages > 0).any() and (row.advantages < 0).any()
         kept = make_objective("dapo", off_policy_threshold=0.05)._on_policy(step.logprobs.detach(), row)
@@ -188,14 +187,12 @@ def test_the_entropies_are_asked_for_only_where_the_micro_batch_is_not_the_step(
 ) -> None:
     step, asked = make_step(3), []
 
-    def entropies(rows: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        asked.extend(rows)
-        return [step.entropies[row.labels].detach() for row in rows]
+    def entropies(row: MicroBatch) -> torch.Tensor:
+        asked.append(row)
+        return step.entropies[row.labels].detach()
 
     def known(batch: StepBatch, objective: Objective) -> StepEntropy:
-        (found,) = {
-            row.step_entropy for row in entropy.with_step_entropy(batch, objective, 0.0, entropies).micro_batches
-        }
+        (found,) = {row.step_entropy for row in entropy.with_step_entropy(batch, objective, 0.0, entropies).rows}
         return found
 
     quantile, all_tokens = make_objective("dapo", top_entropy_quantile=0.6), make_objective("dapo")
@@ -236,7 +233,7 @@ def test_a_loss_takes_its_knobs_from_the_configuration() -> None:
     objective = Objective.from_config(config(epsilon_high=0.28, delta=2.0, entropy_coef=0.1))
     assert objective.loss == LOSSES["dapo"](0.2, 0.28, 2.0)  # type: ignore[call-arg]
     assert objective.correction == SamplerCorrection("sequence_mask", None, 3.0)
-    (row,) = make_step().rows(1000, True)
+    row = make_step().micro_batch(True)
     bonus = dataclasses.replace(row, step_entropy=StepEntropy(coefficient=0.1))
     assert objective.needs_entropy_gradient(bonus) and not objective.needs_entropy_gradient(row)
     assert Objective.from_config(config(vllm_importance_sampling_correction=False)).correction is None
@@ -285,7 +282,7 @@ def test_a_loss_of_one_s_own_comes_with_every_term(path: str) -> None:
     step = make_step(3)
     objective = dataclasses.replace(objective, correction=None, beta=0.1, entropy_bonus=True)
     value, _ = our_loss(objective, step, step.rows(15, False), 0.2)
-    (row,) = step.rows(1000, False)
+    row = step.micro_batch(False)
     difference = (row.ref_logprobs - step.logprobs[row.labels]) * row.loss_mask
     kl = (difference.exp() - difference - 1) * (step.logprobs[row.labels] - row.old_logprobs).exp()
     per_token = -2 * row.advantages * step.logprobs[row.labels] + 0.1 * kl - 0.2 * step.entropies[row.labels]

@@ -69,7 +69,7 @@ def case(dtype: torch.dtype, per_token: bool, truncation: bool = True) -> Step:
 
 @functools.cache
 def whole_row(dtype: torch.dtype, on_policy: bool, per_token: bool) -> MicroBatch:
-    (row,) = case(dtype, per_token).rows(1000, on_policy)
+    row = case(dtype, per_token).micro_batch(on_policy)
     return row
 
 

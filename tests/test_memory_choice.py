@@ -74,13 +74,6 @@ def test_the_keys_of_short_completions_are_counted(qwen: Path) -> None:
     assert 0.9 * extra < joined.activations - alone.activations < 5 * GIB
 
 
-def test_a_generation_s_micro_batches_are_counted_in_training_alone(qwen: Path) -> None:
-    plan = planned(large.run(qwen, sequences=4096), "gradients", PLANNED_TOKENS)
-    tokens = 4096 * 7168
-    assert plan.batches == 60 * tokens + 16 * 512 * 1024 and plan.batches > GIB
-    assert ("micro-batches", 0, plan.batches) in plan.rows()
-
-
 # -- auto
 
 

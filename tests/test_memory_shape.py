@@ -142,15 +142,3 @@ def test_long_prompts_with_short_completions_take_more() -> None:
     assert more - plain > extra
     without = memory.activation_bytes(shape, tokens, 2, False, "cuda", joined)
     assert without - memory.activation_bytes(shape, tokens, 2, False, "cuda") > LAYERS * extra
-
-
-# -- micro-batches
-
-
-def test_micro_batches_take_what_is_counted() -> None:
-    groups = [scored(30, 20, 4, position) for position in range(6)]
-    rows = pack(groups, 250, False, CPU)
-    tensors = [value for row in rows for name in row.__slots__ if isinstance(value := getattr(row, name), torch.Tensor)]
-    labels = sum(row.labels.numel() for row in rows)
-    held = sum(tensor.nbytes for tensor in tensors) + 2 * 4 * labels  # and log-probabilities of old and reference
-    assert memory.batch_bytes(Lengths(30, 20, 4), 24) == held

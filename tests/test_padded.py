@@ -110,7 +110,7 @@ def own_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
     total = torch.zeros(())
     for group in groups:
         for rollout, advantage in zip(group.group.rollouts, group.advantages, strict=True):
-            ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+            ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
             logprobs = model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
             total = total - advantage * logprobs.gather(1, ids[0, len(rollout.prompt_ids) :, None]).sum()
     return total
@@ -265,7 +265,7 @@ def test_the_rows_of_a_conversation_whose_turns_see_each_other() -> None:
 def test_the_sample_of_the_proof_has_distinct_completions() -> None:
     """`_in_order` tells completions apart by their tokens."""
     rollouts = [r for g in row_proof._samples(make(PACKED["llama"])) for r in g.group.rollouts]
-    assert len({r.completion_ids for r in rollouts}) == len(rollouts) == 4
+    assert len({tuple(r.completion_ids) for r in rollouts}) == len(rollouts) == 4
 
 
 @pytest.mark.parametrize("kind", ["llama", "state space"])

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = configparser.ConfigParser()
@@ -41,7 +42,7 @@ def test_the_oldest_version_imports_every_module(tmp_path: Path) -> None:
     sources = tmp_path / "colograd"
     shutil.copytree(ROOT / "colograd", sources, ignore=shutil.ignore_patterns("__pycache__"))
     command = [python, "-c", IMPORT_ALL] if here else [python, "-c", COMPILE_ALL, str(sources)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=tiny.PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     if here:
         assert int(done.stdout) > 100

@@ -106,7 +106,7 @@ def test_killed_in_the_middle_it_leaves_no_model_and_the_next_run_makes_it(tmp_p
     output = tmp_path / "model"
     run = subprocess.Popen(command(output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     weights = tmp_path / ".model.partial"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1000
     while not weights.exists() and time.monotonic() < deadline:  # until it is writing
         time.sleep(0.01)
     run.send_signal(signal.SIGKILL)

@@ -199,7 +199,7 @@ def test_a_launcher_that_starts_fewer_ranks_than_asked_is_found_out(tiny_model, 
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run(
         [*launcher, "-m", "colograd.train", "--model_name_or_path", str(tiny_model), "--reward_funcs", "last_number"],
-        capture_output=True, text=True, timeout=600, env=tiny.clean_environment(),
+        capture_output=True, text=True, timeout=tiny.PATIENCE, env=tiny.clean_environment(),
     )  # fmt: skip
     assert done.returncode != 0
     assert "several ranks were asked for and one was started" in done.stderr and "torchrun" in done.stderr

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer
-from colograd.batch import MicroBatch, StepBatch
+from colograd.batch import MicroBatch, PackedRow, StepBatch
 from colograd.config import GRPOConfig
 from colograd.memory import token_budget
 from colograd.memory.choice import taken
@@ -23,7 +23,7 @@ from colograd.memory.table import GIB
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import PackingRules, pack, sequences
+from colograd.policy.packing import PackingRules, lay_out, plan_rows, sequences
 from colograd.policy.reference import (
     FrozenCopy,
     InitialAdapter,
@@ -47,13 +47,13 @@ def policy_of(model: Any, folder: Path, peft_config: Any = None, **changes: Any)
     return load_policy(str(model) if isinstance(model, Path) else model, None, made(folder, **changes), peft_config)
 
 
-def rows_of(policy: Policy) -> tuple[MicroBatch, ...]:
-    return pack(row_proof._samples(lora.unwrap(policy.model)), 1000, False, CPU)
+def rows_of(policy: Policy) -> tuple[PackedRow, ...]:
+    return plan_rows(row_proof._samples(lora.unwrap(policy.model)), 1000, False, CPU)
 
 
 @torch.no_grad()
 def says(model: Any, rows: Any, temperature: float = 1.0) -> torch.Tensor:
-    return torch.cat([policy_logprobs(model, row, temperature)[0] for row in rows])
+    return torch.cat([policy_logprobs(model, lay_out(row), temperature)[0] for row in rows])
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def test_the_reference_of_a_new_adapter_is_the_base(tiny_qwen, tmp_path, changes
     assert (found - says(policy.model.eval(), rows)).abs().mean() > 1e-3, "and the policy is another"
     policy.model.train()
     assert state(policy.model) == before, "what is trained is so again, in its place"
-    policy_logprobs(policy.model, rows[0], 1.0)[0].sum().backward()
+    policy_logprobs(policy.model, lay_out(rows[0]), 1.0)[0].sum().backward()
     assert all(
         p.grad.dtype == torch.float32 for p in policy.model.parameters() if p.requires_grad and p.grad is not None
     )
@@ -250,11 +250,11 @@ def test_they_go_with_their_completions_when_a_step_is_packed_again(tiny_model, 
     empty = StepBatch((), 1, 1, {}, ())
     reference = reference_of(made(tmp_path), policy)
     none, step = with_ref_logprobs(reference, [empty, StepBatch(rows, 1, 1, {}, groups)], 1.0)
-    assert none.micro_batches == ()
+    assert none.rows == ()
     rules = PackingRules(1, False, False, True, False, False, 0.0, CPU)
     again = token_budget.repack(step, rules)
-    assert len(again.micro_batches) > len(rows)
-    for row in again.micro_batches:
+    assert len(again.rows) > len(rows)
+    for row in again.rows:
         (fresh,) = fill(reference, [dataclasses.replace(row, ref_logprobs=None)], 1.0)
         torch.testing.assert_close(row.ref_logprobs, fresh.ref_logprobs, rtol=0, atol=1e-5)
 

@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "record.py"
 
 def run(model: Path, run_dir: Path, record: Path, kill_at: str = "never") -> int:
     command = [sys.executable, str(SCRIPT), str(model), str(run_dir), str(record), kill_at]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=tiny.clean_environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=tiny.clean_environment())
     assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
     return done.returncode
 

@@ -35,7 +35,7 @@ def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     command += ["--master-port", str(process.free_port()), str(SCRIPT), str(tiny_model), str(folder / "run")]
     done = subprocess.run(
         [*command, str(folder), *REFUSED, *TAKEN],
-        capture_output=True, text=True, timeout=400, env=tiny.clean_environment(),
+        capture_output=True, text=True, timeout=tiny.PATIENCE, env=tiny.clean_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "x" * 2**20 in done.stderr, "what a reward prints is seen"

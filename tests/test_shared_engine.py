@@ -93,7 +93,7 @@ def test_an_engine_of_one_rank_or_of_four_samples_the_same(
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", ["follower", pytest.param("leader", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_in_a_step_ends_all_with_its_message(model: Path, tmp_path: Path, fault: str) -> None:
-    done = start("shared_engine.py", 2, model, tmp_path, fault, timeout=200)
+    done = start("shared_engine.py", 2, model, tmp_path, fault, timeout=tiny.PATIENCE)
     rank = 0 if fault == "leader" else 1
     assert done.returncode != 0
     told = f"Rank {rank} failed in a step of the engine: OutOfMemoryError: no room on rank {rank}"

@@ -22,7 +22,7 @@ from colograd.memory import token_budget
 from colograd.parallel import ranks
 from colograd.policy import attention
 from colograd.policy.logprobs import with_old_logprobs
-from colograd.policy.packing import PackingRules, pack_step, sequences
+from colograd.policy.packing import PackingRules, lay_out, pack_step, sequences
 from colograd.training.step_batches import packing_rules
 
 CPU = torch.device("cpu")
@@ -96,8 +96,8 @@ def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch
     sizes: list[int] = []
 
     def train(row: Any) -> None:
-        assert weight.weight.grad is None and row.loss_mask.sum() == 0
-        sizes.append(row.input_ids.numel())
+        assert weight.weight.grad is None and lay_out(row).loss_mask.sum() == 0
+        sizes.append(row.num_tokens)
         if sizes[-1] > 3000:
             raise torch.OutOfMemoryError("the counters know better than the line")
         (weight(torch.ones(4)).sum() * 0.0).backward()
@@ -132,7 +132,7 @@ def test_bytes_are_read_off_the_line_through_the_last_sizes() -> None:
 @pytest.mark.parametrize("shape", [(5, 7, 3), (1, 1, 2), (300, 40, 8)])
 @pytest.mark.parametrize("tokens", [2, 3, 50, 1024])
 def test_a_dummy_row_has_the_tokens_it_should(tokens: int, shape: tuple[int, int, int]) -> None:
-    row = token_budget.dummy_row(tokens, shape, CPU)
+    row = lay_out(token_budget.dummy_row(tokens, shape, CPU))
     assert row.input_ids.numel() == row.layout.num_tokens == tokens
     assert max(row.layout.lengths) <= max(shape[:2]) + 1 and row.loss_mask.sum() == 0
 
@@ -173,14 +173,14 @@ def test_the_budget_is_halved_below_the_largest_row() -> None:
     step = make_step((10, 20, 30), (5, 4, 4))  # one row of 73 tokens, far below the budget
     rules, (again,) = token_budget.back_off(RULES, [step], "out")
     assert rules.max_tokens == 36 and dataclasses.replace(rules, max_tokens=1000) == RULES
-    assert [row.input_ids.numel() for row in again.micro_batches] == [40, 30, 13]
+    assert [row.num_tokens for row in again.rows] == [40, 30, 13]
     assert again.groups == step.groups and again.num_loss_tokens == step.num_loss_tokens
 
 
 def test_the_rest_of_the_round_is_packed_again_too() -> None:
     steps = [make_step((10, 20, 30)), make_step((8, 40, 40, 3))]
     _, again = token_budget.back_off(RULES, steps, "out")
-    assert [len(step.micro_batches) for step in again] == [2, 3]
+    assert [len(step.rows) for step in again] == [2, 3]
 
 
 def test_a_completion_that_does_not_fit_alone_is_the_end() -> None:
@@ -197,10 +197,10 @@ def test_old_log_probabilities_go_with_their_completions() -> None:
         num_key_value_heads=1, attn_implementation=attention.NAME,
     )  # fmt: skip
     step = with_old_logprobs(LlamaForCausalLM(config), make_step((10, 20, 30), (5, 4, 4, 1)), 1.0)
-    known = {part.rollout: row.old_logprobs[part.place] for row in step.micro_batches for part in sequences(row)}
+    known = {part.rollout: row.old_logprobs[part.place] for row in map(lay_out, step.rows) for part in sequences(row)}
     again = token_budget.repack(step, dataclasses.replace(RULES, max_tokens=40))
-    assert len(again.micro_batches) > len(step.micro_batches)
-    for row in again.micro_batches:
+    assert len(again.rows) > len(step.rows)
+    for row in map(lay_out, again.rows):
         assert row.ref_logprobs is None and row.old_logprobs.shape == row.labels.shape
         for part in sequences(row):
             assert torch.equal(row.old_logprobs[part.place], known[part.rollout])
@@ -209,7 +209,7 @@ def test_old_log_probabilities_go_with_their_completions() -> None:
 
 def test_on_policy_rows_stay_on_policy() -> None:
     again = token_budget.repack(make_step((10, 20, 30)), dataclasses.replace(RULES, max_tokens=1))
-    assert len(again.micro_batches) == 2 and all(row.old_logprobs is None for row in again.micro_batches)
+    assert len(again.rows) == 2 and all(row.old_logprobs is None for row in again.rows)
 
 
 OOM, FAULT = torch.OutOfMemoryError("no room"), ValueError("wrong")

@@ -113,7 +113,7 @@ def test_tokens_through_the_model_are_prompts_once_and_completions(tiny_model, t
             loss = super().training_step(model, inputs, num_items_in_batch)
             handle.remove()
             counted.append(sum(tokens))
-            assert len(tokens) == len(inputs.micro_batches), "one forward per micro-batch"
+            assert len(tokens) == len(inputs.rows), "one forward per micro-batch"
             return loss
 
         def compute_advantages(self, group, rewards):
@@ -245,7 +245,7 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "saved"), ",".join(map(str, ids))],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=tiny.PATIENCE,
         env={**tiny.clean_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )  # fmt: skip
     assert f"IDS {expected}" in done.stdout, done.stderr[-2000:]

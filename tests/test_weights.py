@@ -34,7 +34,7 @@ def greedy(engine: Engine, version: int) -> dict[int, tuple[int, ...]]:
     tokenizer = tiny.make_tokenizer()
     prompts = [Prompt({}, tuple(tokenizer(text).input_ids), i) for i, text in enumerate(["one", "22", "three hundred"])]
     groups = engine.generate(prompts, GREEDY, version=version, seed=0)
-    return {group.position: group.rollouts[0].completion_ids for group in groups}
+    return {group.position: list(group.rollouts[0].completion_ids) for group in groups}
 
 
 def storages(model: torch.nn.Module) -> set[int]:

@@ -14,6 +14,8 @@ from datasets import Dataset
 
 from colograd.runtime import process
 
+PATIENCE = 1000  # seconds after which something hangs: nothing is that slow, on any machine
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -137,6 +139,6 @@ def plain_vllm(folder: Path, ids: list[int], scratch: Path, adapter: Path | None
     given.write_text(json.dumps(ids))
     script = Path(__file__).parent / "scripts" / "plain_vllm.py"
     command = [sys.executable, script, folder, given, found, *([adapter] if adapter else [])]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return torch.tensor(json.loads(found.read_text()))

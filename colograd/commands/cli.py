@@ -10,6 +10,7 @@ USAGE = """usage: colograd COMMAND ...
   train --config recipes/X.yaml [--any_flag value]    train by a recipe
   doctor --config recipes/X.yaml [--any_flag value]   check a recipe on this machine, without training
   plan --model M --gpus N --gpu-memory GIB            say what fits such GPUs, in each way of sharding
+  export CHECKPOINT FOLDER                            write its model as an ordinary folder, an adapter merged
   show RUN [--step N]                                 print a step's completions
   version                                             print the version
 """
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .plan import main as plan
 
         return plan(rest)
+    if command == "export":
+        from .export import main as export
+
+        return export(rest)
     if command == "show":
         from .show import main as show
 

@@ -187,7 +187,7 @@ def _cells(way: str, plan: MemoryPlan, fitting: bool) -> tuple[str, ...]:
         plan.gradients,
         plan.optimizer,
         plan.exchange,
-        plan.activations + plan.batches,
+        plan.activations,
     )
     return (
         way,

@@ -40,7 +40,7 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
     def step() -> Any:
         group.tell((calls, True))
         calls.clear()
-        with _told_of():
+        with faults.telling("a step of the engine"):
             return own_step()
 
     with contextlib.ExitStack() as stack:
@@ -58,18 +58,8 @@ def follow(core: Any, group: Lockstep) -> None:
     goes_on = True
     while goes_on:
         calls, goes_on = group.listen()
-        with _told_of():
+        with faults.telling("a step of the engine"):
             for name, args, kwargs in map(pickle.loads, calls):
                 getattr(core, name)(*args, **kwargs)
             if goes_on:
                 core.step()
-
-
-@contextlib.contextmanager
-def _told_of() -> Iterator[None]:
-    """What fails on one rank in the midst of a step would leave the others in it."""
-    try:
-        yield
-    except Exception as error:
-        faults.tell("a step of the engine", error)
-        raise

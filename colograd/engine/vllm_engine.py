@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,8 +40,8 @@ class StaleWeights(RuntimeError):
 class Sampled:
     """What one request's sampler drew."""
 
-    ids: tuple[int, ...]  # [C]
-    logprobs: tuple[float, ...]  # [C] nats
+    ids: array[int]  # [C] "i"
+    logprobs: array[float]  # [C] "f", nats
     finish_reason: FinishReason
 
     def rollout(self, asked: ModelInput, version: int) -> Rollout:
@@ -48,7 +49,7 @@ class Sampled:
         return Rollout(
             input=asked,
             completion_ids=self.ids,
-            sampler_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            sampler_logprobs=torch.frombuffer(self.logprobs, dtype=torch.float32),
             sampled=torch.ones(len(self.ids), dtype=torch.bool),
             finish_reason=self.finish_reason,
             policy_version=version,
@@ -408,9 +409,13 @@ class Engine:
 
 def _sampled(output: Any) -> list[Sampled]:
     """vLLM's finished request -> its completions."""
-    found = []
-    for completion in sorted(output.outputs, key=lambda c: c.index):
-        ids, known = tuple(completion.token_ids), completion.logprobs
-        assert len(known.logprobs) == len(ids), "vLLM returns one log-probability per sampled token"
-        found.append(Sampled(ids, tuple(known.logprobs), FinishReason(completion.finish_reason)))
-    return found
+    return [
+        Sampled(array("i", completion.token_ids), _logprobs(completion), FinishReason(completion.finish_reason))
+        for completion in sorted(output.outputs, key=lambda c: c.index)
+    ]
+
+
+def _logprobs(completion: Any) -> array[float]:
+    flat: Any = completion.logprobs
+    assert len(flat.logprobs) == len(completion.token_ids), "vLLM returns one log-probability per sampled token"
+    return array("f", flat.logprobs)

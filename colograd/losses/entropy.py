@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from ..batch import MicroBatch, StepBatch, StepEntropy
 from ..config import GRPOConfig
 from ..parallel.ranks import gather, together
+from ..policy.packing import lay_out
 from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
@@ -24,7 +25,7 @@ def with_step_entropy(
     step: StepBatch,
     objective: Objective,
     coefficient: float,
-    entropies: Callable[[Sequence[MicroBatch]], list[torch.Tensor]],
+    entropies: Callable[[MicroBatch], torch.Tensor],
 ) -> StepBatch:
     """The step with what the objective's entropy terms must know of all of it. A collective.
 
@@ -33,19 +34,19 @@ def with_step_entropy(
 
     Args:
         coefficient: of the bonus in this step.
-        entropies: of micro-batches, (N,) each.
+        entropies: of a micro-batch, (N,).
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
-    if objective.top_entropy_quantile < 1 and sum(gather(len(step.micro_batches))) > 1:
+    if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows))) > 1:
         with together("the entropies"), torch.no_grad():
-            found = zip(entropies(step.micro_batches), step.micro_batches, strict=True)
-            own = _in_loss([torch.stack([values, row.loss_mask]) for values, row in found])
+            micro_batches = map(lay_out, step.rows)
+            own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])
         everywhere = torch.cat(gather(own))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
     entropy = StepEntropy(coefficient, objective.denominator(step), threshold, tokens)
-    rows = tuple(dataclasses.replace(row, step_entropy=entropy) for row in step.micro_batches)
-    return dataclasses.replace(step, micro_batches=rows)
+    rows = tuple(dataclasses.replace(row, step_entropy=entropy) for row in step.rows)
+    return dataclasses.replace(step, rows=rows)
 
 
 def _in_loss(rows: Sequence[torch.Tensor]) -> torch.Tensor:

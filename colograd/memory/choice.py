@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..sharding import selection
-from .shape import CacheNeed, Lengths, Shape, activation_bytes, batch_bytes, engine_bytes
+from .shape import CacheNeed, Lengths, Shape, activation_bytes, engine_bytes
 from .table import MemoryPlan, gib
 from .ways import WAYS, PolicySizes, held
 
@@ -110,7 +110,6 @@ def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
         way=way,
         ranks=run.ranks,
         exchange=parts.exchange,
-        batches=batch_bytes(run.lengths, -(-run.sequences // run.ranks_per_engine)),  # an engine's ranks share them out
     )
 
 

@@ -1,4 +1,4 @@
-"""Bytes that follow from a decoder's shape: of activations, the engine's steps, the KV cache, micro-batches."""
+"""Bytes that follow from a decoder's shape: of activations, the engine's steps, the KV cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention bac
 # Completions are planned at this part of the longest: the shorter they are, the more often a row's tokens join a
 # prompt's keys. Rows of shorter ones still are rare, and packed again where memory runs out.
 SHORT = 8
-# Of a `MicroBatch`: ids and positions of each token, and what there is of each predicted one.
-TOKEN_BYTES, PREDICTED_BYTES = 16, 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +133,6 @@ def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
     layer to layer, and three float32 tensors of logits while it samples."""
     step = ENGINE_TOKENS * itemsize * (4 * shape.hidden + 2 * shape.intermediate)
     return step + 3 * 4 * min(sequences, MOST_SEQUENCES) * shape.vocabulary
-
-
-def batch_bytes(lengths: Lengths, sequences: int) -> int:
-    """The micro-batches of a generation's ``sequences``: all lie on the device until the last one is trained on."""
-    prompts = -(-sequences // lengths.group) * lengths.prompt
-    return TOKEN_BYTES * prompts + (TOKEN_BYTES + PREDICTED_BYTES) * sequences * lengths.completion
 
 
 @dataclass(frozen=True, slots=True)

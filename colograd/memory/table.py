@@ -9,7 +9,6 @@ Sampling and training alternate, so each part is counted in the phases in which 
     exchange          none                                      buckets on their way, or gathered blocks
     reference model   there, unless `offload_reference`         there, or in the gradients' place before there are any
     activations       the engine's own                          of one micro-batch
-    micro-batches     none                                      all of a generation's
     KV cache          there                                     there, unless `vllm_enable_sleep_mode`
 
 A cache that sleeps while the policy trains thus shares its space with gradients and activations.
@@ -27,7 +26,7 @@ CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memor
 PHASES = ("sampling", "training")
 GIB = 2**30
 # Parts that not every run has: a table leaves out those that it would say 0.00 of.
-OPTIONAL = ("weights of the reference", "gathered weights", "gradients on their way", "micro-batches")
+OPTIONAL = ("weights of the reference", "gathered weights", "gradients on their way")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,6 @@ class MemoryPlan:
     way: str = "none"  # of sharding
     ranks: int = 1  # that share
     exchange: int = 0  # gradients on their way to other ranks, or weights gathered from them
-    batches: int = 0  # the micro-batches of a generation
     remedies: str = ""  # what would fit, where this doesn't
 
     @property
@@ -79,7 +77,6 @@ class MemoryPlan:
             (exchange, 0, self.exchange),
             (f"optimizer state{of_state}", 0 if self.offloads else self.optimizer, self.optimizer),
             (activations, self.engine, self.activations),
-            ("micro-batches", 0, self.batches),
             (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if self.sleeps else self.kv_bytes),
             ("kept free", self.margin, self.margin),
         ]

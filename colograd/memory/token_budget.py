@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..batch import MicroBatch, RolloutId, StepBatch
+from ..batch import PackedRow, RolloutId, StepBatch
 from ..parallel.ranks import gather
-from ..policy.packing import PackingRules, dummy, pack_step, sequences
+from ..policy.packing import PackingRules, dummy, pack_step, places
 from . import ways
 from .shape import SHORT
 
@@ -54,7 +54,7 @@ def fill(peak: Callable[[int], float], limit: int) -> tuple[int, int]:
 
 
 def measure(
-    train: Callable[[MicroBatch], None],
+    train: Callable[[PackedRow], None],
     clean: Callable[[], None],
     shape: tuple[int, int, int],
     rules: PackingRules,
@@ -75,7 +75,7 @@ def measure(
     else:
         shapes = [(prompt, completion, 1)]  # rows that are padded have a prompt for each completion
 
-    def used(row: MicroBatch) -> float:
+    def used(row: PackedRow) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         found = math.inf
@@ -93,7 +93,7 @@ def measure(
     return fill(peak, int(SHARE * min(gather(free))))
 
 
-def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> MicroBatch:
+def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:
     """A row of ``tokens`` tokens without a signal, of groups as long as they can be; the last one is cut short."""
     longest_prompt, longest, count = shape
     groups: list[tuple[int, list[int]]] = []
@@ -125,9 +125,9 @@ def back_off(
     Raises:
         torch.OutOfMemoryError: each micro-batch of the step is a single completion already.
     """
-    failed = [row for batch in batches[:among] for row in batch.micro_batches]
-    largest = max(gather(max((row.input_ids.numel() for row in failed), default=0)))
-    if not any(gather(any(row.num_sequences > 1 for row in failed))):
+    failed = [row for batch in batches[:among] for row in batch.rows]
+    largest = max(gather(max((row.num_tokens for row in failed), default=0)))
+    if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
         raise torch.OutOfMemoryError(
             f"A single completion with its prompt doesn't fit ({largest:,} tokens; {reason}): set "
             "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, share more out among the ranks "
@@ -141,22 +141,23 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
     """The same step in micro-batches of another budget, with what was known of each completion."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", "ref_logprobs"):
-        rows = _carry_over(name, batch.micro_batches, rows)
-    return dataclasses.replace(batch, micro_batches=rows)
+        rows = _carry_over(name, batch.rows, rows)
+    return dataclasses.replace(batch, rows=rows)
 
 
-def _carry_over(name: str, old: Sequence[MicroBatch], new: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -> tuple[PackedRow, ...]:
     """Give ``new`` the [N] tensor ``name`` of ``old``, completion by completion."""
     known: dict[RolloutId, torch.Tensor] = {}
     for row in old:
         values = getattr(row, name)
         if values is None:
             return tuple(new)
-        known |= {part.rollout: values[part.place] for part in sequences(row)}
+        known |= {rollout: values[place] for rollout, place in places(row)}
     filled = []
     for row in new:
         parts = [  # a dummy may be new: zeros, as its tokens aren't in the loss
-            known.get(part.rollout, row.advantages.new_zeros(len(part.completion_ids))) for part in sequences(row)
+            known.get(rollout, torch.zeros(place.stop - place.start, device=row.device))
+            for rollout, place in places(row)
         ]
         filled.append(dataclasses.replace(row, **{name: torch.cat(parts)}))
     return tuple(filled)

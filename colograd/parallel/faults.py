@@ -85,14 +85,20 @@ def waiting(what: str) -> AbstractContextManager[None]:
     return _present.body(what)
 
 
-def tell(what: str, error: BaseException) -> None:
-    """Let the other ranks know at once what will keep them waiting in a body that they share with this one.
+@contextlib.contextmanager
+def telling(what: str) -> Iterator[None]:
+    """A part of a body in which the other ranks wait: if this one fails in it, they learn it at once.
 
-    Args:
-        what: this one was doing when it failed.
+    It is for where the exception doesn't leave the body, but goes first to where all ranks agree, as in `together`.
     """
-    if _present is not None and not is_lost_connection(error):  # which is another rank's to tell
-        _present.tell(what, error)
+    try:
+        yield
+    except RankError:
+        raise  # all know
+    except Exception as error:
+        if _present is not None and not is_lost_connection(error):  # which is another rank's to tell
+            _present.tell(what, error)
+        raise
 
 
 def leave() -> None:
@@ -162,7 +168,7 @@ class Watch:
                 self._inside = ""
 
     def tell(self, what: str, error: BaseException) -> None:
-        """See the function of that name."""
+        """Let the other ranks know what will keep them waiting in the present body."""
         self._say(self._entered, f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}")
 
     def _fault(self) -> Fault | None:

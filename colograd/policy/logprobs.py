@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..batch import MicroBatch, StepBatch
 from . import attention, padded
 from .lora import unwrap
+from .packing import lay_out
 
 # Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
 # tiles would leave it waiting for launches; 32 MiB on a CPU, whose allocator doesn't reuse all that is freed.
@@ -43,9 +44,9 @@ def policy_logprobs(
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
     """The step with the log-probabilities of the present weights, for when these have moved on."""
     rows = tuple(
-        dataclasses.replace(row, old_logprobs=policy_logprobs(model, row, temperature)[0]) for row in step.micro_batches
+        dataclasses.replace(row, old_logprobs=policy_logprobs(model, lay_out(row), temperature)[0]) for row in step.rows
     )
-    return dataclasses.replace(step, micro_batches=rows)
+    return dataclasses.replace(step, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)

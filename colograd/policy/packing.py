@@ -1,4 +1,4 @@
-"""Groups -> micro-batches under a token budget. The only place where labels are shifted against their predictors.
+"""Groups -> rows -> micro-batches of a token budget. The only place where labels are shifted against predictors.
 
 A group is packed as [prompt][completion 1] ... [completion G]: the prompt goes through the model once, and each
 completion sees the prompt and itself. A row holds as many groups as the budget allows; nothing is padded.
@@ -6,13 +6,25 @@ completion sees the prompt and itself. A row holds as many groups as the budget 
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..batch import FinishReason, MicroBatch, ModelInput, Rollout, RolloutId, ScoredGroup, SegmentLayout
+from ..batch import (
+    FinishReason,
+    MicroBatch,
+    ModelInput,
+    PackedRow,
+    Part,
+    Rollout,
+    RolloutId,
+    ScoredGroup,
+    SegmentLayout,
+)
 from ..parallel.ranks import gather, together
 from .sending import sent
 
@@ -34,19 +46,6 @@ class PackingRules:
     ranks_per_engine: int = 1  # they share out the groups of their engine
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some completions of one group with their prompt: what is packed as a unit."""
-
-    ids: tuple[RolloutId, ...]
-    rollouts: tuple[Rollout, ...]
-    advantages: tuple[torch.Tensor, ...]  # per rollout: () or [C]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
-
-
 def has_signal(group: ScoredGroup) -> bool:
     """Whether any completion of the group would get a gradient."""
     return bool((group.advantages != 0).any())
@@ -59,16 +58,16 @@ def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
     return rollout.sampled
 
 
-def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[MicroBatch, ...]:
-    """One step's micro-batches on this rank. A collective; with ``equal_counts`` short ranks add dummies."""
+def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[PackedRow, ...]:
+    """One step's rows on this rank. A collective; with ``equal_counts`` short ranks add dummies."""
     with together("packing"):
-        rows = pack(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+        rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
     if rules.equal_counts:
         rows += (dummy(rules.device),) * (max(gather(len(rows))) - len(rows))
     return rows
 
 
-def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> MicroBatch:
+def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> PackedRow:
     """A row of token 0 that goes through forward and backward with loss 0, and gives every parameter that the model
     uses a gradient of zeros. No token is in the loss, so it counts in no metric.
 
@@ -76,16 +75,20 @@ def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((
         groups: tokens of each prompt and of its completions.
     """
     nothing = torch.zeros(())
+
+    def zeros(n: int) -> array[int]:
+        return array("i", bytes(n * array("i").itemsize))
+
     parts = []
     for prompt, completions in groups:
         asked = ModelInput((0,) * prompt)
         rollouts = tuple(
-            Rollout(asked, (0,) * n, torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
+            Rollout(asked, zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.bool), FinishReason.ABORT, 0)
             for n in completions
         )
         ids = tuple(RolloutId(NOBODY, index) for index in range(len(rollouts)))
         parts.append(Part(ids, rollouts, (nothing,) * len(rollouts)))
-    return _micro_batch(parts, False, device)
+    return PackedRow(tuple(parts), False, device)
 
 
 class PackedSequence(NamedTuple):
@@ -108,6 +111,13 @@ def sequences(row: MicroBatch) -> list[PackedSequence]:
     return found
 
 
+def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
+    """The completions of a row, each with its place in the row's [N] tensors."""
+    lengths = [len(rollout.completion_ids) for part in row.parts for rollout in part.rollouts]
+    ends = itertools.accumulate(lengths)
+    return [(identity, slice(end - n, end)) for identity, n, end in zip(row.rollouts, lengths, ends, strict=True)]
+
+
 def pack(
     groups: Sequence[ScoredGroup],
     budget: int,
@@ -115,14 +125,25 @@ def pack(
     device: torch.device,
     share_prompts: bool = True,
 ) -> tuple[MicroBatch, ...]:
-    """Pack groups into micro-batches of at most ``budget`` tokens.
+    """The micro-batches of some groups, all at once; see `plan_rows`."""
+    return tuple(lay_out(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
+
+
+def plan_rows(
+    groups: Sequence[ScoredGroup],
+    budget: int,
+    mask_truncated: bool,
+    device: torch.device,
+    share_prompts: bool = True,
+) -> tuple[PackedRow, ...]:
+    """Pack groups into rows of at most ``budget`` tokens.
 
     First-fit decreasing. A group over the budget is split by completions, its prompt repeated once per part; a single
-    sequence over the budget gets a micro-batch of its own. Without ``share_prompts`` each completion has its own
+    sequence over the budget gets a row of its own. Without ``share_prompts`` each completion has its own
     prompt, and the budget counts the tokens of rows padded to the longest, as `padded` runs them.
     """
     if not share_prompts:
-        return tuple(_micro_batch(row, mask_truncated, device) for row in _padded_rows(groups, budget))
+        return tuple(PackedRow(tuple(row), mask_truncated, device) for row in _padded_rows(groups, budget))
     parts = sorted((part for group in groups for part in _parts(group, budget)), key=lambda p: -p.num_tokens)
     rows: list[list[Part]] = []
     room: list[int] = []
@@ -135,7 +156,7 @@ def pack(
         else:
             rows.append([part])
             room.append(budget - part.num_tokens)
-    return tuple(_micro_batch(row, mask_truncated, device) for row in rows)
+    return tuple(PackedRow(tuple(row), mask_truncated, device) for row in rows)
 
 
 def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Part]]:
@@ -178,16 +199,17 @@ def _parts(group: ScoredGroup, budget: int) -> list[Part]:
     return [Part(ids[cut], rollouts[cut], advantages[cut]) for cut in cuts]
 
 
-def _micro_batch(row: Sequence[Part], mask_truncated: bool, device: torch.device) -> MicroBatch:
-    """One packed row. Token t of a completion is predicted at the place before it: the prompt's last, or t-1."""
+def lay_out(row: PackedRow) -> MicroBatch:
+    """The row's tokens one after the other on its device. Token t of a completion is predicted at the place before it:
+    the prompt's last, or t-1."""
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     lengths: list[int] = []
     sees: list[tuple[int, ...]] = []
     predictors: list[torch.Tensor] = []
-    rollouts: list[Rollout] = []
+    labels: list[torch.Tensor] = []
     at = 0
-    for part in row:
+    for part in row.parts:
         prompt = part.rollouts[0].prompt_ids
         prompt_segment, prompt_end = len(lengths), at + len(prompt) - 1
         ids.append(torch.tensor(prompt))
@@ -197,28 +219,32 @@ def _micro_batch(row: Sequence[Part], mask_truncated: bool, device: torch.device
         at += len(prompt)
         for rollout in part.rollouts:
             length = len(rollout.completion_ids)
-            ids.append(torch.tensor(rollout.completion_ids))
+            labels.append(torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long())
+            ids.append(labels[-1])
             positions.append(torch.arange(len(prompt), len(prompt) + length))
             lengths.append(length)
             sees.append((prompt_segment,))
             predictors.append(torch.cat([torch.tensor([prompt_end]), torch.arange(at, at + length - 1)]))
-            rollouts.append(rollout)
             at += length
-    advantages = [a.expand(len(r.completion_ids)) for p in row for a, r in zip(p.advantages, p.rollouts, strict=True)]
-    sequence = [torch.full((len(r.completion_ids),), index) for index, r in enumerate(rollouts)]
-    in_loss = torch.cat([loss_tokens(r, mask_truncated) for r in rollouts])
+    rollouts = [rollout for part in row.parts for rollout in part.rollouts]
+    given = [advantage for part in row.parts for advantage in part.advantages]
+    advantages = [advantage.expand(len(ids)) for advantage, ids in zip(given, labels, strict=True)]
+    sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
+    in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
+    device = row.device
     return MicroBatch(
         input_ids=sent(torch.cat(ids)[None], device),
         position_ids=sent(torch.cat(positions)[None], device),
         layout=SegmentLayout(tuple(lengths), tuple(sees)),
         predictors=sent(torch.cat(predictors), device),
-        labels=sent(torch.cat([torch.tensor(r.completion_ids) for r in rollouts]), device),
+        labels=sent(torch.cat(labels), device),
         loss_mask=sent(in_loss.float(), device),
         sequence=sent(torch.cat(sequence), device),
-        sampler_logprobs=sent(torch.cat([r.sampler_logprobs for r in rollouts]), device),
+        sampler_logprobs=sent(torch.cat([rollout.sampler_logprobs for rollout in rollouts]), device),
         advantages=sent(torch.cat(advantages).float(), device),
-        old_logprobs=None,
-        ref_logprobs=None,
-        rollouts=tuple(identity for part in row for identity in part.ids),
+        old_logprobs=row.old_logprobs,
+        ref_logprobs=row.ref_logprobs,
+        rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
+        step_entropy=row.step_entropy,
     )

@@ -23,11 +23,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from ..batch import MicroBatch, StepBatch
+from ..batch import PackedRow, StepBatch
 from ..config import GRPOConfig
 from .loading import Policy
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import base_name
+from .packing import lay_out
 
 FILE = "reference.safetensors"  # in a checkpoint, where the reference follows the policy
 
@@ -48,18 +49,20 @@ class Reference(Protocol):
 
 
 @torch.no_grad()
-def fill(reference: Reference, rows: Sequence[MicroBatch], temperature: float) -> tuple[MicroBatch, ...]:
+def fill(reference: Reference, rows: Sequence[PackedRow], temperature: float) -> tuple[PackedRow, ...]:
     """The rows with ``ref_logprobs``."""
     if not rows:
         return ()
     with reference.present() as model:
-        return tuple(dataclasses.replace(row, ref_logprobs=policy_logprobs(model, row, temperature)[0]) for row in rows)
+        return tuple(
+            dataclasses.replace(row, ref_logprobs=policy_logprobs(model, lay_out(row), temperature)[0]) for row in rows
+        )
 
 
 def with_ref_logprobs(reference: Reference, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
     """The steps of a round with the reference's log-probabilities, from one visit to it."""
-    rows = iter(fill(reference, [row for step in steps for row in step.micro_batches], temperature))
-    return [dataclasses.replace(step, micro_batches=tuple(next(rows) for _ in step.micro_batches)) for step in steps]
+    rows = iter(fill(reference, [row for step in steps for row in step.rows], temperature))
+    return [dataclasses.replace(step, rows=tuple(next(rows) for _ in step.rows)) for step in steps]
 
 
 # -- the kinds

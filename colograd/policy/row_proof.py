@@ -7,6 +7,7 @@ log-probabilities from our rows are compared with the model's own logits of each
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,11 +127,11 @@ def _samples(model: Any) -> list[ScoredGroup]:
     token = 11
     for lengths in ((5, 4, 3), (3, 2, 5)):
         prompt, *completions = (
-            tuple((token + 101 * place + 37 * t) % vocabulary for t in range(length))
+            array("i", ((token + 101 * place + 37 * t) % vocabulary for t in range(length)))
             for place, length in enumerate(lengths)
         )
         token += 101 * len(lengths)
-        asked = ModelInput(prompt)
+        asked = ModelInput(tuple(prompt))
         rollouts = tuple(
             Rollout(asked, ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
             for ids in completions

@@ -38,9 +38,17 @@ class CompletionLog:
 
     def __init__(self, config: GRPOConfig, reward_names: Sequence[str]) -> None:
         self.config, self.names = config, list(reward_names)
+        self._texts: dict[int, list[str]] = {}  # of groups, by position, until they are logged
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
             self._uploads = _start_uploads(Path(str(config.output_dir)) / FOLDER, config)
+
+    def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
+        """Take what was decoded for the rewards: a text is 5 bytes a token, and decoding it the most that is done."""
+        self._texts |= {group.position: of_group for group, of_group in zip(groups, texts, strict=True)}
+
+    def _texts_of(self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]]) -> list[list[str]]:
+        return [self._texts.get(scored.group.position) or decode(scored.group) for scored in groups]
 
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
@@ -49,18 +57,19 @@ class CompletionLog:
 
         Args:
             steps: this rank's groups of each of the round's optimizer steps.
-            decode: a group's texts.
+            decode: a group's texts, where they weren't kept.
             state: as it is before the round.
         """
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
-            rows = _gather_rows(groups, decode, step)
+            rows = _gather_rows(groups, self._texts_of(groups, decode), step)
             if not config.layout.is_main:
                 continue
             write_log(str(config.output_dir), rows, self.names, step)
             if (step - 1) % every == 0:
                 self._show(rows, f"Step {step}", "completions")
+        self._texts.clear()  # those of groups that no step took, too
 
     def add_evaluation(
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], state: TrainerState, name: str
@@ -69,12 +78,14 @@ class CompletionLog:
 
         Args:
             groups: this rank's.
-            decode: a group's texts.
+            decode: a group's texts, where they weren't kept.
             state: whose step it is done after.
             name: its metrics' prefix, and the file's.
         """
         step = state.global_step
-        rows = [dataclasses.replace(row, advantage=math.nan) for row in _gather_rows(groups, decode, step)]
+        found = _gather_rows(groups, self._texts_of(groups, decode), step)
+        self._texts.clear()
+        rows = [dataclasses.replace(row, advantage=math.nan) for row in found]
         if self.config.layout.is_main and rows:
             write_log(str(self.config.output_dir), rows, self.names, step, re.sub(r"[^\w.-]", "_", name))
             self._show(rows, f"Step {step}, {name}", f"{name}_completions")
@@ -93,9 +104,9 @@ class CompletionLog:
             self._uploads.stop()
 
 
-def _gather_rows(groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int) -> list[CompletionRow]:
+def _gather_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]], step: int) -> list[CompletionRow]:
     """The rows of all ranks, by position."""
-    parts = gather(completion_rows(groups, [decode(group.group) for group in groups], step))
+    parts = gather(completion_rows(groups, texts, step))
     return sorted((row for part in parts for row in part), key=lambda row: row.position)
 
 

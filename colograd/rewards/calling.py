@@ -55,7 +55,7 @@ def keywords_for(
         prompt = group.example["prompt"]
         for rollout, text in zip(group.rollouts, of_group, strict=True):
             row: dict[str, Any] = {name: copy.copy(group.example.get(name)) for name in columns}
-            row |= {"completions": text, "completion_ids": list(rollout.completion_ids)}
+            row |= {"completions": text, "completion_ids": rollout.completion_ids}
             row |= {"prompts": prompt, **dict.fromkeys(own), **rollout.columns}
             if isinstance(prompt, list):
                 row["prompts"] = [dict(message) for message in row["prompts"]]
@@ -63,6 +63,8 @@ def keywords_for(
             rows.append(row)
     names = ("prompts", "completions", "completion_ids", *columns, *own)
     keywords: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
+    if log is not None:  # a worker makes lists of them itself: on the way there they take 4 bytes per token
+        keywords["completion_ids"] = [list(ids) for ids in keywords["completion_ids"]]
     keywords |= {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
     parameters = parameters_of(reward.function).values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

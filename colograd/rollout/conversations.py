@@ -7,6 +7,7 @@ sampled stays as it was sampled.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
@@ -34,8 +35,8 @@ class Conversation:
     session: Session
     input: ModelInput  # the prompt's, with what the environment's `reset` returned
     asked: Any  # the same as messages
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
@@ -43,8 +44,8 @@ class Conversation:
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
         """Take up tokens: the model's, or those of its tools' answers."""
-        self.ids += ids
-        self.logprobs += logprobs
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs)
         self.sampled += [sampled] * len(ids)
 
     def rollout(self, version: int) -> Rollout:
@@ -54,8 +55,8 @@ class Conversation:
             columns = {"environments": None if environment.stuck else environment.instance, "prompts": self.asked}
         return Rollout(
             input=self.input,
-            completion_ids=tuple(self.ids),
-            sampler_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            completion_ids=self.ids,
+            sampler_logprobs=torch.frombuffer(self.logprobs, dtype=torch.float32),
             sampled=torch.tensor(self.sampled, dtype=torch.bool),
             finish_reason=self.finish_reason,
             policy_version=version,

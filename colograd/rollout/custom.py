@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class CustomRollouts:
             found.append(
                 Rollout(
                     input=ModelInput(tuple(int(token) for token in prompt)),
-                    completion_ids=tuple(int(token) for token in ids),
+                    completion_ids=array("i", map(int, ids)),
                     sampler_logprobs=torch.tensor(flat, dtype=torch.float32),
                     sampled=torch.tensor([bool(value) for value in masks[index]]),
                     finish_reason=FinishReason.STOP if int(ids[-1]) in self.end_tokens else FinishReason.LENGTH,

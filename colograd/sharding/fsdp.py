@@ -21,6 +21,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..config import GRPOConfig
+from ..parallel.faults import telling
 from ..parallel.ranks import together
 from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
@@ -240,6 +241,7 @@ class FullySharded(SharedParts):
 
     # -- files
 
+    @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
         names = {id(p): name for name, p in self.model.named_parameters()}
         whole = {one.name: torch.empty(one.shape, dtype=one.local.dtype) for one in self.cuts if keep}

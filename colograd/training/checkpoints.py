@@ -23,6 +23,11 @@ ASIDE = ".incomplete"
 DISCARDED = ".discarded"
 REPLACED = ".replaced"
 PROMPTS = "prompts.json"
+# What a checkpoint holds beside the model, as patterns of names.
+STATE = (
+    "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
+    "lengths_*.json", "reference.safetensors", PROMPTS,
+)  # fmt: skip
 
 
 def aside_folder(run_dir: str | Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
+from ..policy.packing import lay_out
 from ..reporting.metrics import Metrics, numbers
 from ..rollout.stages import shown
 from ..sharding import Sharding
@@ -40,9 +41,9 @@ def loss_pass(
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
     losses: list[torch.Tensor] = []  # read once, when all is on its way: the host doesn't wait for any micro-batch
-    for micro_batch in step.micro_batches:
+    for row in step.rows:
         with agree("training"), autocast():
-            output = checked_loss(compute_loss(micro_batch), differentiable=sharding is not None)
+            output = checked_loss(compute_loss(lay_out(row)), differentiable=sharding is not None)
         losses.append(output.loss.detach())
         if sharding is not None:
             with agree("training"):

@@ -83,7 +83,7 @@ def step_batch(
         rows = pack_step(groups, rules)
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    share = _Share(in_loss, len(rollouts), sum(row.input_ids.numel() for row in rows), len(rows), moved)
+    share = _Share(in_loss, len(rollouts), sum(row.num_tokens for row in rows), len(rows), moved)
     ranks = gather((share, statistics))
     whole = _Share(*(sum(numbers) for numbers in zip(*(share for share, _ in ranks), strict=True)))
     sampled = RolloutStatistics.join(statistics for _, statistics in ranks)
@@ -123,6 +123,6 @@ def schedule(
         if not step.on_policy:
             if place not in asked:
                 asked[place] = with_old_logprobs(steps[place])
-            step = dataclasses.replace(step, micro_batches=asked[place].micro_batches)
+            step = dataclasses.replace(step, rows=asked[place].rows)
         scheduled.append(step)
     return scheduled

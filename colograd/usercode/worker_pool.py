@@ -28,7 +28,7 @@ import cloudpickle
 from .calls import Outcome, raised_outcome
 
 WORKER = Path(__file__).with_name("worker_process.py")
-START_SECONDS = 120.0  # for a worker to import what its functions need
+START_SECONDS = 600.0  # for a worker to import what its functions need, on a machine that others keep busy
 STOP_SECONDS = 5.0  # for a pool to end
 LOOK_SECONDS = 0.1  # between two looks at whether a call that runs is still needed
 DROP_SECONDS = 1.0  # that a call which nobody needs gets to end by itself: a new process takes as long
@@ -227,6 +227,7 @@ class WorkerPool:
                 outcome = worker.run(call, self._timeout, functools.partial(self._stands_in_the_way, call))
             except BaseException as error:
                 outcome = raised_outcome(error)
+            call.keywords = {}  # texts, which would lie here until the outcome is asked for
             call.set_result(outcome)
         worker.stop()  # which `close` may have called while it was starting
 

@@ -105,6 +105,8 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
     log = CallLog()
     given_here = {"trainer_state": state, "log_extra": log.extra, "log_metric": log.metric} if is_reward else {}
     keywords |= {name: value for name, value in given_here.items() if name in keywords}
+    if is_reward and "completion_ids" in keywords:
+        keywords["completion_ids"] = [list(ids) for ids in keywords["completion_ids"]]
     started = time.perf_counter()
     try:
         value = function(**keywords)

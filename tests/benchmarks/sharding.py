@@ -1,11 +1,12 @@
 """What each rank holds and exchanges in every native way of sharding, and what a step of each takes.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/sharding.py [--model FOLDER] [--tokens 512] [--out F.json]
+    torchrun --nproc-per-node 2 tests/benchmarks/sharding.py [--model FOLDER] [--tokens 512] [--ways none,gradients]
+        [--out F.json]
 
-Each rank has a copy of the model per way, and trains packed rows without an engine. The ways take their steps in
-turns; the first of each isn't counted, times are medians of rank 0's. Bytes are counted on tensors, so they are the
-same on every machine: the optimizer's state, and the most gradients alive at once in a backward. Rank 0 prints a
-Markdown table.
+Each rank has a copy of the model per way (`--ways` takes some alone, where memory is short), and trains packed rows
+without an engine. The ways take their steps in turns; the first of each isn't counted, times are medians of rank 0's.
+Bytes are counted on tensors, so they are the same on every machine: the optimizer's state, and the most gradients alive
+at once in a backward. Rank 0 prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from colograd.memory.token_budget import dummy_row  # noqa: E402
 from colograd.parallel.ranks import gather, rank, world_size  # noqa: E402
 from colograd.policy import attention  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
+from colograd.policy.packing import lay_out  # noqa: E402
 from colograd.sharding.selection import WAYS  # noqa: E402
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # noqa: E402
 
@@ -134,8 +136,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch (512)")
     parser.add_argument("--rows", type=int, default=2, help="micro-batches per rank and step (2)")
     parser.add_argument("--steps", type=int, default=4, help="steps of each with the warm-up (4)")
+    parser.add_argument("--ways", default=",".join(EXPECTED), help=f"of {', '.join(EXPECTED)} (all)")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     options = parser.parse_args(argv)
+    options.ways = options.ways.split(",")
+    if unknown := set(options.ways) - EXPECTED.keys():
+        parser.error(f"--ways has {', '.join(unknown)}; there are {', '.join(EXPECTED)}")
     if options.steps < 2:
         parser.error(f"--steps is {options.steps}, but the first only warms up: at least 2")
     return options
@@ -145,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     process.prepare_ranks()
     dist.init_process_group("gloo")
-    contestants = [Contestant(name, options.model) for name in EXPECTED]
-    rows = [dummy_row(options.tokens, SHAPE, torch.device("cpu"))] * options.rows
+    contestants = [Contestant(name, options.model) for name in options.ways]
+    rows = [lay_out(dummy_row(options.tokens, SHAPE, torch.device("cpu")))] * options.rows
     for _ in range(options.steps):
         for contestant in contestants:
             contestant.step(rows)

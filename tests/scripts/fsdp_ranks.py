@@ -21,11 +21,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, ModelInput, Rollout, ScoredGroup, StepBatch
+from colograd.batch import (
+    FinishReason,
+    Group,
+    LossOutput,
+    MicroBatch,
+    ModelInput,
+    PackedRow,
+    Rollout,
+    ScoredGroup,
+    StepBatch,
+)
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import dummy, pack
+from colograd.policy.packing import dummy, lay_out, plan_rows
 from colograd.sharding import Sharding
 from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.whole import WholeCopies
@@ -50,7 +60,7 @@ def fresh(
     return model
 
 
-def rows() -> list[MicroBatch]:
+def rows() -> list[PackedRow]:
     found = []
     for index in range(ROWS):
         draw = torch.Generator().manual_seed(index)
@@ -67,7 +77,7 @@ def rows() -> list[MicroBatch]:
             for n in (4 + index, 7, 3)
         )
         group = Group({}, rollouts, index)
-        found += pack([ScoredGroup(group, torch.zeros(3, 1), torch.tensor([1.0, -0.5, 0.25]))], 1000, False, CPU)
+        found += plan_rows([ScoredGroup(group, torch.zeros(3, 1), torch.tensor([1.0, -0.5, 0.25]))], 1000, False, CPU)
     return found
 
 
@@ -94,11 +104,11 @@ class Fault:
             raise RuntimeError("a loss of one's own failed")
 
 
-def step_of(mine: list[MicroBatch], version: int) -> StepBatch:
+def step_of(mine: list[PackedRow], version: int) -> StepBatch:
     return StepBatch(tuple(mine), 50, 12, {}, (), version)
 
 
-def backward_pass(model: Any, way: Sharding, mine: list[MicroBatch], version: int, fault: Fault | None = None) -> None:
+def backward_pass(model: Any, way: Sharding, mine: list[PackedRow], version: int, fault: Fault | None = None) -> None:
     def compute_loss(row: MicroBatch) -> LossOutput:
         if fault is not None and fault.kind and version == STEP:
             fault.arm()
@@ -182,7 +192,7 @@ def frozen(model: Any, way: Sharding) -> float:
     """How far a second model that is cut likewise is from the policy it was made from."""
     reference = fresh().eval()
     way.share_frozen(reference)
-    row = rows()[rank()]
+    row = lay_out(rows()[rank()])
     with torch.no_grad():
         return float((policy_logprobs(model, row, 1.0)[0] - policy_logprobs(reference, row, 1.0)[0]).abs().max())
 

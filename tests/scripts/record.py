@@ -39,7 +39,7 @@ class Recording(GRPOTrainer):
             groups.append(group)
             yield group
         groups.sort(key=lambda group: group.position)
-        self.completions = [rollout.completion_ids for group in groups for rollout in group.rollouts]
+        self.completions = [list(rollout.completion_ids) for group in groups for rollout in group.rollouts]
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)

@@ -89,7 +89,7 @@ class Watching(GRPOTrainer):
         for group in super().generate(prompts):
             groups.append(group)
             yield group
-        self.seen[-1]["completions"] = {g.position: [r.completion_ids for r in g.rollouts] for g in groups}
+        self.seen[-1]["completions"] = {g.position: [list(r.completion_ids) for r in g.rollouts] for g in groups}
 
     def compute_loss(self, model, micro_batch, **kwargs):
         output = super().compute_loss(model, micro_batch)

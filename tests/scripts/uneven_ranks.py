@@ -24,7 +24,7 @@ from colograd.parallel.gradients import sum_gradients
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import PackingRules
+from colograd.policy.packing import PackingRules, lay_out
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
 from colograd.rollout.rounds import draw
@@ -77,7 +77,7 @@ def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -
     batch, drawn = Outcomes().collect(prompts, rules)
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
-    for row in batch.micro_batches:
+    for row in map(lay_out, batch.rows):
         logprobs, _ = policy_logprobs(model, row, 1.0)
         weight = (logprobs.detach() - row.sampler_logprobs).exp()
         loss = -(weight * row.advantages * row.loss_mask * logprobs).sum().double() / batch.num_loss_tokens
@@ -89,8 +89,8 @@ def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -
     return {
         "loss": total.item(),
         "gradient": torch.cat([p.grad.flatten() for p in model.parameters()]).tolist(),
-        "tokens": sum(row.input_ids.numel() for row in batch.micro_batches),
-        "micro_batches": len(batch.micro_batches),
+        "tokens": sum(row.num_tokens for row in batch.rows),
+        "micro_batches": len(batch.rows),
         "moved": batch.metrics["train/moved_groups"],
         "own_groups": [group.group.position for group in drawn.sampled],
         "metrics": {k: v for k, v in batch.metrics.items() if k not in ("train/moved_groups", "train/micro_batches")},
@@ -104,10 +104,10 @@ def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
     rules = PackingRules(max_tokens, False, True, True, False, False, 1e-3, torch.device("cpu"))
     batch, _ = Outcomes().collect(prompts, rules)
     objective = Objective(SAPOLoss(1.0, 1.05), top_entropy_quantile=0.3, entropy_bonus=True)
-    batch = with_step_entropy(batch, objective, 0.1, lambda rows: [policy_logprobs(model, row, 1.0)[1] for row in rows])
+    batch = with_step_entropy(batch, objective, 0.1, lambda row: policy_logprobs(model, row, 1.0)[1])
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
-    for row in batch.micro_batches:
+    for row in map(lay_out, batch.rows):
         loss = objective(*policy_logprobs(model, row, 1.0, objective.needs_entropy_gradient(row)), row).loss
         (loss / objective.denominator(batch)).backward()
         total += loss.detach() / objective.denominator(batch)
@@ -115,7 +115,7 @@ def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
     if world_size() > 1:
         dist.all_reduce(total)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
-    return {"loss": total.item(), "gradient": gradient, "tokens": batch.micro_batches[0].step_entropy.tokens}
+    return {"loss": total.item(), "gradient": gradient, "tokens": batch.rows[0].step_entropy.tokens}
 
 
 def main() -> None:

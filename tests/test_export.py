@@ -1,0 +1,68 @@
+"""`colograd export`: the model of a checkpoint, and nothing that goes on with a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from colograd.commands import cli
+
+LEFT = (
+    "optimizer-00000-of-00002.safetensors",
+    "scheduler.pt",
+    "rng_state_0.pth",
+    "training_args.bin",
+    "lengths_0.json",
+)
+
+
+def checkpoint(model: Path, step: int = 3) -> Path:
+    """The saved model becomes one, by the files that a run adds."""
+    folder = model.rename(model.with_name(f"checkpoint-{step}"))
+    for name in LEFT:
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("of_the_run", [False, True])
+def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, of_the_run: bool) -> None:
+    saved = checkpoint(tiny.make_model(tmp_path / "run" / "model"))
+    out = tmp_path / "exported"
+    assert cli.main(["export", str(saved.parent if of_the_run else saved), str(out)]) == 0
+    assert {path.name for path in saved.iterdir()} - {path.name for path in out.iterdir()} == {
+        *LEFT,
+        "trainer_state.json",
+    }
+    assert (out / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    assert AutoTokenizer.from_pretrained(out).chat_template
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
+
+
+def test_an_adapter_is_merged_into_its_base(tmp_path: Path) -> None:
+    import peft
+
+    base = tiny.make_model(tmp_path / "base")
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+    )
+    model.save_pretrained(tmp_path / "saved")
+    tiny.make_tokenizer().save_pretrained(tmp_path / "saved")
+    saved = checkpoint(tmp_path / "saved")
+    assert cli.main(["export", str(saved), str(tmp_path / "exported")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert merged.dtype == AutoModelForCausalLM.from_pretrained(base).dtype
+    ids = torch.arange(20).unsqueeze(0)
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_no_checkpoint_and_what_would_be_overwritten_are_errors(tmp_path: Path, capsys) -> None:
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "is neither a checkpoint nor a run's folder with one in it" in capsys.readouterr().err
+    saved = checkpoint(tiny.make_model(tmp_path / "model"))
+    assert cli.main(["export", str(saved), str(saved)]) == 2
+    assert "is there already" in capsys.readouterr().err
