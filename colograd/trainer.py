@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ from .rollout.statistics import RolloutStatistics, round_statistics
 from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
-from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_sharding
+from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_by_memory
 from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, share_of_forward
 from .training.loss_pass import loss_pass
@@ -141,7 +142,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             rollout_func = rollout_func_of(rollout_func, self.toolbox)
             functions = with_models(reward_funcs, reward_processing_classes, args)
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.toolbox)
-            self.scorer = Scorer(self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error)
+            self.scorer = Scorer(
+                self.rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu
+            )
             self.closing.callback(self.scorer.close)
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
@@ -181,7 +184,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
-        settle_sharding(args, self.policy, prompts, self.toolbox)
+        settle_by_memory(args, self.policy, prompts, self.toolbox)
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
@@ -437,10 +440,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """The step, each row of which knows the entropy's threshold and coefficient in this step. A collective."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
-            with self.times.phase("entropies"), self.compute_loss_context_manager():
+            with self.compute_loss_context_manager():
                 return policy_logprobs(self.model, row, self.args.temperature)[1]
 
-        return with_step_entropy(step, self.loss, self.entropy.applied, entropies)
+        # Once around all rows: a phase's ends wait for the device.
+        timed = self.times.phase("entropies") if self.loss.top_entropy_quantile < 1 else nullcontext()
+        with timed:
+            return with_step_entropy(step, self.loss, self.entropy.applied, entropies)
 
     def _loss_pass(self, model: torch.nn.Module, step: StepBatch, backward: bool = True) -> Metrics:
         """This rank's micro-batches through `compute_loss`."""

@@ -154,6 +154,18 @@ def test_the_policy_is_bfloat16_unless_the_user_says_otherwise() -> None:
     assert config(model_init_kwargs={"dtype": "auto"}).torch_dtype() == "auto"
 
 
+def test_checkpointing_is_settled_where_nothing_is_said() -> None:
+    for every, on, layers in ((0, False, None), (1, True, None), (4, True, 4)):
+        made = config()
+        assert made.gradient_checkpointing is None and made.checkpointing == 1
+        made.settle_checkpointing(every)
+        assert made.gradient_checkpointing is on and made.gradient_checkpointing_kwargs.get("every_n_layers") == layers
+        assert made.checkpointing == every
+    assert config(gradient_checkpointing=False).checkpointing == 0
+    said = config(gradient_checkpointing_kwargs={"every_n_layers": 3})
+    assert said.gradient_checkpointing is True and said.checkpointing == 3
+
+
 def test_the_optimizer_and_autocast_follow_the_policy_s_dtype() -> None:
     for dtype, optim, autocast in ((torch.bfloat16, "adamw_split", False), (torch.float32, "adamw_torch", True)):
         made = config(bf16=True)
@@ -299,6 +311,7 @@ def test_an_empty_recipe_leaves_every_default(tmp_path: Path) -> None:
 # Where a default of ours is meant to differ.
 DIFFERENT_DEFAULTS = {
     "optim": "adamw_split wherever the policy is bfloat16",
+    "gradient_checkpointing": "the memory plan says which layers need it",
     "use_vllm": "there is no other way to generate",
     "vllm_model_impl": "`auto` also serves models that vLLM has no implementation of",
     "vllm_gpu_memory_utilization": "the KV cache is planned where nothing is said",

@@ -23,7 +23,7 @@ from colograd.losses.objective import Objective, SamplerCorrection
 from colograd.losses.token_losses import LOSSES, TokenLoss
 from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import dummy, pack
+from colograd.policy.packing import dummy, lay_out, pack, plan_rows
 from colograd.reporting.metrics import Metrics, numbers
 from colograd.training.loss_pass import loss_pass
 
@@ -107,7 +107,7 @@ def test_every_loss_with_every_term(name: str, level: str, device: Sent) -> None
 
 
 def test_a_row_without_a_token_in_the_loss_is_known_without_asking() -> None:
-    nothing = dummy(torch.device("cpu"))
+    nothing = lay_out(dummy(torch.device("cpu")))
     assert row_on(META).in_loss and not nothing.in_loss
     output = Objective(loss_of("grpo"))(torch.zeros(1), torch.zeros(1), nothing)
     assert output.minima == output.maxima == {}
@@ -119,7 +119,8 @@ def test_a_step_s_losses_are_read_once_when_all_is_on_its_way(monkeypatch: pytes
     monkeypatch.setattr(
         "colograd.training.loss_pass.numbers", lambda losses: reads.append(len(losses)) or numbers(losses)
     )
-    row, values = row_on(torch.device("cpu")), iter((1.0, float("nan"), 2.0))
+    (row,) = plan_rows(test_attention.make_groups(), 1000, False, torch.device("cpu"))
+    values = iter((1.0, float("nan"), 2.0))
     step = StepBatch((row,) * 3, 1, 1, {}, (), version=4)
     weight = torch.ones((), requires_grad=True)
 

@@ -9,7 +9,18 @@ import large
 import pytest
 import tiny
 
-from colograd.memory.choice import AMPLE, AVAILABLE, PLANNED_TOKENS, auto, fits, plan_of, planned, remedies, too_large
+from colograd.memory.choice import (
+    AMPLE,
+    AVAILABLE,
+    PLANNED_TOKENS,
+    auto,
+    fits,
+    least_checkpointing,
+    plan_of,
+    planned,
+    remedies,
+    too_large,
+)
 from colograd.memory.shape import Lengths
 from colograd.memory.table import GIB, PHASES
 from colograd.memory.ways import WAYS
@@ -102,6 +113,35 @@ def test_on_a_cpu_nothing_is_sharded_unless_the_memory_says_so(qwen: Path) -> No
     assert auto(run) == "none"
     assert auto(dataclasses.replace(run, available=100 * GIB)) == "optimizer"
     assert auto(dataclasses.replace(run, available=60 * GIB)) == "gradients"
+
+
+# -- gradient checkpointing
+
+
+def test_as_few_layers_are_computed_twice_as_leave_room(qwen: Path) -> None:
+    """7B over 8 ranks: activations of 8,192 tokens take tens of gigabytes."""
+    able, found = (0, 4, 2, 1), {}
+    for gib in (40, 60, 80, 100, 120, 160, 240):
+        run = large.run(qwen, total=gib * GIB, available=gib * GIB, ways=WAYS)
+        found[gib] = every = least_checkpointing(run, "fsdp", able)
+        plan = planned(dataclasses.replace(run, checkpointing=every), "fsdp", 8192)
+        assert plan.takes(run.need) or every == 1
+    order = [able.index(every) for every in found.values()]
+    assert order == sorted(order, reverse=True) and found[240] == 0 and len(set(order)) > 2, found
+
+
+def test_checkpointing_knows_what_the_model_can_and_what_the_run_asks(qwen: Path) -> None:
+    small = large.run(qwen, total=60 * GIB, available=60 * GIB)
+    assert least_checkpointing(small, "fsdp", (0,)) == 0, "it can't"
+    assert least_checkpointing(small, "fsdp", (0, 1)) == 1
+    large_gpu = large.run(qwen, total=240 * GIB, available=240 * GIB)
+    assert least_checkpointing(large_gpu, "fsdp", (0, 1)) == 0
+    greedy = dataclasses.replace(large_gpu, overruled=True, share=0.8)
+    assert least_checkpointing(greedy, "fsdp", (0, 1)) == 1, "the engine takes what training would"
+    assert least_checkpointing(dataclasses.replace(greedy, share=0.1), "fsdp", (0, 1)) == 0
+    assert least_checkpointing(dataclasses.replace(greedy, share=0.0), "fsdp", (0, 1)) == 1, "nobody knows how much"
+    longer = dataclasses.replace(large_gpu, tokens=2**18)
+    assert least_checkpointing(longer, "fsdp", (0, 1)) == 1, "a micro-batch of its own"
 
 
 # -- what would fit

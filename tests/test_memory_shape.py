@@ -62,17 +62,18 @@ def kept(model: Any, forward: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_estimate_of_activations_is_near_what_a_forward_keeps(dtype: torch.dtype, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", [0, 1, 2])
+def test_the_estimate_of_activations_is_near_what_a_forward_keeps(dtype: torch.dtype, checkpointing: int) -> None:
     tokens, model = 512, llama(dtype)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=checkpointing)
     model.train()
     ids = torch.randint(VOCABULARY, (1, tokens))
     held = kept(model, lambda: model.model(ids, use_cache=False).last_hidden_state)
     shape = Shape.of(model.config)
     layer = memory.layer_bytes(shape, dtype.itemsize)
-    expected = LAYERS * HIDDEN * dtype.itemsize if checkpointing else LAYERS * layer
+    again = {0: 0, 1: LAYERS, 2: (LAYERS + 1) // 2}[checkpointing]
+    expected = again * HIDDEN * dtype.itemsize + (LAYERS - again) * layer
     expected += HIDDEN * (4 + dtype.itemsize)  # the final norm
     assert 0.75 < held / (tokens * expected) < 1.25
     whole = memory.activation_bytes(shape, tokens, dtype.itemsize, checkpointing, "cpu")
@@ -81,10 +82,11 @@ def test_the_estimate_of_activations_is_near_what_a_forward_keeps(dtype: torch.d
 
 def test_activations_grow_with_the_tokens_and_shrink_with_checkpointing() -> None:
     shape = Shape.of(LlamaConfig(**LLAMA))
-    one, two = (memory.activation_bytes(shape, tokens, 2, False, "cpu") for tokens in (1000, 2000))
-    none = memory.activation_bytes(shape, 0, 2, False, "cpu")
+    one, two = (memory.activation_bytes(shape, tokens, 2, 0, "cpu") for tokens in (1000, 2000))
+    none = memory.activation_bytes(shape, 0, 2, 0, "cpu")
     assert two - one == one - none and none == 2 * 4 * 2**23 + 4 * VOCABULARY * HIDDEN
-    assert memory.activation_bytes(shape, 1000, 2, True, "cpu") < one
+    every, second = (memory.activation_bytes(shape, 1000, 2, checkpointing, "cpu") for checkpointing in (1, 2))
+    assert every < second < one
 
 
 # -- keys that are joined with a prompt's

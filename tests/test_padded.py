@@ -265,7 +265,7 @@ def test_the_rows_of_a_conversation_whose_turns_see_each_other() -> None:
 def test_the_sample_of_the_proof_has_distinct_completions() -> None:
     """`_in_order` tells completions apart by their tokens."""
     rollouts = [r for g in row_proof._samples(make(PACKED["llama"])) for r in g.group.rollouts]
-    assert len({r.completion_ids for r in rollouts}) == len(rollouts) == 4
+    assert len({tuple(r.completion_ids) for r in rollouts}) == len(rollouts) == 4
 
 
 @pytest.mark.parametrize("kind", ["llama", "state space"])

@@ -56,6 +56,25 @@ def run(scorer: Scorer, state: Any = None) -> list[list[float]]:
     return scorer.submit([make_group()], [texts()], state).result().T.tolist()
 
 
+def test_where_nothing_is_said_a_gpu_s_run_has_workers_for_functions_of_modules(scorer_of, monkeypatch) -> None:
+    """Closures, and whatever else may keep a state, stay; on a CPU all do."""
+    monkeypatch.setattr(scoring_module.process, "cpu_threads", lambda: 3)
+    seen: list[int] = []
+
+    def counting(completions, **kwargs):
+        seen.append(os.getpid())
+        return [0.0] * len(completions)
+
+    scorer = scorer_of(process_id, counting, workers=None, on_gpu=True)
+    assert run(scorer)[0][0] != os.getpid() and seen == [os.getpid()]
+    assert "process_id in 2 worker process(es)" in scorer.notes[0]
+    on_cpu = scorer_of(process_id, counting, workers=None)
+    assert run(on_cpu)[0][0] == os.getpid() and not on_cpu.notes
+    for cores, workers in ((1, 1), (2, 1), (64, 4)):
+        monkeypatch.setattr(scoring_module.process, "cpu_threads", lambda cores=cores: cores)
+        assert scoring_module.usual_workers(on_gpu=True) == workers
+
+
 def test_a_function_runs_in_another_process_with_the_same_result(scorer_of) -> None:
     scorer = scorer_of(lengths, process_id)
     assert run(scorer)[0] == [10.0, 10.0, 10.0]

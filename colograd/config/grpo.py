@@ -64,8 +64,11 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     # Fields of TrainingArguments with other defaults.
     learning_rate: float = knob(1e-6, "Peak learning rate of AdamW.")
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
-    gradient_checkpointing: bool = knob(
-        True, "Recompute activations in the backward pass: less memory, about 20 %% more time."
+    gradient_checkpointing: bool | None = knob(
+        None,
+        "Recompute activations in the backward pass: less memory, about 20 %% more time. Unset, the memory plan "
+        "chooses: of no layer where a micro-batch's fit beside the rest, else of every fourth, second or each one "
+        "(`gradient_checkpointing_kwargs: {every_n_layers: 2}` says it).",
     )
     bf16: bool | None = knob(
         None,
@@ -99,6 +102,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self.logging_nan_inf_filter = False  # a NaN loss must be seen
         given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
+        if self.gradient_checkpointing is None and {"every_n_layers", "offload"} & set(given or {}):
+            self.gradient_checkpointing = True  # what else would they be for?
         self._settle_budget(self.on_cpu)
         self._check_policy()
         self._check_sharding()

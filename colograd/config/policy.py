@@ -57,6 +57,19 @@ class PolicyKnobs(TrainingArguments):
             raise ValueError(f"dtype {self.policy_dtype!r} isn't one: choose bfloat16, float32 or auto.")
         return found
 
+    @property
+    def checkpointing(self) -> int:
+        """Every so many-th layer computes its activations again in the backward; 0: none. 1 before it is settled."""
+        kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
+        return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
+
+    def settle_checkpointing(self, every: int) -> None:
+        """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""
+        self.gradient_checkpointing: bool | None = every > 0
+        if every > 1:
+            given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
+            self.gradient_checkpointing_kwargs: Any = {**given, "every_n_layers": every}
+
     def settle_precision(self, dtype: torch.dtype) -> None:
         """Resolve ``optim`` and ``bf16``, once the policy is loaded and its dtype known."""
         if dtype not in (torch.bfloat16, torch.float32):

@@ -12,10 +12,12 @@ class RewardKnobs:
     """Rewards and tools."""
 
     reward_weights: list[float] | None = knob(None, "One weight per reward function; default 1 each.")
-    reward_workers: int = knob(
-        0,
+    reward_workers: int | None = knob(
+        None,
         "Processes per rank that call reward functions while the engine decodes. 0: they run in the trainer's process, "
-        "between two engine steps. `async` functions always run beside the engine.",
+        "between two engine steps. `async` functions always run beside the engine. Unset: 0 on a CPU; on a GPU as many "
+        "as there are cores for, at most 4, and for functions of modules only: closures, objects and functions of a "
+        "script may keep a state, and stay in the trainer's process.",
     )
     reward_timeout: float | None = knob(
         None,

@@ -13,7 +13,7 @@ from ..policy.lora import Adapter
 # Tokens of a KV block on a CPU. A group's prompt is computed once as far as it fills whole blocks; with vLLM's 128 most
 # prompts would be computed G times.
 CPU_BLOCK = 32
-MOST_SEQUENCES = 1024  # decoded at once: more make a step of the engine longer, and no faster per token
+MOST_SEQUENCES = 1024  # decoded at once: vLLM's own number on the largest GPUs
 VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and then splits it
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (

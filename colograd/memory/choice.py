@@ -17,6 +17,7 @@ WHOLE = tuple(way for way in AVAILABLE if way != "fsdp")
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 AMPLE = 0.1  # of a GPU: an engine with less for its KV cache decodes too few sequences at once
 LORA_RANK = 16  # of the adapter that is proposed where the whole policy doesn't fit
+BUSY_TOKENS = 8192  # of a micro-batch that keeps a GPU busy, where more would need more checkpointing
 MOST_RANKS = 1024  # that are proposed
 
 
@@ -39,7 +40,7 @@ class Run:
     running: int  # of them, that the engine has in its KV cache at once
     lengths: Lengths
     tokens: int  # of a micro-batch; 0: as many as fit
-    checkpointing: bool = True
+    checkpointing: int = 1  # every so many-th layer computes its activations again; 0: none
     shared: bool = True  # the policy's parameters are the engine's tensors, where the way allows it
     in_layout: bool = False  # the policy is cut as the engine is
     reshard: bool = True  # with FSDP, forget gathered weights after a forward
@@ -139,9 +140,13 @@ def fits(run: Run, way: str) -> bool:
 def _known_fits(run: Run, plan: MemoryPlan) -> bool:
     """Whether weights, gradients, optimizer and the cache fit, be activations and margin what they may. On a CPU no
     more is asked: pages can be swapped and others' caches dropped."""
-    cache = run.kv_bytes or max(int(run.share * run.total) - plan.engine_weights, 0)
-    cache = cache or (0 if run.on_gpu else run.need.least)
+    cache = _given_cache(run, plan) or (0 if run.on_gpu else run.need.least)
     return dataclasses.replace(plan, kv_bytes=cache).known <= run.available
+
+
+def _given_cache(run: Run, plan: MemoryPlan) -> int:
+    """Bytes of a KV cache that is given, or that a given share of the device leaves for it; 0: neither, or unknown."""
+    return run.kv_bytes or max(int(run.share * run.total) - plan.engine_weights, 0)
 
 
 def taken(run: Run, way: str) -> MemoryPlan:
@@ -176,6 +181,28 @@ def auto(run: Run, ways: Sequence[str] = ()) -> str:
     return next((way for way in ways if _is_ample(run, way)), None) or max(ways, key=lambda way: _left(run, way))
 
 
+def least_checkpointing(run: Run, way: str, able: Sequence[int]) -> int:
+    """Every how many-th layer has to compute its activations again so that training and an ample KV cache fit; 0: none.
+
+    The micro-batch is that of the run, or one that keeps a GPU busy. Longer ones would need more checkpointing, and be
+    no faster for it.
+
+    Args:
+        able: what the model can do, least computed again first; the last where none of it leaves room.
+    """
+    tokens = run.tokens or max(BUSY_TOKENS, run.length)
+    plans = ((every, planned(dataclasses.replace(run, checkpointing=every), way, tokens)) for every in able)
+    return next((every for every, plan in plans if _leaves_room(run, plan)), able[-1])
+
+
+def _leaves_room(run: Run, plan: MemoryPlan) -> bool:
+    """Whether training fits beside the KV cache that there will be; no, where that can't be known."""
+    if not (run.overruled or run.kv_bytes):
+        return plan.takes(_ample(run))
+    cache = _given_cache(run, plan)
+    return cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
+
+
 def _is_ample(run: Run, way: str) -> bool:
     if not run.on_gpu or run.overruled or run.kv_bytes:
         return fits(run, way)
@@ -200,7 +227,7 @@ def remedies(run: Run, way: str) -> str:
 
 def _changes(run: Run, way: str) -> Iterator[str]:
     """Least costly first: settings, sharding among these ranks, an adapter, a shorter context, more ranks."""
-    switches = [("gradient_checkpointing", dataclasses.replace(run, checkpointing=True))]
+    switches = [("gradient_checkpointing", dataclasses.replace(run, checkpointing=1))]
     if run.on_gpu:
         switches += [
             ("vllm_enable_sleep_mode", dataclasses.replace(run, sleeps=True)),

@@ -70,7 +70,7 @@ def read(
         running=min(sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
         lengths=Lengths(prompt or max(length - completion, 1), completion, group),
         tokens=tokens,
-        checkpointing=config.gradient_checkpointing,
+        checkpointing=config.checkpointing,
         shared=shared,
         reshard=config.fsdp_reshard_after_forward,
         offloads_parts=config.fsdp_offload_params,

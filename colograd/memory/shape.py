@@ -96,18 +96,19 @@ def layer_bytes(shape: Shape, itemsize: int, joined: float = 1.0) -> float:
 
 
 def activation_bytes(
-    shape: Shape, tokens: int, itemsize: int, checkpointing: bool, device: str, joined: float = 1.0
+    shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, joined: float = 1.0
 ) -> int:
     """An estimate of the peak of one forward and backward beside weights and gradients.
 
-    Without checkpointing every layer's `layer_bytes`; with it every layer's input and one layer's `layer_bytes`. To
-    both come the gradients inside one layer, the final norm, the head's input and its gradient, the tiles of logits
-    (two of float32, see `logprobs`), and the gradient of the head's weight before it is added to the one there is.
-    SmolLM2-135M in bfloat16 on a CPU: 964 and 1,757 MiB for 1,024 and 2,048 tokens where 953 and 1,697 were measured,
-    with checkpointing 248 for 1,024 where it were 272.
+    Without checkpointing every layer's `layer_bytes`; with it, of each ``checkpointing``-th layer its input only, and
+    one such layer's `layer_bytes`. To both come the gradients inside one layer, the final norm, the head's input and
+    its gradient, the tiles of logits (two of float32, see `logprobs`), and the gradient of the head's weight before it
+    is added to the one there is. SmolLM2-135M in bfloat16 on a CPU: 964 and 1,757 MiB for 1,024 and 2,048 tokens where
+    953 and 1,697 were measured, with checkpointing 248 for 1,024 where it were 272.
     """
     layer = layer_bytes(shape, itemsize, joined)
-    kept = shape.layers * shape.hidden * itemsize + layer if checkpointing else shape.layers * layer
+    again = -(-shape.layers // checkpointing) if checkpointing else 0  # layers that are computed again
+    kept = (shape.layers - again) * layer + again * shape.hidden * itemsize + (layer if again else 0)
     head = shape.hidden * (8 + 3 * itemsize)
     tiles = 2 * 4 * TILE_ELEMENTS.get(device, 2**24)
     inside = _gradients_inside(shape, itemsize, device, joined)

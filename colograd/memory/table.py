@@ -150,7 +150,7 @@ class MemoryPlan:
 
 
 # Where nothing was tried out, as a plan fits until what was built or measured is known.
-REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or keep gradient_checkpointing: true"
+REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gradient_checkpointing: true"
 
 
 def gib(size: float) -> str:

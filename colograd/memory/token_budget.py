@@ -129,7 +129,7 @@ def back_off(
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
         raise torch.OutOfMemoryError(
-            f"A single completion with its prompt doesn't fit ({largest:,} tokens; {reason}): keep "
+            f"A single completion with its prompt doesn't fit ({largest:,} tokens; {reason}): set "
             "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, share more out among the ranks "
             "(sharding), or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
         )

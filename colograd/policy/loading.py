@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,15 @@ class Policy:
     new_adapter: bool = False  # the run put it on; else the model came with it
 
     @property
+    def checkpointing(self) -> tuple[int, ...]:
+        """What the model can do: that every so many-th layer computes its activations again, least first; 0: none."""
+        model = unwrap(self.model)
+        if not model.supports_gradient_checkpointing:
+            return (0,)
+        some = "every_n_layers" in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters
+        return (0, 4, 2, 1) if some else (0, 1)
+
+    @property
     def context(self) -> int:
         """Longest sequence the model takes, in tokens."""
         config = self.model.config.get_text_config()
@@ -54,7 +64,8 @@ class Policy:
         lines = [
             f"policy: {self.model.num_parameters() / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
             f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
-            f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}"
+            f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
+            f"{_recomputed(config.checkpointing)}"
         ]
         if self.why_padded:
             lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
@@ -70,6 +81,11 @@ class Policy:
             yield (
                 f"optimizer: {config.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't"
             )
+
+
+def _recomputed(every: int) -> str:
+    layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
+    return f"activations of {layers} computed twice"
 
 
 QUANTIZED = (
@@ -110,7 +126,7 @@ def load_policy(
     if adapter is not None and config.vllm_tensor_parallel_size > 1:
         adapter = dataclasses.replace(adapter, why_merged=adapter.why_merged or "ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    if adapter is not None and config.gradient_checkpointing and reentrant:
+    if adapter is not None and config.checkpointing and reentrant:
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
     why_padded = choose_rows(loaded)
     if tokenizer is None:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import reprlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,16 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives an awaitable: of an async function, of a partial of one, of an object whose call is one."""
     function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def is_of_module(function: Callable[..., Any]) -> bool:
+    """Whether it is a plain function that a module has under its own name, which another process finds there too."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    return (
+        inspect.isfunction(function)
+        and function.__module__ != "__main__"
+        and getattr(module, function.__qualname__, None) is function
+    )
 
 
 class RewardError(RuntimeError):

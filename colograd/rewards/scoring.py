@@ -24,12 +24,15 @@ from typing import Any
 import torch
 
 from ..batch import Group, Logged
+from ..runtime import process
 from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
 from .calling import check_log, checked_values, keywords_for, parameters_of
-from .functions import RewardError, RewardFunction, is_async
+from .functions import RewardError, RewardFunction, is_async, is_of_module
 from .models import RewardModel
+
+MOST_WORKERS = 4  # where nothing is said
 
 
 class Scoring:
@@ -130,18 +133,30 @@ class Ready(Future[torch.Tensor]):
         self.set_result(rewards)
 
 
+def usual_workers(on_gpu: bool) -> int:
+    """Where nothing is said: none on a CPU, whose cores sample; beside a GPU most of the rank's cores, at most 4."""
+    return min(MOST_WORKERS, max(1, process.cpu_threads() - 1)) if on_gpu else 0
+
+
 class Scorer:
     """Calls reward functions on groups.
 
     Args:
         rewards: R functions.
-        workers: processes for those that can travel; 0: everything runs in this one.
+        workers: processes for those that can travel; 0: everything runs in this one; None: `usual_workers`, for the
+            functions of modules.
         timeout: seconds that a call may take; None: any.
         on_error: ``raise`` ends the run with the function's error, ``abstain`` goes on without its opinion.
+        on_gpu: the policy trains and samples there.
     """
 
     def __init__(
-        self, rewards: Sequence[RewardFunction], workers: int = 0, timeout: float | None = None, on_error: str = "raise"
+        self,
+        rewards: Sequence[RewardFunction],
+        workers: int | None = 0,
+        timeout: float | None = None,
+        on_error: str = "raise",
+        on_gpu: bool = False,
     ) -> None:
         self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
@@ -151,6 +166,9 @@ class Scorer:
         sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
         able = {reward.name: reward.function for reward in sync if reward not in here}
+        if workers is None:
+            able = {name: function for name, function in able.items() if is_of_module(function)}
+            workers = usual_workers(on_gpu)
         self._pool = WorkerPool("rewards", able, workers, timeout)
         self.notes = self._pool.notes  # for the user
         if workers:

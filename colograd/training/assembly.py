@@ -12,7 +12,7 @@ from ..data import PromptDataset, PromptStream
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
 from ..memory import plan as memory
-from ..memory.choice import Run, auto, taken
+from ..memory.choice import Run, auto, least_checkpointing, taken
 from ..memory.device_turns import DeviceTurns
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import together
@@ -111,10 +111,14 @@ def assemble(
     return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
 
 
-def settle_sharding(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> None:
-    """Resolve ``sharding: auto``: the least sharded way that leaves room. A collective."""
+def settle_by_memory(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> None:
+    """Resolve what the memory decides where nothing is said: ``sharding: auto`` is the least sharded way that leaves
+    room, ``gradient_checkpointing`` is on for as few layers as this way needs. A collective."""
     if config.sharding == "auto":
         config.settle_sharding(auto(read_run(config, policy, prompts, tools, config.token_budget)))
+    if config.gradient_checkpointing is None:
+        run = read_run(config, policy, prompts, tools, config.token_budget)
+        config.settle_checkpointing(least_checkpointing(run, name_of(config), policy.checkpointing))
 
 
 def read_run(
