@@ -137,7 +137,7 @@ def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[i
     from colograd.rollout.stages import Stages
 
     scored = roll_out(prompts, Stages(stages.generate, stages.begin_score, stages.judge), PhaseTimes())
-    return [[r.completion_ids for r in s.group.rollouts] for s in scored], scored
+    return [[tuple(r.completion_ids) for r in s.group.rollouts] for s in scored], scored
 
 
 def timed(engine: Any, function: Callable[[], Any]) -> tuple[Any, float, float]:
