@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
 import importlib.util
 import subprocess
@@ -10,6 +11,9 @@ from types import ModuleType
 
 import pytest
 import tiny
+from packaging.requirements import Requirement
+
+from colograd.engine.building import PIN, TESTED_VLLM
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests" / "scripts" / "vllm_environment.py"
@@ -88,3 +92,16 @@ def test_make_asks_for_the_version_before_it_sets_anything_up(tmp_path: Path) ->
     command = ["make", "-f", str(ROOT / "Makefile"), "test-vllm", "VERSION=", f"VENV={tmp_path}/venv"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=tiny.PATIENCE)
     assert done.returncode == 2 and "make test-vllm VERSION=0.28.0" in done.stderr and not [*tmp_path.iterdir()]
+
+
+def test_the_extras_and_the_advice_ask_for_what_was_run() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    first, last = TESTED_VLLM
+    for line in (extras["vllm"], extras["cpu"], PIN):
+        (pin,) = (Requirement(part) for part in line.split("\n") if part.strip())
+        assert f"{first}.0" in pin.specifier and f"{last}.9" in pin.specifier
+        assert "0.26.9" not in pin.specifier and "0.33.0" not in pin.specifier
+    table = (ROOT / "docs" / "versions.md").read_text()
+    assert all(f"| {version}." in table for version in TESTED_VLLM)

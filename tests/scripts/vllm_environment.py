@@ -88,7 +88,7 @@ def described(wanted: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
         if done.returncode:
             known = re.search(r"from versions: (.*)\)", done.stderr)
             said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
-            raise Refused(f"{said[-1]} (the newest are {known[1].split(', ')[-6:]})" if known else said[-1])
+            raise Refused(f"{said[-1]} (there are ..., {', '.join(known[1].split(', ')[-6:])})" if known else said[-1])
         found = [package["metadata"] for package in json.loads(report.read_text())["install"]]
     return {canonicalize_name(each["name"]): (each["version"], each.get("requires_dist", [])) for each in found}
 
