@@ -5,8 +5,8 @@
 
 The real trainer for some steps, of which the first warms up. Without --sampled completions are made up, the same ones
 in every process, so that options can be compared; with it the engine writes them, and its log-probabilities are
-compared with the trainer's. With --set vllm_enable_sleep_mode=true it says what the sleep gives back. utilisation.py has
-the formula of the FLOPs.
+compared with the trainer's. With --set vllm_enable_sleep_mode=true it says what the sleep gives back. utilisation.py
+has the formula of the FLOPs.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
 than planned or the sleep gave too little back.
@@ -77,7 +77,9 @@ class MadeUp:
 
         for prompt in prompts:
             draw = random.Random(prompt.position)
-            lengths = [draw.randint(-(-sampling.max_tokens // SHORTEST), sampling.max_tokens) for _ in range(sampling.n)]
+            lengths = [
+                draw.randint(-(-sampling.max_tokens // SHORTEST), sampling.max_tokens) for _ in range(sampling.n)
+            ]
             rollouts = [
                 Rollout(
                     input=prompt.input,
@@ -240,7 +242,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: float | None) -> dict[str, Any]:
-    """Medians over the counted steps. ``utilisation``: None where the device's peak or the model's FLOPs are unknown."""
+    """Medians over the counted steps; None where the device's peak or the model's FLOPs are unknown."""
     names = sorted({name for step in steps for name in step if name.startswith("time/")})
     seconds = {name.removeprefix("time/"): statistics.median(step.get(name, 0.0) for step in steps) for name in names}
     tokens, trained = sum(step["tokens"] for step in steps), sum(step["time/train"] for step in steps)

@@ -5,9 +5,9 @@ FLOPs = 6 x the matrices of the layers x tokens through the model          (4 in
       + 12 x layers x heads x head size x pairs of a query and a key that it sees
 
 2 per multiplication and addition in a forward, twice as many in its backward (half of them for weights that get no
-gradient). A pair has two products, with the key and with the value. Tokens are those of the packed rows: a shared prompt
-counts once. Work that is done again (checkpointing, tiles of logits) isn't counted, nor are norms, rotations and the
-optimizer; windows are counted as if they were whole. Dense models only.
+gradient). A pair has two products, with the key and with the value. Tokens are those of the packed rows: a shared
+prompt counts once. Work that is done again (checkpointing, tiles of logits) isn't counted, nor are norms, rotations and
+the optimizer; windows are counted as if they were whole. Dense models only.
 """
 
 from __future__ import annotations
