@@ -164,7 +164,7 @@ def test_failing_late_and_missing_checks_are_rows_and_the_others_go_on(
         {"x": 1},
         "Two.\n\n| a |",
     )
-    assert found["dies"].said.startswith("ended by signal 11") and "lack 'y'" in found["lacks"].said
+    assert found["dies"].said.startswith("ended by signal 11") and "KeyError('y')" in found["lacks"].said
     hanging = gpu_check.run(check("late", late), 4.0, tmp_path)
     assert hanging.status == "late" and hanging.said.startswith("still running after 4 s")
     assert gpu_check.run(wanted[0], 0.05, tmp_path).said == "no time was left: give more --minutes"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-GB = 1e9  # bytes
+from figures import GB, table
+
 UNKNOWN = "-"
 
 
@@ -27,12 +28,6 @@ def page(settings: Mapping[str, Any], results: Sequence[Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A Markdown table, whose first columns are text."""
-    rule = [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
-
-
 def _checks(results: Sequence[Any]) -> str:
     rows = [
         [
@@ -43,7 +38,7 @@ def _checks(results: Sequence[Any]) -> str:
         ]
         for result in results
     ]
-    return _table(["Check", "Result", "What it found", "s"], rows, text_columns=3)
+    return table(["Check", "Result", "What it found", "s"], rows, text_columns=3)
 
 
 def _cell(text: str) -> str:
@@ -80,4 +75,4 @@ def _training(results: Sequence[Any]) -> list[str]:
         "same for each. Model FLOPs by the formula in tests/benchmarks/utilisation.py; memory is what torch allocated "
         "at the peak, beside the plan's without what it keeps free (on a CPU what the whole process gained)."
     )
-    return ["### The training path", note, _table(header, rows)]
+    return ["### The training path", note, table(header, rows)]

@@ -118,11 +118,15 @@ class Watch:
         self.steps.append({**numbers, **peaks, **work, "wall": now - self.last})
         self.last = now
 
-    def asleep(self, sleep: Callable[[], None]) -> Callable[[], None]:
+    def sleeping(self, engine: Any) -> Callable[[], None]:
+        """The engine's `sleep`, with a look at the GPU's free memory before and after."""
+        sleep = engine.sleep
+
         def watched() -> None:
-            before = torch.cuda.mem_get_info()[0]
-            sleep()
-            self.sleeps.append(torch.cuda.mem_get_info()[0] - before)
+            if not engine.asleep:
+                before = torch.cuda.mem_get_info()[0]
+                sleep()
+                self.sleeps.append(torch.cuda.mem_get_info()[0] - before)
 
         return watched
 
@@ -188,7 +192,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
         peft_config=adapter(options.lora) if options.lora else None,
     )
     if trainer.engine.sleeps:
-        trainer.engine.sleep = watch.asleep(trainer.engine.sleep)
+        trainer.engine.sleep = watch.sleeping(trainer.engine)
     return trainer
 
 
