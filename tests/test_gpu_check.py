@@ -179,6 +179,14 @@ def lives(process: int) -> bool:
     return False
 
 
+def test_the_reason_is_the_first_error() -> None:
+    own = "[rank0]: Traceback\n[rank0]:   File x\n[rank0]: torch.OutOfMemoryError: CUDA out of memory\n"
+    after = "subprocess.CalledProcessError: Command\n[rank0]:[W1 x.cpp] Warning: not destroyed\n"
+    assert gpu_check.reason(own + after) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert gpu_check.reason(f"{own}training_path: no step had a gradient\n{after}").endswith("had a gradient")
+    assert gpu_check.reason("one\ntwo\n\n") == "two"
+
+
 # -- what is said
 
 

@@ -17,6 +17,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,11 @@ ROOT = HERE.parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 SLACK = 2.5  # times its share of what is left of the time is what a check may take
 LEAST = 5.0  # seconds: with less a check isn't begun
+# Lines that say why something failed: the project's own, then Python's.
+REASONS = (
+    r"^(?:colograd: error|training_path): .+",
+    r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|StaleWeights)\b.*)",
+)
 # Settings of the training path that cost or save time or memory, as arguments of training_path.py.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "as it is": (),
@@ -301,14 +307,20 @@ def run(check: Check, limit: float, folder: Path) -> Result:
 def sentence(check: Check, result: Result, said: str, complained: str, status: int | None) -> str:
     """What a check found, or why it found nothing."""
     if status is None:
-        return f"still running after {result.limit_s:.0f} s: {last_line(complained, {})}"
+        return f"still running after {result.limit_s:.0f} s, at last: {last_line(complained, {})}"
     if status:
         ended = f"ended by signal {-status}" if status < 0 else f"exit status {status}"
-        return f"{ended}: {last_line(complained if complained.strip() else said, {})}"
+        return f"{ended}: {reason(complained if complained.strip() else said)}"
     try:
         return check.tell(said, result.figures)
     except Exception as error:  # the checks that follow are worth more than this line
         return f"ok, but what it found can't be told: {error!r}"
+
+
+def reason(complained: str) -> str:
+    """The line that says why a check failed: the first error in what it wrote, as further ones follow from it."""
+    found = (re.findall(pattern, complained, re.MULTILINE) for pattern in REASONS)
+    return next((lines[0] for lines in found if lines), last_line(complained, {}))
 
 
 def read(figures: Path) -> dict[str, Any]:
