@@ -317,7 +317,8 @@ def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
         f"{settings['completion_tokens']}, {'sampled' if settings['sampled'] else 'made up'}; medians of "
         f"{settings['steps'] - 1} step(s)"
     )
-    return "\n".join([head, "", table(["A step", " ".join(settings["set"]) or "as it is"], rows)])
+    changed = [*settings["set"], *([f"LoRA of rank {settings['lora']}"] if settings["lora"] else [])]
+    return "\n".join([head, "", table(["A step", ", ".join(changed) or "as it is"], rows)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
