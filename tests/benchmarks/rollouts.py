@@ -143,7 +143,7 @@ def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[i
     from colograd.rollout.stages import Stages
 
     scored = roll_out(prompts, Stages(stages.generate, stages.begin_score, stages.judge), PhaseTimes())
-    return [[r.completion_ids for r in s.group.rollouts] for s in scored], scored
+    return [[tuple(r.completion_ids) for r in s.group.rollouts] for s in scored], scored
 
 
 def timed(engine: Any, function: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -177,11 +177,7 @@ def throughput(engine: Any, stages: Sampled, prompts: Sequence[Any], trials: int
 
 def share_of_equals(one: Sequence[Any], other: Sequence[Any]) -> float:
     """The share of completions that two sides wrote alike."""
-    pairs = [
-        tuple(a) == tuple(b)
-        for first, second in zip(one, other, strict=True)
-        for a, b in zip(first, second, strict=True)
-    ]
+    pairs = [a == b for ours, theirs in zip(one, other, strict=True) for a, b in zip(ours, theirs, strict=True)]
     return sum(pairs) / len(pairs)
 
 
