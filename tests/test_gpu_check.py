@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import tiny
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -50,6 +51,24 @@ def test_matrices_are_those_that_multiply(tiny_model: Path, tiny_qwen: Path) -> 
     for folder in (tiny_model, tiny_qwen):
         found = Matrices.of(AutoModelForCausalLM.from_pretrained(folder))
         assert found == Matrices(trained=2 * layer, frozen=0, head=258 * 64, attention=2 * 64)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_torch_counts_as_many(tiny_qwen: Path, frozen: bool) -> None:
+    """Of one sequence whose every token is predicted; eager attention multiplies all pairs, those it masks too."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen, attn_implementation="eager")
+    for name, parameter in model.named_parameters():  # the embeddings' gradient takes the backward to the first layer
+        parameter.requires_grad_(not frozen or "embed" in name)
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=torch.arange(1, 51)[None]).logits.sum().backward()
+    matrices = Matrices.of(model)
+    assert matrices is not None
+    assert matrices.flops(Work(tokens=50, predicted=50, pairs=50 * 50)) == pytest.approx(
+        counted.get_total_flops(), rel=1e-3
+    )
 
 
 def test_a_model_with_experts_has_no_figure() -> None:
