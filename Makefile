@@ -36,7 +36,7 @@ $(error VERSION is empty, but says which vLLM is tested: make test-vllm VERSION=
 endif
 endif
 
-.PHONY: help setup model train test test-all test-vllm lint format bench docs clean distclean
+.PHONY: help setup model train test test-all test-vllm lint format bench gpu-check docs clean distclean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -109,6 +109,9 @@ format: $(STAMP) ## Rewrite the sources in the project's format
 bench: $(STAMP) model ## Time a training step by phase, then side by side with TRL: BENCH="--prompt-tokens 200"
 	$(PY) tests/benchmarks/phases.py $(ARGS)
 	$(PY) tests/benchmarks/side_by_side.py --model $(MODEL) $(BENCH)
+
+gpu-check: $(STAMP) model ## All that wants a GPU, in 10 minutes: ARGS="--model M --minutes 20", or ARGS="--device cpu"
+	$(PY) tests/benchmarks/gpu_check.py $(ARGS)
 
 docs: $(STAMP) ## Write the generated pages of docs/
 	$(PY) docs/generate.py

@@ -237,7 +237,7 @@ def _recorded_step(seconds: float, cpu_before: float, counted: Step) -> Step:
 def _as_json(group: Any) -> dict[str, Any]:
     rollouts = [
         {
-            "completion_ids": rollout.completion_ids,
+            "completion_ids": list(rollout.completion_ids),
             "sampler_logprobs": rollout.sampler_logprobs.tolist(),
             "finish_reason": rollout.finish_reason.value,
         }

@@ -68,9 +68,9 @@ def _cpuinfo() -> list[str]:
         return []
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its first column to the left."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """A Markdown table, its first columns, which are text, to the left."""
+    rule = [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
 
 

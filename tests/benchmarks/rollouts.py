@@ -2,12 +2,13 @@
 
     python tests/benchmarks/rollouts.py [--model M] [--trials 5] [--out F.json]        (--json is the same as --out)
 
-One engine, one set of requests, each with its own seed, so both sides sample the same tokens (which is checked). Every
-completion ends at a token of a fixed random set, which spreads the lengths.
+One engine, one set of requests, each with its own seed, so both sides sample the same tokens. On a CPU that is checked;
+a GPU's rounding may depend on the batch, so each side is timed by its own tokens, and the share of equal completions is
+said. Every completion ends at a token of a fixed random set, which spreads the lengths.
 
 - `ratio.throughput`: tokens per second of `Engine.generate` with streaming and a trivial reward, that is of
   `roll_out`, over those of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
-  ratio, and of the ratio of processor seconds, which hardly depends on the machine's other work.
+  ratio, and of the ratio in processor seconds, which hardly depends on the machine's other work.
 - `ratio.streamed_rewards`: of the seconds that two workers spend in a sleeping reward, the share that lies before the
   last completion ends. Each worker is busy for --load (0.5) of the generation's time.
 """
@@ -97,17 +98,22 @@ def sleeping(seconds: float) -> Callable[..., list[float]]:
 
 def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list[Any]]:
     """The engine, its tokenizer, how to sample, and the prompts."""
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from colograd import GRPOConfig
     from colograd.batch import Prompt
     from colograd.engine.sampling import Sampling
     from colograd.engine.vllm_engine import Engine
+    from colograd.memory.shape import CacheNeed, Shape
 
     config = GRPOConfig(output_dir=folder, num_generations=max(options.num_generations, 2), report_to="none")
     config.per_device_train_batch_size = options.prompts * options.num_generations
     context = options.prompt_tokens + options.completion_tokens
-    engine = Engine(options.model, config, getattr(torch, options.dtype), context, kv_bytes=2**28)
+    dtype, sequences = getattr(torch, options.dtype), options.prompts * options.num_generations
+    shape = Shape.of(AutoConfig.from_pretrained(options.model))
+    need = CacheNeed.of(shape, dtype.itemsize, context, sequences)  # on a CPU few of them are decoded at once
+    kv_bytes = 2**28 if config.on_cpu else need.wanted
+    engine = Engine(options.model, config, dtype, context, kv_bytes, sequences=sequences)
     engine.stamp(0)
     draw = random.Random(0)
     ends = draw.sample(range(engine.vocab_size), max(engine.vocab_size // options.mean_tokens, 1))
@@ -154,7 +160,7 @@ def throughput(engine: Any, stages: Sampled, prompts: Sequence[Any], trials: int
         "plain": lambda: plainly(engine, stages.sampling, prompts),
         "streamed": lambda: streamed(stages, prompts)[0],
     }
-    found: dict[str, Any] = {name: {"seconds": [], "processor_seconds": []} for name in sides}
+    found: dict[str, Any] = {name: {"seconds": [], "processor_seconds": [], "tokens": []} for name in sides}
     for trial in range(trials + 1):
         ids = {}
         for name in list(sides)[:: 1 if trial % 2 else -1]:
@@ -162,9 +168,17 @@ def throughput(engine: Any, stages: Sampled, prompts: Sequence[Any], trials: int
             if trial:
                 found[name]["seconds"].append(seconds)
                 found[name]["processor_seconds"].append(processor)
-        assert ids["plain"] == ids["streamed"], "the two sides sampled different tokens"
+                found[name]["tokens"].append(sum(len(completion) for group in ids[name] for completion in group))
+        equal = share_of_equals(ids["plain"], ids["streamed"])
+        assert equal == 1 or torch.cuda.is_available(), "the two sides sampled different tokens"
     lengths = [len(completion) for group in ids["plain"] for completion in group]
-    return found | {"tokens": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
+    return found | {"equal_completions": equal, "shortest": min(lengths), "longest": max(lengths)}
+
+
+def share_of_equals(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """The share of completions that two sides wrote alike."""
+    pairs = [a == b for ours, theirs in zip(one, other, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    return sum(pairs) / len(pairs)
 
 
 def hiding(engine: Any, stages: Sampled, prompts: Sequence[Any]) -> dict[str, float]:
@@ -197,7 +211,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         scorer.close()
         engine.close()
     pairs = {
-        name: [a / b for a, b in zip(in_turns["plain"][name], in_turns["streamed"][name], strict=True)]
+        name: [a / b for a, b in zip(*(per_token(in_turns[side], name) for side in ("plain", "streamed")), strict=True)]
         for name in ("seconds", "processor_seconds")
     }
     ratio = {
@@ -208,12 +222,18 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     return {"throughput": in_turns, "sleep_s": each, "rewards": runs, "ratio": ratio}
 
 
+def per_token(side: dict[str, list[float]], name: str) -> list[float]:
+    """Seconds of each trial for a token."""
+    return [seconds / tokens for seconds, tokens in zip(side[name], side["tokens"], strict=True)]
+
+
 def report(found: dict[str, Any], options: argparse.Namespace) -> str:
     in_turns, ratio = found["throughput"], found["ratio"]
     rows = []
     for name, words in (("plain", "LLM.generate"), ("streamed", "Engine.generate, streaming, trivial reward")):
         seconds, processor = (statistics.median(in_turns[name][key]) for key in ("seconds", "processor_seconds"))
-        rows.append([words, f"{seconds:.2f}", f"{processor:.2f}", f"{in_turns['tokens'] / seconds:,.0f}"])
+        rate = 1 / statistics.median(per_token(in_turns[name], "seconds"))
+        rows.append([words, f"{seconds:.2f}", f"{processor:.2f}", f"{rate:,.0f}"])
     middle = {key: statistics.median(run[key] for run in found["rewards"]) for key in found["rewards"][0]}
     return "\n".join(
         [
@@ -223,7 +243,8 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
             "",
             table(["Rollouts", "s", "processor s", "tokens/s"], rows),
             "",
-            f"Throughput {ratio['throughput']:.3f} of plain (processor seconds: {ratio['throughput_processor']:.3f})",
+            f"Throughput {ratio['throughput']:.3f} of plain (processor seconds: {ratio['throughput_processor']:.3f}); "
+            f"{in_turns['equal_completions']:.2f} of the completions are equal",
             f"Rewards of {found['sleep_s']:.2f} s in {options.workers} workers: {ratio['streamed_rewards']:.2f} of "
             f"{middle['reward_s']:.1f} s hidden behind {middle['generation_s']:.1f} s of decoding, "
             f"{middle['wait_s']:.2f} s waited",

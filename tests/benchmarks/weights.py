@@ -36,6 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of policy and engine")
     parser.add_argument("--publishes", type=int, default=10, help="timed publishes of each way (10)")
     parser.add_argument("--trials", type=int, default=1, help="processes of each way (1)")
+    parser.add_argument("--eager", action="store_true", help="an engine that isn't compiled: it starts sooner")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # what a child measures
     return parser.parse_args(argv)
@@ -54,6 +55,7 @@ def make_trainer(options: argparse.Namespace, folder: str) -> Any:
         num_generations=8,
         prompts_per_step=2,
         max_completion_length=64,
+        vllm_engine_kwargs={"enforce_eager": True} if options.eager else None,
         report_to="none",
         disable_tqdm=True,
     )
@@ -111,7 +113,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 def measure_apart(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """`measure` in a process of its own."""
     command = [sys.executable, __file__, "--way", way, "--model", options.model, "--dtype", options.dtype]
-    command += ["--publishes", str(options.publishes)]
+    command += ["--publishes", str(options.publishes), *(["--eager"] if options.eager else [])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 

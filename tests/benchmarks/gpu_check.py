@@ -1,0 +1,427 @@
+"""All that wants a GPU, with one command: is this machine right, how fast is it, what does it hold.
+
+    make gpu-check [ARGS="--model M --minutes 10 --only doctor publish"]
+    python tests/benchmarks/gpu_check.py --device cpu             tiny sizes: does the check itself work?
+
+Each check runs in a process of its own, with a time limit out of what is left of --minutes. One that fails or comes
+late is a row with its error; the others go on. Needs no network. Writes into --out: gpu_check.json, gpu_check.md (a
+section ready for docs/performance.md), and each check's output. Exit status 1 if a check failed or came late, 2 without
+such a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+SLACK = 2.5  # times its share of what is left of the time is what a check may take
+LEAST = 5.0  # seconds: with less a check isn't begun
+# Lines that say why something failed: the project's own, then Python's.
+REASONS = (
+    r"^(?:colograd: error|training_path): .+",
+    r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|StaleWeights)\b.*)",
+)
+# Settings of the training path that cost or save time or memory, as arguments of training_path.py.
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "as it is": (),
+    "gradient_checkpointing": ("--set", "gradient_checkpointing=true"),
+    "full_determinism": ("--set", "full_determinism=true"),
+    "float32 under autocast": ("--set", 'model_init_kwargs={"dtype": "float32"}'),
+    "cast_lm_head_to_fp32": ("--set", "cast_lm_head_to_fp32=true"),
+    "offload_optimizer": ("--set", "offload_optimizer=true"),
+    "LoRA": ("--lora", "16"),
+    "every second layer checkpointed": (
+        "--set", "gradient_checkpointing=true", "--set", 'gradient_checkpointing_kwargs={"every_n_layers": 2}',
+    ),
+}  # fmt: skip
+ON_CPU = ("as it is", "gradient_checkpointing", "full_determinism")  # enough to see that they work
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is sampled and trained."""
+
+    prompt: int  # tokens
+    completion: int  # tokens at most
+    group: int  # completions of a prompt
+    prompts: int  # of a step
+    queue: int  # prompts of a generation that is timed
+    trials: int
+    dtype: str  # in the comparison with TRL
+    path: tuple[str, ...] = ()  # more arguments of training_path.py
+
+
+SIZES = {
+    "cuda": Sizes(prompt=512, completion=1024, group=8, prompts=16, queue=64, trials=2, dtype="bfloat16"),
+    "cpu": Sizes(prompt=70, completion=16, group=4, prompts=2, queue=4, trials=1, dtype="float32"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to look at, in a process of its own."""
+
+    name: str
+    command: tuple[str, ...]  # behind the interpreter
+    weight: float  # its share of the time: about the seconds that it should take on an H100
+    tell: Callable[[str, dict[str, Any]], str]  # (its stdout, its figures) -> what it found, in a line
+    writes: bool = True  # takes --out F.json
+    needs: str = ""  # a package without which it is skipped
+
+    @property
+    def stem(self) -> str:
+        """Of its files."""
+        return "".join(letter if letter.isalnum() else "_" for letter in self.name)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a check."""
+
+    name: str
+    status: str  # ok, failed, late or skipped
+    said: str  # what it found, or its error
+    seconds: float = 0.0
+    limit_s: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    report: str = ""  # the Markdown that it printed
+
+    @property
+    def is_bad(self) -> bool:
+        return self.status in ("failed", "late")
+
+    def line(self) -> str:
+        return f"{self.name}: {self.status} ({self.seconds:.0f} s): {self.said}"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_check.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=tuple(SIZES), default="cuda", help="cpu: tiny sizes, some minutes")
+    parser.add_argument("--model", help="a folder; default: the quickstart's, or random weights (on a CPU tiny)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (10)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="the checks whose names begin so")
+    parser.add_argument("--out", type=Path, default=HERE / "out" / "gpu_check", help="folder for what is found")
+    options = parser.parse_args(argv)
+    names = [check.name for check in checks("M", "R", options.device)]
+    for name in options.only or ():
+        if not any(known.startswith(name) for known in names):
+            parser.error(f"--only names {name!r}, with which no check begins. There are: {', '.join(names)}")
+    return options
+
+
+# -- what is checked
+
+
+def checks(model: str, recipe: str, device: str) -> list[Check]:
+    """All of them, in their order: what must be right first, what is good to know last.
+
+    Args:
+        model: a folder.
+        recipe: a file for the doctor.
+    """
+    sizes, on_cpu = SIZES[device], device == "cpu"
+    group = ("--num-generations", str(sizes.group))
+    path = (
+        str(HERE / "training_path.py"), "--model", model, *group, "--prompt-tokens", str(sizes.prompt),
+        "--completion-tokens", str(sizes.completion), "--prompts-per-step", str(sizes.prompts), *sizes.path,
+    )  # fmt: skip
+    rollouts = (
+        str(HERE / "rollouts.py"), "--model", model, *group, "--prompts", str(sizes.queue), "--completion-tokens",
+        str(sizes.completion // 2), "--mean-tokens", str(sizes.completion // 4), "--trials", str(sizes.trials),
+    )  # fmt: skip
+    beside = (
+        str(HERE / "side_by_side.py"), "--model", model, *group, "--prompt-tokens", str(max(sizes.prompt // 2, 70)),
+        "--completion-tokens", str(sizes.completion // 4), "--prompts-per-step", str(sizes.prompts // 2),
+        "--rows-per-microbatch", str(min(sizes.group, 16)), "--steps", "2", "--repeats", str(sizes.trials), "--dtype",
+        sizes.dtype,
+    )  # fmt: skip
+    doctor = ("-m", "colograd.commands.cli", "doctor", "--config", recipe)
+    publish = (str(HERE / "weights.py"), "--model", model, "--publishes", "5", "--eager")
+    sleep = ("--sampled", "--set", "vllm_enable_sleep_mode=true")
+    options = {name: given for name, given in OPTIONS.items() if not on_cpu or name in ON_CPU}
+    return [
+        Check("gpu tests", gpu_tests(only_collect=on_cpu), 40, last_line, writes=False),
+        Check("doctor", doctor, 35, tell_doctor, writes=False),
+        Check("training", (*path, "--sampled"), 60, tell_training),
+        Check("sleep and wake", (*path, *sleep), 60, tell_sleep),
+        Check("publish", publish, 60, last_line),
+        Check("rollouts", rollouts, 60, tell_rollouts),
+        Check("side by side", beside, 110, tell_side_by_side, needs="trl"),
+        *(
+            Check(f"path, {name}", (*path, *given), 22, tell_training, needs="peft" if name == "LoRA" else "")
+            for name, given in options.items()
+        ),
+    ]
+
+
+def gpu_tests(only_collect: bool) -> tuple[str, ...]:
+    """The tests marked `gpu`. Without the project's own options, which ask for plugins that a machine may lack."""
+    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu\n" in path.read_text()]
+    options = ("-o", "addopts=", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+    return ("-m", "pytest", *options, *(["--collect-only"] if only_collect else []), *map(str, marked))
+
+
+def write_recipe(path: Path, model: str) -> None:
+    """What the doctor looks at: the quickstart's task."""
+    recipe: dict[str, Any] = {
+        "model_name_or_path": model,
+        "dataset_name": "colograd.quickstart:sums",
+        "reward_funcs": ["last_number"],
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_completion_length": 64,  # no more is sampled
+        "vllm_engine_kwargs": {"enforce_eager": True},  # other checks compile: this one says whether the rest is right
+        "max_steps": 1,
+        "output_dir": str(path.parent / "doctor"),
+    }
+    path.write_text(json.dumps(recipe, indent=2) + "\n")  # JSON is YAML
+
+
+# -- what they found, in a line each
+
+
+def last_line(said: str, figures: Mapping[str, Any]) -> str:
+    return next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+
+
+def tell_doctor(said: str, figures: Mapping[str, Any]) -> str:
+    lines = [line.removesuffix(": ok") for line in said.splitlines() if line.startswith("sampler/trainer")]
+    return "; ".join([last_line(said, figures), *lines])
+
+
+def tell_training(said: str, figures: Mapping[str, Any]) -> str:
+    speed = f"{figures['tokens_per_second']:,.0f} tokens/s of training"
+    share = "" if figures["utilisation"] is None else f", {figures['utilisation']:.1%} of the device's peak"
+    differ = f", sampler/trainer {figures['difference']['mean']:.4f} nats" if "difference" in figures else ""
+    peak, plan = figures["peak"]["training"] / 1e9, figures["planned"]["training"] / 1e9
+    return f"{speed}{share}{differ}, {peak:.2f} GB at the peak, {plan:.2f} planned"
+
+
+def tell_sleep(said: str, figures: Mapping[str, Any]) -> str:
+    if "given_back" not in figures:
+        return "does nothing on a CPU"
+    seconds = figures["seconds"]
+    return (
+        f"{figures['given_back'] / 1e9:.2f} GB of {figures['planned']['kv_bytes'] / 1e9:.2f} given back in "
+        f"{seconds.get('sleep', 0.0):.3f} s, taken again in {seconds.get('wake', 0.0):.3f} s; afterwards "
+        f"sampler/trainer {figures['difference']['mean']:.4f} nats"
+    )
+
+
+def tell_rollouts(said: str, figures: Mapping[str, Any]) -> str:
+    ratio = figures["ratio"]
+    return f"{ratio['throughput']:.2f} of plain vLLM's throughput, {ratio['streamed_rewards']:.2f} of rewards hidden"
+
+
+def tell_side_by_side(said: str, figures: Mapping[str, Any]) -> str:
+    names = {"train": "training", "step": "step", "memory": "peak memory"}
+    return "TRL / colograd: " + ", ".join(f"{word} {figures['ratio'][name]:.2f}" for name, word in names.items())
+
+
+def markdown(said: str) -> str:
+    """What a benchmark printed, from the sentence above its first table on."""
+    lines = said.splitlines()
+    first = next((index for index, line in enumerate(lines) if line.startswith("| ")), len(lines))
+    return "\n".join(lines[max(first - 2, 0) :]) if first < len(lines) else ""
+
+
+# -- running them
+
+
+def limit_of(left: float, weights: Sequence[float]) -> float:
+    """Seconds that the first of some checks may take.
+
+    Args:
+        left: seconds for all of them.
+        weights: theirs, in order.
+    """
+    return min(left, SLACK * left * weights[0] / sum(weights))
+
+
+def run_all(
+    wanted: Sequence[Check], seconds: float, folder: Path, told: Callable[[list[Result]], None]
+) -> list[Result]:
+    """Run checks one after another within ``seconds``; ``told`` hears all results so far after each."""
+    end, results = time.monotonic() + seconds, []
+    weights = [0.0 if lacks(check) else check.weight for check in wanted]
+    for place, check in enumerate(wanted):
+        limit = limit_of(max(end - time.monotonic(), 0.0), weights[place:]) if weights[place] else 0.0
+        results.append(run(check, limit, folder))
+        told(results)
+    return results
+
+
+def lacks(check: Check) -> bool:
+    """Whether a package that it needs isn't there."""
+    return bool(check.needs) and importlib.util.find_spec(check.needs) is None
+
+
+def run(check: Check, limit: float, folder: Path) -> Result:
+    """One check, in a process of its own that is gone afterwards."""
+    if lacks(check):
+        return Result(check.name, "skipped", f"{check.needs} isn't installed")
+    if limit < LEAST:
+        return Result(check.name, "late", "no time was left: give more --minutes", limit_s=limit)
+    out, err, figures = (folder / f"{check.stem}.{kind}" for kind in ("out", "err", "json"))
+    figures.unlink(missing_ok=True)
+    command = [sys.executable, *check.command, *(["--out", str(figures)] if check.writes else [])]
+    started = time.monotonic()
+    with out.open("w") as said, err.open("w") as complained:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=said, stderr=complained, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end_group(process)
+    result = Result(
+        check.name,
+        "late" if status is None else "failed" if status else "ok",
+        "",
+        seconds=time.monotonic() - started,
+        limit_s=limit,
+        figures=read(figures),
+        report=markdown(out.read_text()) if check.writes else "",
+    )
+    return dataclasses.replace(result, said=sentence(check, result, out.read_text(), err.read_text(), status))
+
+
+def sentence(check: Check, result: Result, said: str, complained: str, status: int | None) -> str:
+    """What a check found, or why it found nothing."""
+    if status is None:
+        return f"still running after {result.limit_s:.0f} s, at last: {last_line(complained, {})}"
+    if status:
+        ended = f"ended by signal {-status}" if status < 0 else f"exit status {status}"
+        return f"{ended}: {reason(complained if complained.strip() else said)}"
+    try:
+        return check.tell(said, result.figures)
+    except Exception as error:  # the checks that follow are worth more than this line
+        return f"ok, but what it found can't be told: {error!r}"
+
+
+def reason(complained: str) -> str:
+    """The line that says why a check failed: the first error in what it wrote, as further ones follow from it."""
+    found = (re.findall(pattern, complained, re.MULTILINE) for pattern in REASONS)
+    return next((lines[0] for lines in found if lines), last_line(complained, {}))
+
+
+def read(figures: Path) -> dict[str, Any]:
+    """What a check wrote, if it did: one that was ended may have been writing."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(figures.read_text())  # type: ignore[no-any-return]
+    return {}
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a check and what it has started: workers may hold memory of the GPU that the next check needs."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def environment() -> dict[str, str]:
+    """Of a check: one rank, this checkout's package, and no waiting for a network."""
+    from colograd.runtime.process import RANK_VARIABLES
+
+    kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+    return offline | kept | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+# -- the machine and the model
+
+LOOK = """
+import json, torch
+from colograd.runtime import gpus
+from figures import machine
+from phases import versions
+cuda = torch.cuda.is_available()
+why = "" if cuda else gpus.why_unused(torch.__version__, torch.version.cuda)
+print(json.dumps({"cuda": cuda, "why": why, "machine": machine(), "versions": versions("trl")}))
+"""
+
+
+def look() -> dict[str, Any]:
+    """At the machine, from another process: this one mustn't take memory of the GPU."""
+    paths = os.pathsep.join([str(HERE), environment()["PYTHONPATH"]])
+    command = [sys.executable, "-c", LOOK]
+    done = subprocess.run(
+        command, env=environment() | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def unfit(device: str, machine: Mapping[str, Any]) -> str:
+    """Why this machine can't be checked as one with a ``device``; empty: it can."""
+    if device == "cuda" and not machine["cuda"]:
+        return machine["why"] or "torch sees no GPU here: --device cpu (make gpu-check ARGS=...) tries the check itself"
+    if device == "cpu" and machine["cuda"]:
+        return f"vLLM would use this machine's GPU ({machine['machine']}): leave --device cpu out"
+    return ""
+
+
+def model_for(options: argparse.Namespace) -> str:
+    """The folder that was named, the quickstart's, or a random model's, which is made."""
+    if options.model or (options.device == "cuda" and MODEL.is_dir()):
+        return str(Path(options.model or MODEL).resolve())
+    folder = options.out.resolve() / ("random-smollm2" if options.device == "cuda" else "tiny")
+    if not (folder / "config.json").exists():
+        tiny = ["--tiny"] if options.device == "cpu" else []
+        command = [sys.executable, str(HERE / "random_model.py"), str(folder), *tiny]
+        subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    return str(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and write; the exit status."""
+    options = parse(argv)
+    started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the check that runs, too
+    machine = look()
+    if why := unfit(options.device, machine):
+        print(f"gpu_check: {why}", file=sys.stderr)
+        return 2
+    from gpu_page import page
+
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    model, recipe = model_for(options), out / "doctor.yaml"
+    write_recipe(recipe, model)
+    begin = tuple(options.only or [""])
+    wanted = [check for check in checks(model, str(recipe), options.device) if check.name.startswith(begin)]
+    settings = {"model": Path(model).name, **machine, "minutes": options.minutes, **vars(SIZES[options.device])}
+
+    def told(results: list[Result]) -> None:
+        """What is found so far outlives whatever ends this process."""
+        print(results[-1].line(), flush=True)
+        found = {"settings": settings, "seconds": time.monotonic() - started, "checks": [vars(r) for r in results]}
+        (out / "gpu_check.json").write_text(json.dumps(found, indent=2) + "\n")
+        (out / "gpu_check.md").write_text(page(settings, results) + "\n")
+
+    results = run_all(wanted, 60 * options.minutes - (time.monotonic() - started), out, told)
+    bad = [result.name for result in results if result.is_bad]
+    print(f"\n{page(settings, results)}\n\n{len(results) - len(bad)} of {len(results)} checks are well: {out}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""The training path on its own: seconds of a step, model FLOP utilisation, peak memory against the plan.
+
+    python tests/benchmarks/training_path.py [--model M] [--set gradient_checkpointing=true] [--lora 16] [--sampled]
+        [--out F.json]
+
+The real trainer for some steps, of which the first warms up. Without --sampled completions are made up, the same ones
+in every process, so that options can be compared; with it the engine writes them, and its log-probabilities are
+compared with the trainer's. With --set vllm_enable_sleep_mode=true it says what the sleep gives back. utilisation.py
+has the formula of the FLOPs.
+
+Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
+than planned or the sleep gave too little back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from colograd.runtime import process
+
+process.prepare_threads()  # before torch is imported
+
+import torch  # noqa: E402
+from contestants import hash_reward  # noqa: E402
+from figures import GB, PeakMemory, machine, table, write  # noqa: E402
+from phases import versions  # noqa: E402
+from side_by_side import make_prompts  # noqa: E402
+from utilisation import Matrices, Work, peak_of  # noqa: E402
+
+DIFFERENCE = "sampling/sampling_logp_difference"
+GIVEN_BACK = 0.9  # of the KV cache, at least, by a sleep
+SHORTEST = 8  # made-up completions have from 1/8 of the longest length to all of it
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="training_path.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="folder or Hub id")
+    parser.add_argument("--prompt-tokens", type=int, default=120, help="tokens of each prompt, template included (120)")
+    parser.add_argument("--completion-tokens", type=int, default=64, help="tokens of a completion at most (64)")
+    parser.add_argument("--num-generations", type=int, default=8, help="completions per prompt (8)")
+    parser.add_argument("--prompts-per-step", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps with the one that warms up (3)")
+    parser.add_argument("--sampled", action="store_true", help="the engine writes the completions")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a field of GRPOConfig")
+    parser.add_argument("--lora", type=int, default=0, metavar="R", help="train an adapter of rank R on all layers")
+    parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
+    options = parser.parse_args(argv)
+    if options.steps < 2:
+        parser.error(f"--steps is {options.steps}, but the first only warms up: at least 2")
+    try:
+        options.fields = {name: json.loads(value) for name, _, value in (given.partition("=") for given in options.set)}
+    except json.JSONDecodeError as error:
+        parser.error(f"--set takes FIELD=JSON, such as gradient_checkpointing=true: {error}")
+    return options
+
+
+class MadeUp:
+    """A rollout source without a sampler: random tokens, which follow from a prompt's place alone."""
+
+    def __init__(self, engine: Any) -> None:
+        self.vocabulary = engine.vocab_size
+
+    def generate(
+        self, prompts: Any, sampling: Any, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Any]:
+        from colograd.batch import FinishReason, Group, Rollout
+
+        for prompt in prompts:
+            draw = random.Random(prompt.position)
+            lengths = [
+                draw.randint(-(-sampling.max_tokens // SHORTEST), sampling.max_tokens) for _ in range(sampling.n)
+            ]
+            rollouts = [
+                Rollout(
+                    input=prompt.input,
+                    completion_ids=[draw.randrange(self.vocabulary) for _ in range(length)],
+                    sampler_logprobs=torch.zeros(length),
+                    sampled=torch.ones(length, dtype=torch.bool),
+                    finish_reason=FinishReason.STOP,
+                    policy_version=version,
+                )
+                for length in lengths
+            ]
+            yield Group(prompt.example, tuple(rollouts), prompt.position)
+
+
+class Watch:
+    """Of a run's steps: their log entries, their FLOPs, the peak of each phase; and what each sleep gives back."""
+
+    def __init__(self) -> None:
+        self.memory = PeakMemory()
+        self.steps: list[dict[str, Any]] = []
+        self.sleeps: list[int] = []  # bytes
+        self.work = Work()
+        self.last = self.sampling_peak = 0.0
+
+    def begin_training(self, rows: Any) -> None:
+        self.sampling_peak = self.memory.peak()
+        self.memory.reset()
+        self.work = Work.of_rows(rows)
+
+    def step(self, logs: dict[str, Any]) -> None:
+        """An optimizer step has ended."""
+        now = time.perf_counter()
+        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        peaks = {"sampling_peak": self.sampling_peak, "training_peak": self.memory.peak()}
+        work = {"tokens": self.work.tokens, "predicted": self.work.predicted, "pairs": self.work.pairs}
+        self.steps.append({**numbers, **peaks, **work, "wall": now - self.last})
+        self.last = now
+
+    def sleeping(self, engine: Any) -> Callable[[], None]:
+        """The engine's `sleep`, with a look at the GPU's free memory before and after."""
+        sleep = engine.sleep
+
+        def watched() -> None:
+            if not engine.asleep:
+                before = torch.cuda.mem_get_info()[0]
+                sleep()
+                self.sleeps.append(torch.cuda.mem_get_info()[0] - before)
+
+        return watched
+
+
+def make_config(options: argparse.Namespace, folder: str) -> Any:
+    from colograd import GRPOConfig
+
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "num_generations": options.num_generations,
+        "prompts_per_step": options.prompts_per_step,
+        "max_completion_length": options.completion_tokens,
+        "generation_kwargs": {"ignore_eos": True},
+        "max_steps": options.steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    if not options.sampled:  # nobody samples: nothing to correct, and nothing to compile an engine for
+        settings |= {"vllm_importance_sampling_correction": False, "vllm_engine_kwargs": {"enforce_eager": True}}
+    return GRPOConfig(**(settings | options.fields))
+
+
+def adapter(rank: int) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+
+    from colograd import GRPOTrainer
+
+    class Watched(GRPOTrainer):
+        def generate(self, prompts: Any) -> Any:
+            watch.memory.reset()
+            yield from super().generate(prompts)
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            watch.begin_training(inputs.rows)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.last = time.perf_counter()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if logs and "step_time" in logs:
+                watch.step(logs)
+
+    count = options.prompts_per_step * options.steps
+    prompts = make_prompts(AutoTokenizer.from_pretrained(options.model), options.prompt_tokens, count, seed=0)
+    trainer = Watched(
+        options.model,
+        hash_reward,
+        make_config(options, folder),
+        Dataset.from_list([{"prompt": prompt, "signal": True} for prompt in prompts]),
+        callbacks=[Steps()],
+        rollout_func=None if options.sampled else MadeUp,
+        peft_config=adapter(options.lora) if options.lora else None,
+    )
+    if trainer.engine.sleeps:
+        trainer.engine.sleep = watch.sleeping(trainer.engine)
+    return trainer
+
+
+# -- the figures
+
+
+def planned(trainer: Any) -> dict[str, int]:
+    """Bytes of the plan in each phase, less what others hold and what is kept free; and what is."""
+    from colograd.memory.table import PHASES
+
+    plan = trainer.memory
+    others = plan.total - plan.available
+    found = {phase: plan.total - others - plan.margin - plan.remains(phase) for phase in PHASES}
+    return {**found, "margin": plan.margin, "kv_bytes": plan.kv_bytes}
+
+
+def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Train; the figures, and what is wrong with them as ``faults``."""
+    from colograd.commands.doctor import allowed
+
+    started, watch = time.perf_counter(), Watch()
+    base = 0 if watch.memory.cuda else watch.memory.now()  # on a CPU the process without the trainer
+    trainer = make_trainer(options, folder, watch)
+    start_s, tokens = time.perf_counter() - started, 0
+    try:
+        trainer.train()
+        plan, limit, tokens = planned(trainer), allowed(trainer), trainer.rules.max_tokens
+        matrices = Matrices.of(trainer.model)
+        half = trainer.policy.model.dtype == torch.bfloat16 or trainer.args.bf16
+        asked_to_sleep, checkpointing = trainer.engine.sleeps, trainer.args.checkpointing
+    finally:
+        trainer.close()
+    steps = watch.steps[1:]
+    found = summary(steps, matrices, peak_of(machine()) if half else None)
+    found |= {"start_s": start_s, "microbatch_tokens": tokens, "every_n_layers": checkpointing, "planned": plan}
+    # torch goes on counting what a sleeping cache has given back.
+    slept = plan["kv_bytes"] if asked_to_sleep else 0
+    found["peak"] = {
+        "sampling": max(step["sampling_peak"] for step in steps) - base,
+        "training": max(step["training_peak"] for step in steps) - base - slept,
+    }
+    if watch.sleeps:
+        found["given_back"] = min(watch.sleeps)
+    if options.sampled:
+        found["difference"] = {
+            "mean": max(step[f"{DIFFERENCE}/mean"] for step in steps),
+            "max": max(step[f"{DIFFERENCE}/max"] for step in steps),
+            "allowed": limit,
+        }
+    return {**found, "faults": faults(found, steps, on_gpu=watch.memory.cuda), "steps": watch.steps}
+
+
+def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: float | None) -> dict[str, Any]:
+    """Medians over the counted steps; None where the device's peak or the model's FLOPs are unknown."""
+    names = sorted({name for step in steps for name in step if name.startswith("time/")})
+    seconds = {name.removeprefix("time/"): statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+    tokens, trained = sum(step["tokens"] for step in steps), sum(step["time/train"] for step in steps)
+    works = [Work(step["tokens"], step["predicted"], step["pairs"]) for step in steps]
+    flops = sum(matrices.flops(work) for work in works) if matrices else None
+    return {
+        "step_s": statistics.median(step["wall"] for step in steps),
+        "seconds": seconds,
+        "tokens": tokens // len(steps),
+        "tokens_per_second": tokens / trained,
+        "flops": flops and flops // len(steps),
+        "flops_per_second": flops and flops / trained,
+        "peak_flops_per_second": peak,
+        "utilisation": flops / trained / peak if flops and peak else None,
+    }
+
+
+def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool) -> list[str]:
+    """What is wrong, in sentences."""
+    said = []
+    for name in ("loss", "grad_norm"):
+        values = [step[name] for step in steps if name in step]
+        if not all(map(math.isfinite, values)):
+            said.append(f"{name} isn't finite: {values}")
+    if not any(step.get("grad_norm") for step in steps):
+        said.append("no step had a gradient")
+    difference = found.get("difference")
+    if difference and not difference["mean"] <= difference["allowed"]:
+        said.append(
+            f"sampler and trainer differ by {difference['mean']:.2g} nats on average, more than the "
+            f"{difference['allowed']:g} allowed"
+        )
+    if not on_gpu:  # where all of the process is resident, its libraries and vLLM's threads too
+        return said
+    for phase, peak in found["peak"].items():
+        if peak > found["planned"][phase] + found["planned"]["margin"]:
+            said.append(
+                f"{peak / GB:.2f} GB at the peak of {phase}, {found['planned'][phase] / GB:.2f} planned and "
+                f"{found['planned']['margin'] / GB:.2f} kept free"
+            )
+    cache = found["planned"]["kv_bytes"]
+    if "given_back" in found and found["given_back"] < GIVEN_BACK * cache:
+        said.append(f"a sleep gave {found['given_back'] / GB:.2f} GB back of a cache of {cache / GB:.2f}")
+    return said
+
+
+def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    rows = [
+        ["step, s", f"{found['step_s']:.3f}"],
+        *([f"{name}, s", f"{seconds:.3f}"] for name, seconds in found["seconds"].items()),
+        ["tokens through the model", f"{found['tokens']:,}"],
+        ["tokens/s of training", f"{found['tokens_per_second']:,.0f}"],
+    ]
+    if found["flops_per_second"]:
+        rows.append(["model TFLOP/s of training", f"{found['flops_per_second'] / 1e12:.3f}"])
+    if found["utilisation"] is not None:
+        rows.append(["of the device's peak", f"{found['utilisation']:.1%}"])
+    for phase, peak in found["peak"].items():
+        rows.append([f"GB at the peak of {phase} (planned)", f"{peak / GB:.2f} ({found['planned'][phase] / GB:.2f})"])
+    if "given_back" in found:
+        rows.append(["GB that a sleep gives back", f"{found['given_back'] / GB:.2f}"])
+    if "difference" in found:
+        rows.append(["sampler/trainer, nats on average", f"{found['difference']['mean']:.4f}"])
+    head = (
+        f"{settings['model']}, {settings['machine']}: {settings['prompts_per_step']} prompts of "
+        f"{settings['prompt_tokens']} tokens x {settings['num_generations']} completions of at most "
+        f"{settings['completion_tokens']}, {'sampled' if settings['sampled'] else 'made up'}; medians of "
+        f"{settings['steps'] - 1} step(s)"
+    )
+    changed = [*settings["set"], *([f"LoRA of rank {settings['lora']}"] if settings["lora"] else [])]
+    return "\n".join([head, "", table(["A step", ", ".join(changed) or "as it is"], rows)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status."""
+    options = parse(argv)
+    process.quiet_logs(verbose=False)
+    process.prepare_ranks()
+    with tempfile.TemporaryDirectory(prefix="colograd-bench-") as folder:
+        found = measure(options, folder)
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "fields")}
+    settings |= {"model": Path(options.model).name, "machine": machine(), "versions": versions()}
+    print(report(found, settings))
+    write(options.out, {"settings": settings, **found})
+    for fault in found["faults"]:
+        print(f"training_path: {fault}", file=sys.stderr)
+    return 1 if found["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Model FLOPs of a training step, and how many a GPU could have done meanwhile.
+
+FLOPs = 6 x the matrices of the layers x tokens through the model          (4 instead of 6 where they are frozen)
+      + 6 x the head's matrix x predicted tokens                          (it sees no others)
+      + 12 x layers x heads x head size x pairs of a query and a key that it sees
+
+2 per multiplication and addition in a forward, twice as many in its backward (half of them for weights that get no
+gradient). A pair has two products, with the key and with the value. Tokens are those of the packed rows: a shared
+prompt counts once. Work that is done again (checkpointing, tiles of logits) isn't counted, nor are norms, rotations and
+the optimizer; windows are counted as if they were whole. Dense models only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# FLOP/s of dense bfloat16 products by the makers' data sheets. An entry's words are looked for in a device's name.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,  # SXM
+    "H200": 989e12,
+    "A100": 312e12,
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def peak_of(device: str) -> float | None:
+    """FLOP/s of a device by its name; None: unknown."""
+    found = (peak for name, peak in PEAKS.items() if all(re.search(rf"\b{word}\b", device) for word in name.split()))
+    return next(found, None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What went through the model in one step."""
+
+    tokens: int = 0  # packed
+    predicted: int = 0  # of these, completion tokens
+    pairs: int = 0  # of a query and a key that it sees
+
+    @classmethod
+    def of(cls, groups: Iterable[tuple[int, list[int]]]) -> Work:
+        """Of prompts, each with its completions, in tokens: a completion sees its prompt and, causally, itself."""
+        tokens = predicted = pairs = 0
+        for prompt, completions in groups:
+            tokens += prompt + sum(completions)
+            predicted += sum(completions)
+            pairs += prompt * (prompt + 1) // 2 + sum(c * prompt + c * (c + 1) // 2 for c in completions)
+        return cls(tokens, predicted, pairs)
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Any]) -> Work:
+        """Of a step's `PackedRow`s."""
+        parts = [part for row in rows for part in row.parts]
+        return cls.of((len(part.rollouts[0].input), [len(r.completion_ids) for r in part.rollouts]) for part in parts)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Elements of a model's matrices, and what its attention multiplies for one pair."""
+
+    trained: int  # of the layers, with a gradient
+    frozen: int  # of the layers, without
+    head: int
+    attention: int  # layers x heads x head size
+    head_is_trained: bool = True
+
+    @classmethod
+    def of(cls, model: Any) -> Matrices | None:
+        """None: the model is no dense one."""
+        from colograd.memory.shape import Shape
+        from colograd.policy.lora import unwrap
+
+        base = unwrap(model)
+        config = base.config.get_text_config()
+        if any(getattr(config, name, None) for name in EXPERTS):
+            return None
+        head, table = base.get_output_embeddings().weight, base.get_input_embeddings().weight
+        inside = [p for p in model.parameters() if p.dim() == 2 and p is not head and p is not table]
+        trained = sum(p.numel() for p in inside if p.requires_grad)
+        shape = Shape.of(base.config)
+        frozen = sum(p.numel() for p in inside) - trained
+        return cls(trained, frozen, head.numel(), shape.layers * shape.queries, head.requires_grad)
+
+    def flops(self, work: Work) -> int:
+        """Of a forward and its backward."""
+        layers = (6 * self.trained + 4 * self.frozen) * work.tokens
+        head = (6 if self.head_is_trained else 4) * self.head * work.predicted
+        return layers + head + 12 * self.attention * work.pairs
