@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -443,10 +442,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             with self.compute_loss_context_manager():
                 return policy_logprobs(self.model, row, self.args.temperature)[1]
 
-        # Once around all rows: a phase's ends wait for the device.
-        timed = self.times.phase("entropies") if self.loss.top_entropy_quantile < 1 else nullcontext()
-        with timed:
-            return with_step_entropy(step, self.loss, self.entropy.applied, entropies)
+        timed = self.times.phase("entropies")
+        return with_step_entropy(step, self.loss, self.entropy.applied, entropies, timed)
 
     def _loss_pass(self, model: torch.nn.Module, step: StepBatch, backward: bool = True) -> Metrics:
         """This rank's micro-batches through `compute_loss`."""

@@ -17,6 +17,7 @@ LEFT = (
     "rng_state_0.pth",
     "training_args.bin",
     "lengths_0.json",
+    "trainer_state.json",
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def with_step_entropy(
     objective: Objective,
     coefficient: float,
     entropies: Callable[[MicroBatch], torch.Tensor],
+    timed: AbstractContextManager[None] | None = None,
 ) -> StepBatch:
     """The step with what the objective's entropy terms must know of all of it. A collective.
 
@@ -35,10 +37,11 @@ def with_step_entropy(
     Args:
         coefficient: of the bonus in this step.
         entropies: of a micro-batch, (N,).
+        timed: is entered once around all of those forwards, if there are any.
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows))) > 1:
-        with together("the entropies"), torch.no_grad():
+        with together("the entropies"), torch.no_grad(), timed or nullcontext():
             micro_batches = map(lay_out, step.rows)
             own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])
         everywhere = torch.cat(gather(own))
