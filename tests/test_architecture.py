@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
@@ -27,8 +28,13 @@ def floors() -> list[str]:
     return [line.split()[0].rstrip("/") for line in block.group(1).splitlines()]
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Every import at any level, those for types too: `colograd/x/y.py`'s as `x/y.py`, others by name."""
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (module_file(alias.name) for alias in node.names)
@@ -56,9 +62,10 @@ def own_name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@functools.cache
 def arrows() -> dict[str, set[str]]:
     """Each module of the package, and the modules of the package that it imports."""
-    modules = {own_name(path): set(imports(path)) for path in FILES}
+    modules = {own_name(path): imports(path) for path in FILES}
     return {name: {other for other in found if other in modules and other != name} for name, found in modules.items()}
 
 
@@ -86,10 +93,10 @@ def test_the_floors_are_what_there_is() -> None:
 
 def test_the_reading_of_imports_sees_them_all() -> None:
     """The other tests are worth what this one is: every form of import is found and resolved."""
-    assert {"training/evaluation.py", "weights/__init__.py"} <= set(imports(PACKAGE / "trainer.py"))
-    assert "engine/vllm_engine.py" in set(imports(PACKAGE / "weights" / "copied.py"))
-    assert "train.py" in set(imports(PACKAGE / "commands" / "cli.py")), "inside a function"
-    assert "trainer.py" in set(imports(PACKAGE / "train.py")) | set(imports(PACKAGE / "__init__.py")), "for types"
+    assert {"training/evaluation.py", "weights/__init__.py"} <= imports(PACKAGE / "trainer.py")
+    assert "engine/vllm_engine.py" in imports(PACKAGE / "weights" / "copied.py")
+    assert "train.py" in imports(PACKAGE / "commands" / "cli.py"), "inside a function"
+    assert "trainer.py" in imports(PACKAGE / "train.py") | imports(PACKAGE / "__init__.py"), "for types"
 
 
 @each_file

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import launcher
 import pytest
-import tiny
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,7 +22,6 @@ from colograd.parallel.balance import MIN_GAIN, balance, cost, pair_cost, plan, 
 from colograd.policy import attention, packing
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules, dummy, lay_out, pack, pack_step
-from colograd.runtime import process
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parent / "scripts" / "uneven_ranks.py"
@@ -203,10 +199,7 @@ def test_short_ranks_add_dummies_only_where_ranks_step_together(monkeypatch: pyt
 def run(ranks: int, folder: Path) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """[rank]: the cases unbalanced, balanced, balanced in small rows with equal counts; and with entropy terms, in
     large and in small rows."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(process.free_port()), str(SCRIPT), str(folder)]
-    environment = {k: v for k, v in os.environ.items() if k not in process.RANK_VARIABLES}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=environment)
+    done = launcher.run(SCRIPT, folder, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import launcher
 import pytest
 import tiny
 
@@ -112,21 +113,21 @@ def test_steps_of_the_optimizer_are_timed_in_turns(tmp_path: Path) -> None:
 
 def test_reward_models_give_the_same_rewards_each_way(tiny_model: Path, tmp_path: Path) -> None:
     """The benchmark itself compares them, and ends where they differ."""
-    command = [sys.executable, str(BENCHMARKS / "reward_models.py"), "--model", str(tiny_model), "--groups", "2"]
+    command = [str(BENCHMARKS / "reward_models.py"), "--model", str(tiny_model), "--groups", "2"]
     command += ["--max-words", "8", "--trials", "1", "--out", str(tmp_path / "f.json")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=tiny.clean_environment())
-    assert done.returncode == 0 and done.stdout.count("\n| ") == 5, done.stdout  # header, rule, three ways
+    done = launcher.run(*command)
+    assert done.returncode == 0 and done.stdout.count("\n| ") == 5, (
+        done.stdout + done.stderr
+    )  # header, rule, three ways
     assert all(json.loads((tmp_path / "f.json").read_text())[f"processor_s.{way}"] > 0 for way in ("at_once", "padded"))
 
 
 @pytest.mark.engine
 def test_rollouts_are_timed_in_turns_and_rewards_hide_behind_them(tiny_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "rollouts.py"), "--model", str(tiny_model), "--dtype", "float32"]
+    command = [str(BENCHMARKS / "rollouts.py"), "--model", str(tiny_model), "--dtype", "float32"]
     command += ["--prompts", "6", "--completion-tokens", "40", "--mean-tokens", "20", "--trials", "1"]
-    done = subprocess.run(
-        [*command, "--json", str(tmp_path / "f.json")], stdout=subprocess.PIPE, text=True, env=tiny.clean_environment()
-    )
-    assert done.returncode == 0, done.stdout
+    done = launcher.run(*command, "--json", tmp_path / "f.json")
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "| Engine.generate, streaming, trivial reward |" in done.stdout
     found = json.loads((tmp_path / "f.json").read_text())
     assert found["throughput"]["shortest"] < found["throughput"]["longest"] == 40, "lengths are spread"

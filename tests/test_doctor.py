@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import launcher
 import pytest
-import tiny
 import torch
 import yaml
 
@@ -68,10 +66,7 @@ def test_only_its_own_gpu_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.engine
 def test_a_good_recipe_is_well_and_nothing_is_written(recipe: Path) -> None:
     """Through the command, as a user types it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "colograd.commands.cli", "doctor", "--config", str(recipe), "--temperature", "0.9"],
-        capture_output=True, text=True, timeout=tiny.PATIENCE, cwd=TESTS, env=tiny.clean_environment(),
-    )  # fmt: skip
+    done = launcher.run("colograd.commands.cli", "doctor", "--config", recipe, "--temperature", 0.9, cwd=TESTS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = lines(done.stdout)
     assert f"torch {torch.__version__.split('+')[0]}" in found["versions"] and "vllm" in found["versions"]

@@ -7,8 +7,6 @@ import contextlib
 import functools
 import json
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -16,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
+import launcher
 import pytest
 import tiny
 import tool_cases
@@ -27,7 +26,6 @@ from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.tool_calls import text_of
 from colograd.rollout.tool_format import ToolCall
 from colograd.rollout.toolbox import EMPTY, Toolbox, environment_reward
-from colograd.runtime import process
 from colograd.training.task import train_prompts_of
 
 
@@ -571,14 +569,7 @@ def test_a_tool_that_hangs_on_one_rank_costs_its_deadline_and_no_rank_hangs(tmp_
     template.write_text(tiny.TOOL_TEMPLATE)
     model = tiny.make_model(tmp_path / "talker", context=512)
     script = Path(__file__).parent / "scripts" / "tool_ranks.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    done = subprocess.run(
-        [*command, str(process.free_port()), str(script), str(model), str(template), str(tmp_path)],
-        env=tiny.clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=tiny.PATIENCE,
-    )
+    done = launcher.run(script, model, template, tmp_path, ranks=2)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert [e["step"] for e in first] == [e["step"] for e in second] == [1, 2]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import launcher
 import pytest
-import tiny
 import torch
 
-from colograd.runtime import process
 from colograd.sharding.blocks import check_blocks, decoder_blocks
 
 SCRIPT = Path(__file__).parent / "scripts" / "fsdp_ranks.py"
@@ -20,10 +17,7 @@ FAULTS = ("before", "forward", "backward", "forward memory", "backward memory")
 
 
 def run(ranks: int, folder: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(process.free_port()), str(SCRIPT), str(folder)]
-    environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=environment)
+    done = launcher.run(SCRIPT, folder, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 

@@ -9,20 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import launcher
 import pytest
 import tiny
-
-from colograd.runtime import process
 
 pytestmark = pytest.mark.engine
 
 SCRIPT = Path(__file__).parent / "scripts" / "two_ranks.py"
 
 
-def start(ranks: int, *arguments: str, timeout: float = 600, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(process.free_port()), str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=tiny.clean_environment())
+def start(ranks: int, *arguments: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    return launcher.run(script, *arguments, ranks=ranks)
 
 
 def results(folder: Path, ranks: int) -> list[dict]:

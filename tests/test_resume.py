@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import launcher
 import pytest
 import tiny
 import torch
@@ -21,8 +20,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "record.py"
 
 
 def run(model: Path, run_dir: Path, record: Path, kill_at: str = "never") -> int:
-    command = [sys.executable, str(SCRIPT), str(model), str(run_dir), str(record), kill_at]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=tiny.clean_environment())
+    done = launcher.run(SCRIPT, model, run_dir, record, kill_at)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
     return done.returncode
 

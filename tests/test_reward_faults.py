@@ -6,14 +6,10 @@ Those that raise, hang, or end their process are in test_ranks.py: they end the 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import launcher
 import pytest
-import tiny
-
-from colograd.runtime import process
 
 pytestmark = pytest.mark.engine
 
@@ -31,12 +27,7 @@ TAKEN = ("abstain", "megabyte", "alarm")
 def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """case -> how it ended, of each rank: all cases one after the other in one pair of processes."""
     folder = tmp_path_factory.mktemp("faults")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(process.free_port()), str(SCRIPT), str(tiny_model), str(folder / "run")]
-    done = subprocess.run(
-        [*command, str(folder), *REFUSED, *TAKEN],
-        capture_output=True, text=True, timeout=tiny.PATIENCE, env=tiny.clean_environment(),
-    )  # fmt: skip
+    done = launcher.run(SCRIPT, tiny_model, folder / "run", folder, *REFUSED, *TAKEN, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "x" * 2**20 in done.stderr, "what a reward prints is seen"
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import launcher
 import pytest
-import tiny
 import torch
 
-from colograd.runtime import process
 from colograd.sharding import optimizer_state
 from colograd.sharding.buckets import Bucket, buckets_of
 from colograd.sharding.way import Owned
@@ -28,10 +25,7 @@ BUCKET = 4160 * 4  # bytes of float32 gradients in the largest bucket, which is 
 
 
 def run(ranks: int, *arguments: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(process.free_port()), str(SCRIPT), *map(str, arguments)]
-    environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=environment)
+    done = launcher.run(SCRIPT, *arguments, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((arguments[0] / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
 

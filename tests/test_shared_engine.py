@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import launcher
 import pytest
 import tiny
-
-from colograd.runtime import process
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def start(script: str, ranks: int, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(process.free_port()), str(SCRIPTS / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=tiny.clean_environment())
+def start(script: str, ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return launcher.run(SCRIPTS / script, *arguments, ranks=ranks)
 
 
 def results(folder: Path, ranks: int) -> list[dict]:
@@ -93,7 +89,7 @@ def test_an_engine_of_one_rank_or_of_four_samples_the_same(
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", ["follower", pytest.param("leader", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_in_a_step_ends_all_with_its_message(model: Path, tmp_path: Path, fault: str) -> None:
-    done = start("shared_engine.py", 2, model, tmp_path, fault, timeout=tiny.PATIENCE)
+    done = start("shared_engine.py", 2, model, tmp_path, fault)
     rank = 0 if fault == "leader" else 1
     assert done.returncode != 0
     told = f"Rank {rank} failed in a step of the engine: OutOfMemoryError: no room on rank {rank}"

@@ -20,7 +20,7 @@ TWO = {"vllm_tensor_parallel_size": 2}
 
 
 def run(model: Path, folder: Path, ranks: int, **changes: Any) -> list[dict]:
-    done = start("same_rollouts.py", ranks, model, folder, json.dumps(changes), timeout=tiny.PATIENCE)
+    done = start("same_rollouts.py", ranks, model, folder, json.dumps(changes))
     assert done.returncode == 0, done.stderr[-3000:]
     return results(folder, ranks)
 
@@ -111,14 +111,14 @@ def test_an_adapter_is_merged_on_its_way_into_the_parts(tiny_model: Path, tmp_pa
     ],
 )
 def test_what_fails_on_one_rank_of_an_engine_ends_both(tiny_model: Path, tmp_path: Path, fault: str, told: str) -> None:
-    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(TWO), fault, timeout=tiny.PATIENCE)
+    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(TWO), fault)
     assert done.returncode != 0 and done.stderr.count(told) >= 2 and "RankError" in done.stderr, done.stderr[-3000:]
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_rank_of_an_engine_without_memory_makes_both_pack_smaller_rows(tiny_model: Path, tmp_path: Path) -> None:
-    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(TWO), "memory", timeout=tiny.PATIENCE)
+    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(TWO), "memory")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ran out of it and is repeated" in done.stdout
     (alone,) = run(tiny_model, tmp_path, 1)

@@ -7,9 +7,8 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 
+import launcher
 import pytest
 import tiny
 import torch
@@ -235,7 +234,8 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
         assert torch.equal(ours, theirs), name
     ids = AutoTokenizer.from_pretrained(tmp_path / "saved")("hello").input_ids
     expected = loaded.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids) :].tolist()
-    script = (
+    script = tmp_path / "greedy.py"
+    script.write_text(
         "import sys; from vllm import LLM, SamplingParams\n"
         "llm = LLM(model=sys.argv[1], dtype='float32', enforce_eager=True, max_model_len=64, "
         "kv_cache_memory_bytes=2**24)\n"
@@ -243,11 +243,8 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
         "out = llm.generate({'prompt_token_ids': ids}, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)\n"
         "print('IDS', list(out[0].outputs[0].token_ids))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "saved"), ",".join(map(str, ids))],
-        capture_output=True, text=True, timeout=tiny.PATIENCE,
-        env={**tiny.clean_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    )  # fmt: skip
+    environment = tiny.clean_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = launcher.run(script, tmp_path / "saved", ",".join(map(str, ids)), env=environment)
     assert f"IDS {expected}" in done.stdout, done.stderr[-2000:]
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import plain_vllm
 import pytest
 import tiny
 import torch
@@ -87,7 +88,7 @@ def test_plain_vllm_loads_what_was_saved(tiny_qwen: Path, tmp_path, closing) -> 
     trainer.publish()
     probe = proof.probe_ids(trainer.engine, 40)
     trainer.save_model(str(tmp_path / "saved"))
-    found = tiny.plain_vllm(tmp_path / "saved", probe, tmp_path)
+    found = plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path)
     torch.testing.assert_close(found, trainer.engine.prompt_logprobs(probe), rtol=0, atol=1e-4)
 
 
@@ -125,7 +126,9 @@ def test_smollm2_shares_every_parameter_and_saves_what_it_sampled(tmp_path) -> N
         assert greedy(fresh, 20) == after
     finally:
         fresh.close()
-    torch.testing.assert_close(tiny.plain_vllm(tmp_path / "saved", probe, tmp_path), logprobs, rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path), logprobs, rtol=0, atol=1e-3
+    )
 
 
 @pytest.mark.engine

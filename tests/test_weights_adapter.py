@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import plain_vllm
 import pytest
 import tiny
 import torch
@@ -170,7 +171,7 @@ def test_the_saved_adapter_is_peft_s(trained, tiny_model) -> None:
 def test_plain_vllm_serves_the_saved_adapter(trained, tiny_model, tmp_path) -> None:
     trained.publish()
     ids = list(range(1, 30))
-    found = tiny.plain_vllm(tiny_model, ids, tmp_path, adapter=Path(trained.args.output_dir))
+    found = plain_vllm.prompt_logprobs(tiny_model, ids, tmp_path, adapter=Path(trained.args.output_dir))
     torch.testing.assert_close(found, trained.engine.prompt_logprobs(ids), rtol=0, atol=1e-4)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +128,3 @@ def clean_environment() -> dict[str, str]:
     """For a subprocess: without the rank variables that an engine in this process may have set."""
     drop = (*process.RANK_VARIABLES, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if name not in drop}
-
-
-def plain_vllm(folder: Path, ids: list[int], scratch: Path, adapter: Path | None = None) -> torch.Tensor:
-    """Log-probabilities [len(ids) - 1] of a prompt's tokens by vLLM without Colograd, in a process of its own."""
-    given, found = scratch / "ids.json", scratch / "logprobs.json"
-    given.write_text(json.dumps(ids))
-    script = Path(__file__).parent / "scripts" / "plain_vllm.py"
-    command = [sys.executable, script, folder, given, found, *([adapter] if adapter else [])]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return torch.tensor(json.loads(found.read_text()))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +76,7 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
             ranks_without_compiling()
             while_built.enter_context(live_weights())
             while_built.enter_context(one_draw_per_token())
+            while_built.enter_context(kernels_found_once())
         if on_cpu and ranks > 1:
             while_built.enter_context(plain_collectives())
         if on_cpu and has_adapter:
@@ -228,6 +231,28 @@ def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
         return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
 
     return replaced(ops.TopKTopPSampler, "forward_cpu", forward_cpu)
+
+
+def kernels_found_once() -> contextlib.AbstractContextManager[None]:
+    """While an engine is built on a CPU, let vLLM replace its Triton kernels in its own modules, once per process.
+
+    It would compare each name of every module that is imported, of any package (7,000 of them: a second or two), and do
+    so again for each further engine, putting a wrapper around the wrapper.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    theirs = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
+    if theirs is None:  # not in every version
+        return contextlib.nullcontext()
+    from vllm.triton_utils import dispatcher
+
+    def find() -> None:
+        if not dispatcher._registry:
+            modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"}
+            with replaced(dispatcher, "sys", types.SimpleNamespace(modules=modules)):
+                theirs()
+
+    return replaced(CpuPlatform, "register_triton_kernel_overrides", staticmethod(find))
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:

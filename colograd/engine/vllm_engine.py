@@ -378,7 +378,11 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            temperature=0.0,  # vLLM's sampler for requests without a seed is compiled on its first use: seconds
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request = self._enqueue(ModelInput(tuple(ids)), params)
         outputs: list[Any] = []

@@ -26,7 +26,7 @@ def main(folder: str, ids: str, out: str, adapter: str = "") -> None:
     )
     (output,) = llm.generate(
         [{"prompt_token_ids": tokens}],
-        SamplingParams(max_tokens=1, prompt_logprobs=0),
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
         lora_request=LoRARequest("adapter", 1, adapter) if adapter else None,
     )
     entries = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
