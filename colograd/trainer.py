@@ -53,13 +53,13 @@ from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
 from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
-from .rollout.statistics import RolloutStatistics, round_statistics
+from .rollout.statistics import round_statistics
 from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_by_memory
 from .training.closing import closes_if_it_fails
-from .training.evaluation import AFFORDABLE, evaluation_metrics, share_of_forward
+from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
@@ -75,8 +75,6 @@ from .training.task import (
 from .training.transformers_seam import PackedTrainer
 from .training.trl_names import TRLNames
 from .weights import check_choice
-
-EVALUATION_TOKENS = 4096  # of a micro-batch in an evaluation's forward where a GPU's room hasn't been measured yet
 
 
 class GRPOTrainer(TRLNames, PackedTrainer):
@@ -298,10 +296,11 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         """The group with its rewards, its advantages, and what the reward functions logged of it."""
-        advantages = torch.zeros(len(group.rollouts))
-        if not self.evaluating:
-            advantages = checked_advantages(self.compute_advantages(group, rewards), group)
+        advantages = torch.zeros(len(group.rollouts)) if self.evaluating else self._advantages(group, rewards)
         return ScoredGroup(group, rewards, advantages, self.scorer.take_logged(group.position))
+
+    def _advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
+        return checked_advantages(self.compute_advantages(group, rewards), group)
 
     def _take_counts(self) -> dict[str, float]:
         """Sums of rewards and tools since the last call."""
@@ -595,9 +594,22 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         it and it takes too long beside the ``seconds`` of sampling. A collective; no gradients."""
         if self.args.loss_eval is None and self._loss_is_affordable is False:
             return {}
-        step = self._evaluation_step(groups)
+        with together("the advantages"):
+            judged = [
+                dataclasses.replace(scored, advantages=self._advantages(scored.group, scored.rewards))
+                for scored in groups
+            ]
+        step = evaluation_step(judged, self.estimator, self.rules, self._reward_names, self.times)
+        step = dataclasses.replace(step, version=self.state.global_step)
         if self.args.loss_eval is None and self._loss_is_affordable is None:
-            self._loss_is_affordable = self._affords_loss(step, seconds)
+            with self.compute_loss_context_manager():
+                share = loss_share(self.model, step, self.args.temperature, self.reference is not None, seconds)
+            if share > AFFORDABLE:
+                self.console.warn(
+                    f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: "
+                    "true asks for it"
+                )
+            self._loss_is_affordable = share <= AFFORDABLE
             if not self._loss_is_affordable:
                 return {}
         if self.reference is not None:
@@ -611,40 +623,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.entropy.show(reduced, reduced["loss"])
         self.mismatch.finish(reduced)
         return reduced
-
-    def _evaluation_step(self, groups: list[ScoredGroup]) -> StepBatch:
-        """What an evaluation sampled, as a step. A collective."""
-        tokens = self.rules.max_tokens or EVALUATION_TOKENS
-        rules = dataclasses.replace(self.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-        with together("the advantages"):
-            judged = tuple(
-                dataclasses.replace(
-                    scored,
-                    advantages=checked_advantages(self.compute_advantages(scored.group, scored.rewards), scored.group),
-                )
-                for scored in groups
-            )
-        (drawn,) = scale([DrawnStep(judged, ())], self.estimator)
-        step = step_batch(drawn, RolloutStatistics(), rules, self._reward_names, self.times)
-        return dataclasses.replace(step, version=self.state.global_step)
-
-    def _affords_loss(self, step: StepBatch, seconds: float) -> bool:
-        """Whether the loss of such an evaluation takes little enough time for one that nobody asked for."""
-
-        def forward() -> None:
-            with together("the evaluation's forward"), torch.no_grad(), self.compute_loss_context_manager():
-                for row in map(lay_out, step.rows[:1]):
-                    policy_logprobs(self.model, row, self.args.temperature)[0].cpu()
-
-        passes = len(step.rows) * (1 if self.reference is None else 2)
-        with evaluation_mode(self.model):
-            share = share_of_forward(forward, passes, seconds)
-        if share > AFFORDABLE:
-            self.console.warn(
-                f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: true "
-                "asks for it"
-            )
-        return share <= AFFORDABLE
 
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""

@@ -100,7 +100,7 @@ def test_a_loss_that_nobody_asked_for_is_there_where_it_costs_little(
         asked.append((parts, seconds))
         return share
 
-    monkeypatch.setattr("colograd.trainer.share_of_forward", measured)
+    monkeypatch.setattr("colograd.training.evaluation.share_of_forward", measured)
     expected = trained.evaluate()["eval_loss"]
     monkeypatch.setattr(trained.args, "loss_eval", None)
     monkeypatch.setattr(trained, "_loss_is_affordable", None)

@@ -23,6 +23,8 @@ from ..runtime import process
 TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.27,<0.33"
 
+_kernels_found = False  # by an engine of this process, see `kernels_found_once`
+
 
 def check_vllm() -> None:
     """Raise unless there is a vLLM that works, as far as is known.
@@ -246,11 +248,21 @@ def kernels_found_once() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     from vllm.triton_utils import dispatcher
 
+    class Modules:
+        """`sys.modules`, of which only vLLM's are gone through."""
+
+        def __getitem__(self, name: str) -> Any:
+            return sys.modules[name]
+
+        def values(self) -> list[Any]:
+            return [module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"]
+
     def find() -> None:
-        if not dispatcher._registry:
-            modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"}
-            with replaced(dispatcher, "sys", types.SimpleNamespace(modules=modules)):
+        global _kernels_found
+        if not _kernels_found:
+            with replaced(dispatcher, "sys", types.SimpleNamespace(modules=Modules())):
                 theirs()
+            _kernels_found = True
 
     return replaced(CpuPlatform, "register_triton_kernel_overrides", staticmethod(find))
 

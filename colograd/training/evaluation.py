@@ -1,18 +1,25 @@
-"""What an evaluation says of its scored groups: TRL's metrics of completions, and pass@k."""
+"""An evaluation of scored groups: TRL's metrics of completions, pass@k, and its loss as a step of all of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..batch import ScoredGroup
+from ..batch import DrawnStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
-from ..parallel.ranks import gather
+from ..losses.advantages import Estimator
+from ..parallel.ranks import gather, together
+from ..policy.logprobs import evaluation_mode, policy_logprobs
+from ..policy.packing import PackingRules, lay_out
+from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import Combine, RolloutStatistics
+from .step_batches import scale, step_batch
 
+EVALUATION_TOKENS = 4096  # of a micro-batch in an evaluation's forward where a GPU's room hasn't been measured yet
 AFFORDABLE = 0.1  # of an evaluation's time: what its loss may take where nobody asked for it
 
 
@@ -63,6 +70,38 @@ def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
         if of_prompts:
             found[f"pass@{k}"] = sum(of_prompts) / len(of_prompts)
     return found
+
+
+def evaluation_step(
+    groups: Sequence[ScoredGroup],
+    estimator: Estimator,
+    rules: PackingRules,
+    reward_names: Sequence[str],
+    times: PhaseTimes,
+) -> StepBatch:
+    """What an evaluation sampled, with its advantages, as a step of all of it. A collective."""
+    tokens = rules.max_tokens or EVALUATION_TOKENS
+    rules = dataclasses.replace(rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
+    (drawn,) = scale([DrawnStep(tuple(groups), ())], estimator)
+    return step_batch(drawn, RolloutStatistics(), rules, reward_names, times)
+
+
+def loss_share(
+    model: torch.nn.Module, step: StepBatch, temperature: float, has_reference: bool, seconds: float
+) -> float:
+    """The time that the forwards of an evaluation's loss will take, as a share of the rest of it. A collective.
+
+    Args:
+        seconds: that this rank has sampled and scored.
+    """
+
+    def forward() -> None:
+        with together("the evaluation's forward"), torch.no_grad():
+            for row in map(lay_out, step.rows[:1]):
+                policy_logprobs(model, row, temperature)[0].cpu()
+
+    with evaluation_mode(model):
+        return share_of_forward(forward, len(step.rows) * (2 if has_reference else 1), seconds)
 
 
 def share_of_forward(forward: Callable[[], None], parts: int, seconds: float) -> float:

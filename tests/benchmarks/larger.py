@@ -18,8 +18,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,27 +52,13 @@ def contests(ranks: int) -> list[Contest]:
 # -- a rank of a run
 
 
-class Peak(threading.Thread):
-    """Looks twenty times a second how much memory is this process's own: resident, and mapped at all."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.resident = self.mapped = 0
-
-    def run(self) -> None:
-        while True:
-            status = Path("/proc/self/status").read_text()
-            found = {line.split(":")[0]: line.split() for line in status.splitlines()}
-            self.resident = max(self.resident, 1024 * int(found["RssAnon"][1]))
-            self.mapped = max(self.mapped, 1024 * int(found["VmData"][1]))
-            time.sleep(0.05)
-
-
 def be_rank(limit: float, folder: Path) -> None:
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit * GIB),) * 2)
     process.prepare_threads()
-    peak = Peak()
+    from figures import OwnMemory
+
+    peak = OwnMemory()
     peak.start()
     from datasets import Dataset
 

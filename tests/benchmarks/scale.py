@@ -18,7 +18,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,24 +46,6 @@ class Stages:
         found = self.seconds.setdefault(name, [0.0, 0.0])
         found[0] += time.perf_counter() - before[0]
         found[1] += time.process_time() - before[1]
-
-
-class Peak(threading.Thread):
-    """The most memory of its own (no mapped files) that this process has had resident, seen fifty times a second."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.bytes = self.start_bytes = _resident()
-
-    def run(self) -> None:
-        while True:
-            self.bytes = max(self.bytes, _resident())
-            time.sleep(0.02)
-
-
-def _resident() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def made_up_outputs(options: argparse.Namespace, position: int) -> Any:
@@ -133,7 +114,10 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
 
     stages, scorer = Stages(), Scorer(resolve_rewards([odd_length], None), workers=1)
     device = torch.device("cpu")
-    peak = Peak()
+    from figures import OwnMemory
+
+    peak = OwnMemory()
+    before = peak.resident
     peak.start()
     groups, scorings, kept, tokens = [], [], [], 0
 
@@ -176,7 +160,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
     scorer.close()
     total = [sum(seconds[clock] for seconds in stages.seconds.values()) for clock in (0, 1)]
     return {"tokens": tokens, "packed": through, "stages": stages.seconds, "total": total,
-            "bytes": (peak.bytes - peak.start_bytes) / tokens,
+            "bytes": (peak.resident - before) / tokens,
             "workers": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime}  # fmt: skip
 
 
