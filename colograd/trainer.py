@@ -51,6 +51,7 @@ from .policy.row_proof import choose_rows_where_it_trains
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
+from .rollout.journal import digest_of
 from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import round_statistics
@@ -60,6 +61,7 @@ from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_by_memory
 from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
+from .training.journaling import journal_of
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
@@ -174,6 +176,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.completion_log = CompletionLog(args, self._reward_names) if args.log_completions else None
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
+        self.journal = journal_of(args, self._reward_names)
+        if self.journal is not None:
+            self.closing.callback(self.journal.close)
+        self._is_first_round = True  # of a call of `train`
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._loss_is_affordable: bool | None = None  # in an evaluation, where nobody asked for it; None: not known yet
         self._told_unjudged = False  # whether it was said that nobody judged a completion
@@ -278,7 +284,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _stages(self) -> Stages:
         """The stages from prompts to scored groups, as training and `evaluate` take them."""
-        return Stages(self.generate, self._begin_score, self._judge)
+        journal = None if self.evaluating else self.journal
+        return Stages(self.generate, self._begin_score, self._judge, self.scorer.take_logged, journal)
 
     def _begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
         """Begin to score groups while the engine goes on decoding; the result is [completions, R]."""
@@ -295,9 +302,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         return self.scorer.submit(read, texts, self.state)
 
     def _judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
-        """The group with its rewards, its advantages, and what the reward functions logged of it."""
+        """The group with its rewards and its advantages."""
         advantages = torch.zeros(len(group.rollouts)) if self.evaluating else self._advantages(group, rewards)
-        return ScoredGroup(group, rewards, advantages, self.scorer.take_logged(group.position))
+        return ScoredGroup(group, rewards, advantages)
 
     def _advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         return checked_advantages(self.compute_advantages(group, rewards), group)
@@ -343,6 +350,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.publish()
         if not self.rules.max_tokens:
             self._measure_budget()
+        self._begin_records()
         drawn = scale(self._draw(prompts), self.estimator)
         self._log_completions(drawn)
         counts, masked = self._take_counts(), self.rules.mask_truncated
@@ -354,6 +362,19 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         ]
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         return self._schedule(steps)
+
+    def _begin_records(self) -> None:
+        """Open the journal of the round, and read what it has of it."""
+        if not self.args.keeps_journal:
+            return
+        problem = self.journal.problem if self.journal is not None else ""
+        with together("the journal"), self.times.phase("journal"):
+            if self.journal is not None:
+                self.journal.begin(self.state.global_step, digest_of(self.model), self._is_first_round)
+                problem = problem or self.journal.problem or self.journal.warning
+        self._is_first_round = False
+        for line in sorted({line for line in gather(problem) if line}):
+            self.console.warn(line)
 
     def _draw(self, prompts: list[list[Prompt]]) -> list[DrawnStep]:
         """Generate, score, compute advantages."""
@@ -495,7 +516,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
-        self._round, self._logs = [], []
+        self._round, self._logs, self._is_first_round = [], [], True
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded
         return super().train(*args, **kwargs)

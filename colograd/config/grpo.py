@@ -18,6 +18,7 @@ from ..runtime import gpus, process
 from .advantages import AdvantageKnobs
 from .engine import EngineKnobs
 from .evaluation import EvaluationKnobs
+from .journal import JournalKnobs
 from .knob import knob
 from .logs import LogKnobs
 from .names import names_checked
@@ -32,6 +33,7 @@ from .sharding import ShardingKnobs
 @dataclass
 class GRPOConfig(  # a dataclass has the fields of its last base first: output_dir
     LogKnobs,
+    JournalKnobs,
     ReferenceKnobs,
     ObjectiveKnobs,
     AdvantageKnobs,
@@ -117,6 +119,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._settle_objective()
         self._check_reference()
         self._check_logs()
+        self._settle_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")
         self._fold_batch(self.layout.data_size)
 
     @property

@@ -18,8 +18,8 @@ from .metrics import PhaseTimes
 
 # The phases of a step in the order of the line; what they leave is `other`.
 PHASES = (
-    "publish", "wake", "generate", "reward", "pack", "log", "sleep", "offload", "ref_logprobs", "old_logprobs",
-    "train", "sync", "optimizer",
+    "publish", "wake", "journal", "generate", "reward", "pack", "log", "sleep", "offload", "ref_logprobs",
+    "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
 LOGGER = logging.getLogger("colograd")

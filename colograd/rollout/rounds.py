@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from ..batch import DrawnStep, Group, Prompt, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
+from .journal import Recorded
 from .stages import PendingRewards, Stages, checked_groups
 
 
@@ -71,6 +72,8 @@ def roll_out(
     """
     if one_call:
         return _first(_scored_together(prompts, stages, times), enough)
+    settled: dict[int, Recorded] = stages.recall(prompts)  # by position, until they are judged
+    missing = [prompt for prompt in prompts if prompt.position not in settled]
     begun: dict[int, tuple[Group, PendingRewards]] = {}  # by position
     known: list[ScoredGroup] = []  # of the first prompts, as far as all before are known too
     signals: list[bool] = []  # of those
@@ -78,26 +81,42 @@ def roll_out(
     def is_enough() -> bool:
         return sum(signals) >= enough
 
+    def settle(position: int) -> None:
+        group, pending = begun.pop(position)
+        settled[position] = stages.settle(group, pending.result())
+
+    def settle_done() -> None:
+        for position in [position for position, (_, pending) in begun.items() if pending.done()]:
+            settle(position)
+
     def take_known(wait: bool) -> None:
         for prompt in prompts[len(known) :]:
-            found = begun.get(prompt.position)
-            if found is None or is_enough() or not (wait or found[1].done()):
+            if is_enough():
                 break
-            group, pending = begun.pop(prompt.position)
-            known.append(stages.judge(group, pending.result()))
+            if prompt.position not in settled:
+                if not wait:
+                    break
+                settle(prompt.position)
+                settle_done()
+            known.append(stages.judged(settled.pop(prompt.position)))
             signals.append(has_signal(known[-1]))
 
     try:
         # Closing aborts what is in flight: when there is enough, and when a reward fails.
-        with times.phase("generate"), contextlib.closing(checked_groups(stages.generate(prompts), prompts)) as groups:
-            for group in groups:
-                started = time.perf_counter()
-                begun[group.position] = (group, stages.begin_score([group]))
-                if enough < math.inf:
-                    take_known(wait=False)
-                times.move("generate", "reward", time.perf_counter() - started)
-                if is_enough():
-                    break
+        if enough < math.inf:
+            take_known(wait=False)
+        if missing and not is_enough():
+            groups = checked_groups(stages.generate(missing), missing)
+            with times.phase("generate"), contextlib.closing(groups):
+                for group in groups:
+                    started = time.perf_counter()
+                    begun[group.position] = (group, stages.begin_score([group]))
+                    settle_done()
+                    if enough < math.inf:
+                        take_known(wait=False)
+                    times.move("generate", "reward", time.perf_counter() - started)
+                    if is_enough():
+                        break
         with times.phase("reward"):
             take_known(wait=True)
     finally:
@@ -107,14 +126,18 @@ def roll_out(
 
 
 def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:
-    """The groups in the order of the prompts, from one call of the rewards."""
+    """The groups in the order of the prompts, from one call of the rewards: recorded are all of them, or none."""
+    recorded = stages.recall(prompts)
+    if len(recorded) == len(prompts):
+        return [stages.judged(recorded[prompt.position]) for prompt in prompts]
     with times.phase("generate"):
         groups = sorted(checked_groups(stages.generate(prompts), prompts), key=lambda group: group.position)
     with times.phase("reward"):
         if not groups:  # a rank may have none in an evaluation
             return []
         rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-        return [stages.judge(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
+        settled = [stages.settle(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
+        return [stages.judged(one) for one in settled]
 
 
 def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Prompt, Rollout, ScoredGroup
+from ..batch import Group, Logged, Prompt, Rollout, ScoredGroup
 from ..engine.sampling import Sampling
+from .journal import Journal, Recorded
 
 
 class RolloutSource(Protocol):
@@ -42,6 +44,10 @@ class PendingRewards(Protocol):
         """Wait for the rewards, [completions, R] float32, NaN where a function abstained."""
 
 
+def _nothing(position: int) -> Logged:
+    return Logged({}, {})
+
+
 @dataclass(frozen=True, slots=True)
 class Stages:
     """How a run, or its evaluation, gets from prompts to scored groups."""
@@ -49,6 +55,23 @@ class Stages:
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
     begin_score: Callable[[Sequence[Group]], PendingRewards]  # of all of the groups together
     judge: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
+    take_logged: Callable[[int], Logged] = _nothing  # of the group at a position, whose rewards were just waited for
+    journal: Journal | None = None
+
+    def recall(self, prompts: Sequence[Prompt]) -> dict[int, Recorded]:
+        """What the journal has of these prompts' groups, by position."""
+        return self.journal.recall(prompts) if self.journal is not None else {}
+
+    def judged(self, recorded: Recorded) -> ScoredGroup:
+        """A group with its advantages."""
+        return dataclasses.replace(self.judge(recorded.group, recorded.rewards), logged=recorded.logged)
+
+    def settle(self, group: Group, rewards: torch.Tensor) -> Recorded:
+        """A group whose rewards [G, R] are there: it is recorded."""
+        recorded = Recorded(group, rewards, self.take_logged(group.position))
+        if self.journal is not None:
+            self.journal.add(recorded)
+        return recorded
 
 
 # -- what a stage that a subclass replaces must return: one clear error instead of a later one

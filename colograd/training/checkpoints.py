@@ -98,6 +98,11 @@ def complete_steps(run_dir: str) -> list[int]:
     return [step_of(folder) for folder in found if os.path.isfile(os.path.join(folder, "trainer_state.json"))]
 
 
+def is_wanted(wanted: str | bool | None) -> bool:
+    """Whether ``resume_from_checkpoint`` asks for anything."""
+    return wanted is not None and wanted is not False and str(wanted).lower() not in ("false", "none", "")
+
+
 def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None) -> str | None:
     """The checkpoint that ``resume_from_checkpoint`` means.
 
@@ -110,7 +115,7 @@ def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequenc
     Raises:
         ValueError: no such checkpoint.
     """
-    if wanted is None or wanted is False or str(wanted).lower() in ("false", "none", ""):
+    if not is_wanted(wanted):
         return None
     text = str(wanted)
     if text.lower() in ("true", "auto"):

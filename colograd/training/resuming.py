@@ -14,9 +14,11 @@ from transformers.trainer_utils import TrainOutput
 from ..data import PromptDataset, PromptStream
 from ..parallel.ranks import gather, together
 from ..reporting.console import Console
+from ..rollout.journal import Journal
 from ..sharding import Sharding
 from . import checkpoints
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
+from .journaling import open_journal, prune_journal
 from .node_folders import nodes_are_apart
 
 
@@ -26,6 +28,7 @@ class ResumableTrainer(Trainer):
     console: Console
     sharding: Sharding
     train_prompts: PromptDataset | PromptStream
+    journal: Journal | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,6 +54,7 @@ class ResumableTrainer(Trainer):
         if found is not None and (finished := self._finished(found)) is not None:
             return finished
         self._expect_prompts(found)
+        self._open_journal(found, resume_from_checkpoint)
         if self.nodes_are_apart:
             self.console.say(
                 f"checkpoints: the {self.args.layout.nodes} nodes share no file system, so each writes whole ones into "
@@ -97,6 +101,15 @@ class ResumableTrainer(Trainer):
         skipped = checkpoint is not None and not self.args.ignore_data_skip
         with together("the checkpoint's prompts"):
             prompts.expect(checkpoints.read_prompts(str(checkpoint)) if skipped else {})
+
+    def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
+        line, resumes = "", checkpoints.is_wanted(wanted)
+        with together("the journal"):
+            if self.journal is not None:
+                step = checkpoints.step_of(checkpoint) if checkpoint else 0
+                line = open_journal(self.journal, resumes, step, self.args.should_save)
+        if line:
+            self.console.say(line)
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
         """Load a checkpoint at which nothing is left to do (transformers would take a step more), with its optimizer,
@@ -193,6 +206,8 @@ class ResumableTrainer(Trainer):
             if self.args.should_save:
                 limit, best_folder = self.args.save_total_limit, state.best_model_checkpoint
                 checkpoints.rotate(run_dir, limit, best_folder, newest=state.global_step)
+                if self.journal is not None and self.args.journal == "until_checkpoint":
+                    prune_journal(self.journal, state.global_step)
         if push:
             self._push_from_checkpoint(str(run_dir / name))
 

@@ -1,0 +1,359 @@
+"""The journal: every group of a round as it was scored, on the disk before it is trained on.
+
+A run that is killed goes on from its last checkpoint; the rounds after it are in the journal, so that nothing is
+sampled and no reward is called again. A file per rank and round:
+
+    RUN/journal/step-00000012/rank-00000.records
+
+The first record says of which round and run it is, each further one holds a group: a table with a row per completion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import queue
+import re
+import shutil
+import threading
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from .record_file import Record, RecordFile, read_records
+
+FOLDER = "journal"
+ASIDE = "journal.old"
+ABOUT = -1  # the position of the record that says what a file is about
+WAITING = 64  # groups that may wait to be written, at most
+SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
+
+TABLE = pa.schema(
+    [
+        ("input", pa.list_(pa.int32())),  # null: that of the first row
+        ("completion", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("sampled", pa.list_(pa.bool_())),  # null: all
+        ("finish_reason", pa.string()),
+        ("policy_version", pa.int64()),
+        ("messages", pa.string()),  # JSON
+        ("columns", pa.string()),  # JSON
+        ("rewards", pa.list_(pa.float32())),
+        ("example", pa.string()),  # a digest of the dataset's row
+        ("logged", pa.string()),  # JSON, of the whole group: in the first row
+    ]
+)
+
+
+class JournalError(ValueError):
+    """What was recorded doesn't fit this run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """A group with its rewards, as it is before its advantages."""
+
+    group: Group
+    rewards: torch.Tensor  # [G, R] float32
+    logged: Logged
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class About:
+    """What a round's records hold for: a digest of the weights that sampled it, and the settings of the run."""
+
+    step: int
+    weights: str  # empty: unknown, of a policy that is cut
+    settings: Mapping[str, Any]
+
+
+class Journal:
+    """The records of one rank.
+
+    Args:
+        run_dir: the run's folder.
+        rank: whose groups are recorded. All ranks' are read.
+        settings: of the run, by name, as JSON has them: what was recorded with others isn't taken.
+    """
+
+    def __init__(self, run_dir: str | Path, rank: int, settings: Mapping[str, Any]) -> None:
+        self.folder, self.rank = Path(run_dir) / FOLDER, rank
+        self.settings = json.loads(json.dumps(settings, default=str))
+        self.problem = ""  # why the last records aren't on the disk, for people
+        self.warning = ""  # what is odd about the round's records, likewise
+        self.bytes = 0  # written
+        self._found: dict[int, bytes] = {}  # of the round, by position
+        self._file: RecordFile | None = None
+        self._waiting: queue.Queue[tuple[RecordFile, Recorded] | None] = queue.Queue(WAITING)
+        self._writer: threading.Thread | None = None
+
+    def begin(self, step: int, weights: str, is_first: bool) -> None:
+        """Begin a round, whose completions weights of ``step`` sample; `recall` then knows what was recorded of it.
+
+        Args:
+            weights: their digest (`digest_of`).
+            is_first: the round after a start, whose weights come from the disk: they must be those that are recorded.
+
+        Raises:
+            JournalError: what is there was recorded with other settings, or sampled by other weights.
+        """
+        self._end_round()
+        self._found.clear()
+        self.problem = self.warning = ""
+        about, folder = About(step, weights, self.settings), self._folder_of(step)
+        for path, found, records in _files(folder):
+            self._check_settings(found, path)
+            self._check_weights(found, about, path, is_first)
+            for record in records:
+                self._found.setdefault(record.position, record.content)
+        try:
+            self._file = RecordFile(folder / f"rank-{self.rank:05d}.records")
+            if self._file.is_new:
+                self._file.append(Record(ABOUT, json.dumps(dataclasses.asdict(about)).encode()))
+        except OSError as error:
+            self._file, self.problem = None, _problem(folder, error)
+
+    def recall(self, prompts: Sequence[Prompt]) -> dict[int, Recorded]:
+        """Those of the prompts' groups that were recorded, by position.
+
+        Raises:
+            JournalError: another prompt stood at that position.
+        """
+        return {
+            prompt.position: _group_of(self._found[prompt.position], prompt)
+            for prompt in prompts
+            if prompt.position in self._found
+        }
+
+    def add(self, recorded: Recorded) -> None:
+        """Write a group in the background. What can't be written is said in `problem`; nothing is raised."""
+        if self._file is None:
+            return
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
+            self._writer.start()
+        self._waiting.put((self._file, recorded))
+
+    def flush(self) -> None:
+        """Wait until all groups are on the disk."""
+        self._waiting.join()
+
+    def check_settings(self, step: int) -> None:
+        """Whether what is recorded from ``step`` on was recorded with this run's settings.
+
+        Raises:
+            JournalError: it wasn't.
+        """
+        for number, folder in self.rounds().items():
+            if number >= step:
+                for path, found, _ in _files(folder):
+                    self._check_settings(found, path)
+
+    def set_aside(self) -> Path | None:
+        """Put what is recorded in the place of what was put aside before; where it is then, if there is anything."""
+        if not self.rounds():
+            return None
+        aside = self.folder.with_name(ASIDE)
+        shutil.rmtree(aside, ignore_errors=True)
+        self.folder.rename(aside)
+        return aside
+
+    def prune(self, before: int) -> None:
+        """Delete the rounds before a step: checkpoints hold what came of them."""
+        for step, folder in self.rounds().items():
+            if step < before:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def rounds(self) -> dict[int, Path]:
+        """The folders of what is recorded, by the step of its weights."""
+        found = {path.name.removeprefix("step-"): path for path in self.folder.glob("step-*")}
+        return dict(sorted((int(step), path) for step, path in found.items() if re.fullmatch(r"\d{8,12}", step)))
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._end_round()
+        if self._writer is not None:
+            self._waiting.put(None)
+            self._writer.join()
+            self._writer = None
+
+    def _folder_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _end_round(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self) -> None:
+        """The writer's thread. It packs, too: the rank's own thread hands groups over and goes on decoding."""
+        while (taken := self._waiting.get()) is not None:
+            file, recorded = taken
+            try:
+                self.bytes += file.append(Record(recorded.group.position, _bytes_of(recorded)))
+                if self._waiting.empty():
+                    file.flush()
+            except Exception as error:  # what can't be recorded is trained on all the same
+                self.problem = _problem(file.path, error)
+            finally:
+                self._waiting.task_done()
+        self._waiting.task_done()
+
+    def _check_settings(self, found: About, path: Path) -> None:
+        for name in sorted(found.settings.keys() | self.settings.keys()):
+            was, new = found.settings.get(name), self.settings.get(name)
+            if was != new:
+                raise JournalError(f"{path} was recorded with {name} {was!r}, but now it is {new!r}: {self._remedy}.")
+
+    def _check_weights(self, found: About, now: About, path: Path, is_first: bool) -> None:
+        if found.step != now.step:
+            raise JournalError(f"{path} says that it is of step {found.step}, but lies in step {now.step}'s folder.")
+        if found.weights and now.weights and found.weights != now.weights:
+            if is_first:
+                raise JournalError(
+                    f"{path} was sampled by other weights than those of step {now.step} here: {self._remedy}."
+                )
+            self.warning = (
+                f"journal: the weights of step {now.step} aren't bit for bit those that sampled what is recorded of it "
+                "(a GPU's kernels may sum in another order); it is taken as it is"
+            )
+
+    @property
+    def _remedy(self) -> str:
+        return f"put it back, or move {self.folder} away (or set journal: off) to sample anew"
+
+
+def _problem(path: Path, error: Exception) -> str:
+    return (
+        f"journal: {path} can't be written ({type(error).__name__}: {error}): the run goes on, but what isn't recorded "
+        "would be sampled and scored again if it were killed"
+    )
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, About, Iterator[Record]]]:
+    """A round's files, what each is about, and its groups. One that was torn before that was written has none."""
+    for path in sorted(folder.glob("rank-*.records")):
+        records = read_records(path)
+        if (head := next(records, None)) is not None:
+            yield path, _about(head, path), records
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """A digest of up to 1,024 entries of each parameter, evenly spread; empty for a policy that is cut."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
+            return ""
+        flat = parameter.detach().reshape(-1)
+        part = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous()
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        found.update(part.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _digest_of(example: Mapping[str, Any]) -> str:
+    """Of a dataset's row. What JSON has no type for (an image, say) counts with its type alone."""
+    text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _about(record: Record, path: Path) -> About:
+    try:
+        assert record.position == ABOUT
+        found = json.loads(record.content)
+        return About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
+    except (AssertionError, ValueError, KeyError, TypeError) as error:
+        raise JournalError(f"{path} is no file of this journal ({error!r}): move it away.") from None
+
+
+def _bytes_of(recorded: Recorded) -> bytes:
+    """A group as a table."""
+    rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
+    inputs = [list(r.input.ids) if not row or r.input != first else None for row, r in enumerate(rollouts)]
+    columns = [
+        pa.array(inputs, TABLE.field("input").type),
+        _lists([np.frombuffer(r.completion_ids, dtype=np.int32) for r in rollouts]),
+        _lists([r.sampler_logprobs.numpy() for r in rollouts]),
+        pa.array([None if r.sampled.all() else r.sampled.numpy() for r in rollouts], TABLE.field("sampled").type),
+        pa.array([r.finish_reason.value for r in rollouts]),
+        pa.array([r.policy_version for r in rollouts], pa.int64()),
+        pa.array([_json(r.messages) for r in rollouts]),
+        pa.array([_json(dict(r.columns)) for r in rollouts]),
+        _lists(list(recorded.rewards.float().numpy())),
+        pa.array([_digest_of(recorded.group.example)] * len(rollouts)),
+        pa.array([_json({"columns": logged.columns, "metrics": logged.metrics}), *[""] * (len(rollouts) - 1)]),
+    ]
+    return pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
+
+
+def _group_of(content: bytes, prompt: Prompt) -> Recorded:
+    """The same again.
+
+    Raises:
+        JournalError: of another prompt, or made by no journal.
+    """
+    where = f"the journal's group at position {prompt.position}"
+    try:
+        batch = pa.ipc.read_record_batch(pa.py_buffer(content), TABLE)
+        batch.validate(full=True)
+        assert batch.num_rows > 0, "no rows"
+        asked = ModelInput(tuple(batch.column("input")[0].as_py()))
+        rollouts = tuple(_rollout(batch, row, asked) for row in range(batch.num_rows))
+        rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
+        assert rewards.dim() == 2, "rewards differ in number"
+        logged = json.loads(batch.column("logged")[0].as_py())
+        columns = {str(name): tuple(values) for name, values in logged["columns"].items()}
+        metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
+        example = batch.column("example")[0].as_py()
+    except (pa.ArrowException, AssertionError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move the journal away.") from None
+    if example != _digest_of(prompt.example):
+        raise JournalError(
+            f"{where} is of another prompt: the dataset or its order has changed. Put it back, or move the journal "
+            "away to sample anew."
+        )
+    return Recorded(Group(prompt.example, rollouts, prompt.position), rewards, Logged(columns, metrics))
+
+
+def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput) -> Rollout:
+    def of(name: str) -> Any:
+        return batch.column(name)[row]
+
+    ids = array("i", np.array(of("completion").values, dtype=np.int32).tobytes())
+    logprobs = torch.tensor(np.array(of("logprobs").values, dtype=np.float32))
+    sampled = torch.ones(len(ids), dtype=torch.bool)
+    if of("sampled").is_valid:
+        sampled = torch.tensor(of("sampled").as_py(), dtype=torch.bool)
+    assert len(ids) == len(logprobs) == len(sampled) > 0, "lengths differ"
+    return Rollout(
+        ModelInput(tuple(of("input").as_py())) if of("input").is_valid else asked,
+        ids,
+        logprobs,
+        sampled,
+        FinishReason(of("finish_reason").as_py()),
+        int(of("policy_version").as_py()),
+        tuple(json.loads(of("messages").as_py())),
+        json.loads(of("columns").as_py()),
+    )
+
+
+def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
+    """Rows of numbers as one column, without a Python object per number."""
+    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
+
+
+def _json(value: Any) -> str:
+    """As JSON; what that has no type for, as its text."""
+    with contextlib.suppress(TypeError, ValueError):
+        return json.dumps(value)
+    return json.dumps(value, default=str)

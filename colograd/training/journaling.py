@@ -1,0 +1,64 @@
+"""The journal in a run: what it must hold for, when it begins anew, and when its rounds are no longer needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ..config import GRPOConfig
+from ..config.advantages import AdvantageKnobs
+from ..config.objective import ObjectiveKnobs
+from ..config.reference import ReferenceKnobs
+from ..config.sampling import SamplingKnobs
+from ..rollout.journal import Journal
+from . import checkpoints
+
+# What a round's completions and rewards, and the updates from them, depend on. A run with other values is another run.
+OF_TRAINING = (
+    "seed", "data_seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps", "num_train_epochs",
+    "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations", "shuffle_dataset",
+    "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs", "reward_weights",
+    "reward_call", "max_tool_calling_iterations", "disable_dropout", "cast_lm_head_to_fp32",
+)  # fmt: skip
+GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
+
+
+def journal_of(args: GRPOConfig, reward_names: Sequence[str]) -> Journal | None:
+    """This rank's journal; None where nothing is recorded, and on ranks that follow another one's engine."""
+    if not args.keeps_journal or args.layout.engine_place:
+        return None
+    names = [*OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
+    settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
+    return Journal(str(args.output_dir), args.layout.rank, settings | {"reward_funcs": list(reward_names)})
+
+
+def open_journal(journal: Journal, resumes: bool, step: int, is_writer: bool) -> str:
+    """Make the journal ready for a run that starts at ``step``; a line on what it has of it.
+
+    Args:
+        resumes: the run goes on from what is in its folder; else this is put aside.
+        is_writer: this rank writes what its node writes once.
+
+    Raises:
+        JournalError: what is there was recorded with other settings.
+    """
+    if not resumes:
+        moved = journal.set_aside() if is_writer else None
+        return f"journal: what an earlier run recorded here is now in {moved}" if moved else ""
+    journal.check_settings(step)
+    rounds = [recorded for recorded in journal.rounds() if recorded >= step]
+    if not rounds:
+        return ""
+    return (
+        f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups are "
+        "neither sampled nor scored again"
+    )
+
+
+def prune_journal(journal: Journal, newest: int) -> None:
+    """Delete the rounds that the last two checkpoints have made needless: of two, since the last may be damaged."""
+    steps = [step for step in checkpoints.complete_steps(str(journal.folder.parent)) if step <= newest]
+    if len(steps) > 1:
+        journal.prune(before=steps[-2])

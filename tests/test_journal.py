@@ -1,0 +1,130 @@
+"""The journal: what was scored is neither sampled nor scored again, and trains to the same bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from colograd import GRPOTrainer
+from colograd.rollout.journal import FOLDER, JournalError
+
+pytestmark = pytest.mark.engine
+
+
+class Counting(GRPOTrainer):
+    """Counts what is sampled and scored."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.sampled: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def generate(self, prompts):
+        self.sampled += [prompt.position for prompt in prompts]
+        yield from super().generate(prompts)
+
+
+def train(model: Path, folder: Path, resume: Any = None, dataset: Any = None, **changes: Any) -> dict[str, Any]:
+    scored = []
+
+    def reward(completions: list[Any], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+        scored.extend(completions)
+        log_extra("length", [len(c[0]["content"]) for c in completions])
+        log_metric("share", 0.5)
+        return tiny.vowels(completions)
+
+    settings: dict[str, Any] = {"journal": "keep", "max_steps": 4, **changes}
+    trainer = Counting(str(model), reward, tiny.config(folder, **settings), dataset or tiny.prompts())
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        return {
+            "sampled": trainer.sampled,
+            "scored": len(scored),
+            "weights": [p.detach().clone() for p in trainer.model.parameters()],
+            "logs": [entry for entry in trainer.state.log_history if "reward" in entry],
+        }
+    finally:
+        trainer.close()
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run that nothing disturbed, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(tiny_model, folder)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("step-*/rank-*.records"))
+
+
+def test_what_is_recorded_is_trained_again_without_sampling_or_scoring(whole, tiny_model, tmp_path) -> None:
+    folder, first = whole
+    assert len(first["sampled"]) == 16 and first["scored"] == 64 and len(files(folder)) == 4
+    shutil.copytree(folder / FOLDER, tmp_path / FOLDER)
+    again = train(tiny_model, tmp_path, resume="auto")
+    assert again["sampled"] == [] and again["scored"] == 0
+    assert same(again["weights"], first["weights"])
+    for entry, before in zip(again["logs"], first["logs"], strict=True):
+        for name in ("loss", "reward", "completions/mean_length", "rewards/reward/std", "share"):
+            assert entry[name] == before[name], name
+
+
+def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny_model, tmp_path) -> None:
+    folder, first = whole
+    shutil.copytree(folder / FOLDER, tmp_path / FOLDER)
+    shutil.rmtree(files(tmp_path)[3].parent)
+    torn = files(tmp_path)[2]
+    torn.write_bytes(torn.read_bytes()[:-7])
+    again = train(tiny_model, tmp_path, resume="auto")
+    assert len(again["sampled"]) == 5 and again["scored"] == 20, "a group of the third round, and the fourth"
+    assert same(again["weights"], first["weights"])
+    assert train(tiny_model, tmp_path, resume="auto")["sampled"] == [], "what was cut is whole again"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"temperature": 0.5}, r"recorded with temperature 1\.0, but now it is 0\.5: put it back, or move .*journal"),
+        ({"seed": 8}, "recorded with seed 7, but now it is 8"),
+    ],
+)
+def test_another_recipe_s_journal_is_an_error(whole, tiny_model, tmp_path, changes, said) -> None:
+    shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
+    with pytest.raises(JournalError, match=said):
+        train(tiny_model, tmp_path, resume="auto", **changes)
+
+
+def test_other_weights_and_other_data_are_errors(whole, tiny_model, tiny_qwen, tmp_path) -> None:
+    shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
+    with pytest.raises(JournalError, match=r"sampled by other weights than those of step 0 here: .*journal: off"):
+        train(tiny_qwen, tmp_path, resume="auto")
+    rows = tiny.prompts().map(lambda row: {"answer": row["answer"] + "!"})
+    with pytest.raises(JournalError, match="is of another prompt: the dataset or its order has changed"):
+        train(tiny_model, tmp_path, resume="auto", dataset=rows)
+
+
+def test_a_fresh_start_puts_an_earlier_run_s_journal_aside(whole, tiny_model, tmp_path, capfd) -> None:
+    shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
+    assert len(train(tiny_model, tmp_path, max_steps=1)["sampled"]) == 4
+    assert "journal: what an earlier run recorded here is now in" in capfd.readouterr().out
+    assert len(files(tmp_path)) == 1 and len(list((tmp_path / "journal.old").glob("step-*"))) == 4
+
+
+def test_checkpoints_make_rounds_needless(tiny_model, tmp_path) -> None:
+    settings = {"journal": None, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    first = train(tiny_model, tmp_path, **settings)
+    assert [path.parent.name for path in files(tmp_path)] == ["step-00000003"]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    again = train(tiny_model, tmp_path, resume="auto", **settings)
+    assert again["sampled"] == [] and same(again["weights"], first["weights"])
+    assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
