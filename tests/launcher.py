@@ -125,6 +125,9 @@ def _server() -> str:
 def serve(address: str) -> None:
     """Import all, then fork a leader for each request, until the process that started this one is gone."""
     _end_with_parent()
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what packages say when they are imported is no answer
+    process.quiet_logs(verbose=False)
     sys.path.insert(0, str(TESTS))
     for name in PRELOADED:
         importlib.import_module(name)
@@ -135,7 +138,8 @@ def serve(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(address)
         door.listen()
-        print("ready", flush=True)
+        os.write(answer, b"ready\n")
+        os.close(answer)
         while True:
             line, _ = door.accept()
             with line:

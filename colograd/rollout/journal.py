@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import queue
 import re
 import shutil
 import threading
@@ -33,7 +32,6 @@ from .record_file import Record, RecordFile, read_records
 FOLDER = "journal"
 ASIDE = "journal.old"
 ABOUT = -1  # the position of the record that says what a file is about
-WAITING = 64  # groups that may wait to be written, at most
 SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
 
 TABLE = pa.schema(
@@ -92,8 +90,9 @@ class Journal:
         self.bytes = 0  # written
         self._found: dict[int, bytes] = {}  # of the round, by position
         self._file: RecordFile | None = None
-        self._waiting: queue.Queue[tuple[RecordFile, Recorded] | None] = queue.Queue(WAITING)
-        self._writer: threading.Thread | None = None
+        self._unsafe = threading.Event()  # something was written that a failing machine would take along
+        self._closing = threading.Lock()  # held while the file is made safe
+        self._safety: threading.Thread | None = None
 
     def begin(self, step: int, weights: str, is_first: bool) -> None:
         """Begin a round, whose completions weights of ``step`` sample; `recall` then knows what was recorded of it.
@@ -134,17 +133,22 @@ class Journal:
         }
 
     def add(self, recorded: Recorded) -> None:
-        """Write a group in the background. What can't be written is said in `problem`; nothing is raised."""
+        """Write a group: when this returns, it survives the process, and soon after the machine.
+
+        Packing it takes 0.03 us per token, and the system's cache takes what is written; only waiting for the disk is
+        left to a thread. What can't be written is said in `problem`; nothing is raised.
+        """
         if self._file is None:
             return
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
-            self._writer.start()
-        self._waiting.put((self._file, recorded))
-
-    def flush(self) -> None:
-        """Wait until all groups are on the disk."""
-        self._waiting.join()
+        try:
+            self.bytes += self._file.append(Record(recorded.group.position, _bytes_of(recorded)))
+        except Exception as error:  # what can't be recorded is trained on all the same
+            self.problem = _problem(self._file.path, error)
+            return
+        if self._safety is None:
+            self._safety = threading.Thread(target=self._make_safe, name="journal", daemon=True)
+            self._safety.start()
+        self._unsafe.set()
 
     def check_settings(self, step: int) -> None:
         """Whether what is recorded from ``step`` on was recorded with this run's settings.
@@ -178,35 +182,33 @@ class Journal:
         return dict(sorted((int(step), path) for step, path in found.items() if re.fullmatch(r"\d{8,12}", step)))
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """End the file. Another round may begin afterwards."""
         self._end_round()
-        if self._writer is not None:
-            self._waiting.put(None)
-            self._writer.join()
-            self._writer = None
 
     def _folder_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def _end_round(self) -> None:
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._closing:
+            if self._file is not None:
+                self._flush(self._file)
+                self._file.close()
+                self._file = None
 
-    def _write(self) -> None:
-        """The writer's thread. It packs, too: the rank's own thread hands groups over and goes on decoding."""
-        while (taken := self._waiting.get()) is not None:
-            file, recorded = taken
-            try:
-                self.bytes += file.append(Record(recorded.group.position, _bytes_of(recorded)))
-                if self._waiting.empty():
-                    file.flush()
-            except Exception as error:  # what can't be recorded is trained on all the same
-                self.problem = _problem(file.path, error)
-            finally:
-                self._waiting.task_done()
-        self._waiting.task_done()
+    def _make_safe(self) -> None:
+        """The thread's."""
+        while True:
+            self._unsafe.wait()
+            self._unsafe.clear()
+            with self._closing:
+                if self._file is not None:
+                    self._flush(self._file)
+
+    def _flush(self, file: RecordFile) -> None:
+        try:
+            file.flush()
+        except OSError as error:
+            self.problem = _problem(file.path, error)
 
     def _check_settings(self, found: About, path: Path) -> None:
         for name in sorted(found.settings.keys() | self.settings.keys()):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
 from ..data import PromptDataset, PromptStream
@@ -166,11 +166,10 @@ class ResumableTrainer(Trainer):
             return
         optimizer = self._plain_optimizer
         with together("loading the optimizer"):
-            if self.sharding.load_optimizer(optimizer, Path(checkpoint)):
-                scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
-                self.lr_scheduler.load_state_dict(scheduler)
-            else:
-                super()._load_optimizer_and_scheduler(checkpoint)
+            if not self.sharding.load_optimizer(optimizer, Path(checkpoint)):
+                # Through the CPU: transformers reads it on the device, which on several ranks of a CPU torch refuses.
+                optimizer.load_state_dict(_read(checkpoint, OPTIMIZER_NAME))
+            self.lr_scheduler.load_state_dict(_read(checkpoint, SCHEDULER_NAME))
             join_remainders(optimizer)
             if isinstance(optimizer, AdamWSplit):
                 adopt_masters(optimizer, self.sharding.owned(), checkpoints.float32_weights(checkpoint))
@@ -210,6 +209,11 @@ class ResumableTrainer(Trainer):
                     prune_journal(self.journal, state.global_step)
         if push:
             self._push_from_checkpoint(str(run_dir / name))
+
+
+def _read(checkpoint: str, name: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(os.path.join(checkpoint, name), map_location="cpu", weights_only=True)
+    return state
 
 
 class _StopAndSave(TrainerCallback):

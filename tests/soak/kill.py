@@ -1,0 +1,129 @@
+"""Kills a small run again and again, at any moment, and resumes it: nothing may be lost, nothing paid for twice.
+
+    python tests/soak/kill.py --kills 50 --seed 0 --ranks 1
+
+Each start of the run is killed (SIGKILL) after a random time, or at a random one of its writes, renames and deletions,
+so also within a checkpoint, the journal or the replay of one; one rank of several or all. Then it is resumed. At its
+end
+
+- its weights are those of a run that nobody disturbed, bit for bit,
+- no group that was in the journal when a rank was killed was sampled or scored again, by what the reward itself wrote
+  down, and every group was scored at least once.
+
+A run that ends before it is killed is followed by another, until there were as many kills as asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+
+import launcher  # noqa: E402
+import tiny  # noqa: E402
+
+from colograd.rollout.record_file import read_records  # noqa: E402
+
+PROGRAM = Path(__file__).with_name("run.py")
+Group = tuple[int, int]  # step of the weights, position of the prompt
+
+
+def recorded(run: Path) -> set[Group]:
+    """The groups in a run's journal."""
+    return {
+        (int(path.parent.name.removeprefix("step-")), record.position)
+        for path in run.glob("journal/step-????????/rank-*.records")
+        for record in read_records(path)
+        if record.position >= 0
+    }
+
+
+def told(folder: Path, what: str) -> list[Group]:
+    """What the ranks wrote down that they sampled, or that the reward was called for."""
+    lines = [line for path in folder.glob("told-*.jsonl") for line in path.read_text().splitlines()]
+    return [(found["step"], found["position"]) for found in map(json.loads, lines) if found["what"] == what]
+
+
+def a_kill(draw: random.Random, ranks: int) -> dict[str, Any]:
+    """When, and whom."""
+    victim = draw.choice([*range(ranks), -1]) if ranks > 1 else 0  # -1: all
+    if draw.random() < 0.5:
+        return {"victim": victim, "seconds": draw.uniform(0.0, 2.5)}
+    return {"victim": victim, "event": draw.randint(1, 150)}
+
+
+def start(model: Path, run: Path, ranks: int, kill: dict[str, Any] | None) -> bool:
+    """Start or resume the run; whether it ended by itself."""
+    done = launcher.run(PROGRAM, model, run, json.dumps(kill), ranks=ranks)
+    ended = "the run has ended" in done.stdout
+    if not ended and kill is None:
+        raise SystemExit(f"The run failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+    if not ended and "Traceback" in done.stderr and "SIGKILL" not in done.stderr and not _is_of_a_peer(done.stderr):
+        raise SystemExit(f"The run failed before it was killed ({kill}):\n{done.stderr[-5000:]}")
+    return ended
+
+
+def _is_of_a_peer(said: str) -> bool:
+    """Whether a rank ended because another one was killed."""
+    return any(words in said for words in ("ended without a word", "RankError", "Connection", "gloo", "SIGTERM"))
+
+
+def soak(kills: int, seed: int, ranks: int) -> dict[str, Any]:
+    """Raises SystemExit, with what is wrong."""
+    draw, found = random.Random(seed), Counter[str]()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        model = tiny.make_model(folder / "model")
+        assert start(model, folder / "whole", ranks, None)
+        expected = (folder / "whole" / "model.safetensors").read_bytes()
+        everything = set(told(folder / "whole", "scored"))
+        while found["kills"] < kills:
+            run = folder / f"run-{found['runs']}"
+            found["runs"] += 1
+            while True:
+                safe = recorded(run)
+                before = {what: Counter(told(run, what)) for what in ("sampled", "scored")}
+                kill = a_kill(draw, ranks) if found["kills"] < kills else None
+                ended = start(model, run, ranks, kill)
+                for what, earlier in before.items():
+                    if again := safe & set(Counter(told(run, what)) - earlier):
+                        raise SystemExit(f"{kill}: {what} again, though recorded: {sorted(again)[:5]}")
+                if ended:
+                    break
+                found["kills"] += 1
+                found["within writes"] += "event" in (kill or {})
+            if (run / "model.safetensors").read_bytes() != expected:
+                raise SystemExit(f"run {run.name}: other weights than those of the undisturbed run")
+            calls = Counter(told(run, "scored"))
+            if set(calls) != everything:
+                raise SystemExit(f"run {run.name}: scored other groups than the undisturbed run")
+            found["groups"] += len(calls)
+            found["scored twice, killed before they were recorded"] += sum(calls.values()) - len(calls)
+    return dict(found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="kill.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    options = parser.parse_args(argv)
+    found = soak(options.kills, options.seed, options.ranks)
+    print(
+        f"{options.ranks} rank(s), seed {options.seed}: "
+        + ", ".join(f"{count} {name}" for name, count in found.items())
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

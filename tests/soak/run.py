@@ -1,0 +1,100 @@
+"""A small run that writes down what it samples and scores, and is killed. Started by kill.py.
+
+python run.py MODEL RUN_DIR KILL        KILL: JSON, null or {victim, seconds} or {victim, event}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny
+
+from colograd import GRPOTrainer
+
+MODEL, RUN_DIR, KILL = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+RANK = int(os.environ.get("RANK", "0"))
+STEPS = 16
+EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")  # as sys.audit names them
+
+
+def tell(what: str, step: int, position: int) -> None:
+    """One line, there for good when this returns."""
+    RUN_DIR.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({"what": what, "step": step, "position": position}) + "\n"
+    descriptor = os.open(RUN_DIR / f"told-{RANK}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(descriptor, line.encode())
+    os.close(descriptor)
+
+
+def die() -> None:
+    if KILL["victim"] < 0:
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_death() -> None:
+    """From when the training begins."""
+    if KILL is None or KILL["victim"] not in (RANK, -1) or (KILL["victim"] < 0 and RANK):
+        return
+    if "seconds" in KILL:
+
+        def wait() -> None:
+            time.sleep(KILL["seconds"])
+            die()
+
+        threading.Thread(target=wait, daemon=True).start()
+        return
+    seen = [0]
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in EVENTS and str(RUN_DIR) in str(arguments[0]) and "told-" not in str(arguments[0]):
+            seen[0] += 1
+            if seen[0] == KILL["event"]:
+                die()
+
+    sys.addaudithook(count)
+
+
+class Telling(GRPOTrainer):
+    """Writes down what it samples."""
+
+    def generate(self, prompts):
+        for group in super().generate(prompts):
+            tell("sampled", self.state.global_step, group.position)
+            yield group
+
+
+def reward(completions: list[Any], row: list[int], trainer_state: Any, **kwargs: Any) -> list[float]:
+    """Called once per group; the stream goes through the rows in order, again and again."""
+    tell("scored", trainer_state.global_step, row[0])
+    return tiny.vowels(completions)
+
+
+def main() -> None:
+    prompts = tiny.prompts(4 * STEPS)
+    trainer = Telling(
+        MODEL,
+        reward,
+        tiny.config(
+            RUN_DIR, max_steps=STEPS, save_strategy="steps", save_steps=3, save_total_limit=2, shuffle_dataset=False
+        ),
+        prompts.add_column("row", list(range(len(prompts)))),
+    )
+    await_death()
+    trainer.train(resume_from_checkpoint="auto")
+    trainer.save_model(str(RUN_DIR))
+    trainer.close()
+    print("the run has ended")
+
+
+if __name__ == "__main__":
+    main()
