@@ -284,7 +284,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _stages(self) -> Stages:
         """The stages from prompts to scored groups, as training and `evaluate` take them."""
-        journal = None if self.evaluating else self.journal
+        journal = self.journal if self.is_in_train else None
         return Stages(self.generate, self._begin_score, self._judge, self.scorer.take_logged, journal)
 
     def _begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
@@ -363,16 +363,17 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         return self._schedule(steps)
 
-    def _begin_records(self) -> None:
-        """Open the journal of the round, and read what it has of it."""
-        if not self.args.keeps_journal:
+    def _begin_records(self, evaluation: str = "") -> None:
+        """Open the journal of the round, or of an evaluation in between, and read what it has of it."""
+        if not self.args.keeps_journal or not self.is_in_train:
             return
+        is_first = self._is_first_round and not evaluation
         problem = self.journal.problem if self.journal is not None else ""
         with together("the journal"), self.times.phase("journal"):
             if self.journal is not None:
-                self.journal.begin(self.state.global_step, digest_of(self.model), self._is_first_round)
+                self.journal.begin(self.state.global_step, digest_of(self.model), is_first, evaluation)
                 problem = problem or self.journal.problem or self.journal.warning
-        self._is_first_round = False
+        self._is_first_round &= bool(evaluation)
         for line in sorted({line for line in gather(problem) if line}):
             self.console.warn(line)
 
@@ -595,6 +596,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
         with together("publishing"):
             self.publish()
+        self._begin_records(name)
         with self.device_turns.sampling(self.optimizer), together("the evaluation"):
             one_call = args.reward_call == "all"
             groups: list[ScoredGroup] = self.engine.lead(

@@ -39,7 +39,8 @@ def train(model: Path, folder: Path, resume: Any = None, dataset: Any = None, **
         return tiny.vowels(completions)
 
     settings: dict[str, Any] = {"journal": "keep", "max_steps": 4, **changes}
-    trainer = Counting(str(model), reward, tiny.config(folder, **settings), dataset or tiny.prompts())
+    config = tiny.config(folder, **settings)
+    trainer = Counting(str(model), reward, config, dataset or tiny.prompts(), eval_dataset=tiny.prompts(3))
     try:
         trainer.train(resume_from_checkpoint=resume)
         return {
@@ -77,6 +78,14 @@ def test_what_is_recorded_is_trained_again_without_sampling_or_scoring(whole, ti
     for entry, before in zip(again["logs"], first["logs"], strict=True):
         for name in ("loss", "reward", "completions/mean_length", "rewards/reward/std", "share"):
             assert entry[name] == before[name], name
+
+
+def test_evaluations_in_between_are_neither_sampled_nor_scored_again(tiny_model, tmp_path) -> None:
+    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
+    first = train(tiny_model, tmp_path, **settings)
+    assert len(first["sampled"]) == 2 * (4 + 3) and first["scored"] == 2 * (16 + 6)
+    again = train(tiny_model, tmp_path, resume="auto", **settings)
+    assert again["sampled"] == [] and again["scored"] == 0 and same(again["weights"], first["weights"])
 
 
 def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny_model, tmp_path) -> None:

@@ -34,6 +34,12 @@ ASIDE = "journal.old"
 ABOUT = -1  # the position of the record that says what a file is about
 SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
 
+# What reading bytes that no journal has written may raise.
+NONSENSE = (
+    AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
+    TypeError, ValueError,
+)  # fmt: skip
+
 TABLE = pa.schema(
     [
         ("input", pa.list_(pa.int32())),  # null: that of the first row
@@ -94,12 +100,14 @@ class Journal:
         self._closing = threading.Lock()  # held while the file is made safe
         self._safety: threading.Thread | None = None
 
-    def begin(self, step: int, weights: str, is_first: bool) -> None:
-        """Begin a round, whose completions weights of ``step`` sample; `recall` then knows what was recorded of it.
+    def begin(self, step: int, weights: str, is_first: bool = False, evaluation: str = "") -> None:
+        """Begin a round, or an evaluation, whose completions weights of ``step`` sample; `recall` then knows what was
+        recorded of it.
 
         Args:
             weights: their digest (`digest_of`).
             is_first: the round after a start, whose weights come from the disk: they must be those that are recorded.
+            evaluation: its name.
 
         Raises:
             JournalError: what is there was recorded with other settings, or sampled by other weights.
@@ -107,7 +115,7 @@ class Journal:
         self._end_round()
         self._found.clear()
         self.problem = self.warning = ""
-        about, folder = About(step, weights, self.settings), self._folder_of(step)
+        about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
         for path, found, records in _files(folder):
             self._check_settings(found, path)
             self._check_weights(found, about, path, is_first)
@@ -156,14 +164,14 @@ class Journal:
         Raises:
             JournalError: it wasn't.
         """
-        for number, folder in self.rounds().items():
+        for number, folder in self._folders():
             if number >= step:
                 for path, found, _ in _files(folder):
                     self._check_settings(found, path)
 
     def set_aside(self) -> Path | None:
         """Put what is recorded in the place of what was put aside before; where it is then, if there is anything."""
-        if not self.rounds():
+        if not self._folders():
             return None
         aside = self.folder.with_name(ASIDE)
         shutil.rmtree(aside, ignore_errors=True)
@@ -172,21 +180,26 @@ class Journal:
 
     def prune(self, before: int) -> None:
         """Delete the rounds before a step: checkpoints hold what came of them."""
-        for step, folder in self.rounds().items():
+        for step, folder in self._folders():
             if step < before:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def rounds(self) -> dict[int, Path]:
-        """The folders of what is recorded, by the step of its weights."""
-        found = {path.name.removeprefix("step-"): path for path in self.folder.glob("step-*")}
-        return dict(sorted((int(step), path) for step, path in found.items() if re.fullmatch(r"\d{8,12}", step)))
+        """The folders of rounds, by the step of their weights, in order."""
+        return {step: folder for step, folder in self._folders() if folder.name == f"step-{step:08d}"}
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Those of rounds and evaluations."""
+        found = [(re.match(r"step-(\d{8,12})(-|$)", path.name), path) for path in self.folder.glob("step-*")]
+        return sorted((int(match[1]), path) for match, path in found if match)
 
     def close(self) -> None:
         """End the file. Another round may begin afterwards."""
         self._end_round()
 
-    def _folder_of(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+    def _folder_of(self, step: int, evaluation: str) -> Path:
+        suffix = f"-{re.sub(r'[^A-Za-z0-9_.]', '_', evaluation)}" if evaluation else ""
+        return self.folder / f"step-{step:08d}{suffix}"
 
     def _end_round(self) -> None:
         with self._closing:
@@ -273,7 +286,7 @@ def _about(record: Record, path: Path) -> About:
         assert record.position == ABOUT
         found = json.loads(record.content)
         return About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
-    except (AssertionError, ValueError, KeyError, TypeError) as error:
+    except NONSENSE as error:
         raise JournalError(f"{path} is no file of this journal ({error!r}): move it away.") from None
 
 
@@ -316,7 +329,7 @@ def _group_of(content: bytes, prompt: Prompt) -> Recorded:
         columns = {str(name): tuple(values) for name, values in logged["columns"].items()}
         metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
         example = batch.column("example")[0].as_py()
-    except (pa.ArrowException, AssertionError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (pa.ArrowException, *NONSENSE) as error:
         raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move the journal away.") from None
     if example != _digest_of(prompt.example):
         raise JournalError(

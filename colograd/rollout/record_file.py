@@ -20,7 +20,7 @@ import pyarrow as pa
 MAGIC = b"colograd records 1\n"
 HEAD = struct.Struct("<qIII")  # position, bytes, bytes when unpacked, checksum
 LARGEST = 2**31 - 1  # bytes of a record when unpacked
-GROWTH = 4096  # times that a record is larger when unpacked: zstd's own bound is higher, but no tokens come near it
+GROWTH = 4096  # times that a packed record may be larger when unpacked: what zstd packs tighter isn't packed
 
 
 class Record(NamedTuple):
@@ -57,6 +57,8 @@ class RecordFile:
         if len(record.content) > LARGEST:
             raise ValueError(f"A record has {len(record.content):,} bytes, but may have at most {LARGEST:,}.")
         packed = bytes(self._packing.compress(record.content, asbytes=True))
+        if len(record.content) > GROWTH * len(packed) or len(packed) >= len(record.content):
+            packed = record.content  # as long as when unpacked: a reader sees by that that it isn't packed
         start = self._file.tell()
         try:
             self._file.write(_head(record.position, packed, len(record.content)) + packed)
@@ -85,7 +87,9 @@ def read_records(path: Path) -> Iterator[Record]:
     for head, packed in _whole(path):
         position, _, size, _ = head
         try:
-            content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
+            content = packed
+            if size != len(packed):
+                content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
         except (pa.ArrowException, OSError, ValueError):  # made by no `RecordFile`
             return
         yield Record(position, content)

@@ -4,5 +4,6 @@
 what was built. `step_batches` cuts scored groups into optimizer steps, `loss_pass` sends a step's micro-batches through
 the loss, `adamw_split` (with `adamw_fused`) is the optimizer. `transformers_seam` and `resuming` are
 `transformers.Trainer` for packed rows, `checkpoints` the folders it writes, `node_folders` whether nodes share them;
-`journaling` what the journal must hold for and when it is pruned; `evaluation` what `evaluate` reports; `trl_names` what TRL's users ask a trainer.
+`journaling` what the journal must hold for, and when it is pruned; `evaluation` what `evaluate` reports; `trl_names`
+what TRL's users ask a trainer.
 """

@@ -21,6 +21,7 @@ OF_TRAINING = (
     "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations", "shuffle_dataset",
     "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs", "reward_weights",
     "reward_call", "max_tool_calling_iterations", "disable_dropout", "cast_lm_head_to_fp32",
+    "num_generations_eval", "temperature_eval", "max_completion_length_eval",
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 
