@@ -390,7 +390,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            return self.engine.lead(draw_all, others=[DrawnStep((), ()) for _ in prompts])
+            drawn = self.engine.lead(draw_all, others=[DrawnStep((), ()) for _ in prompts])
+        if self.journal is not None:
+            self.times.move("reward", "journal", self.journal.take_seconds())
+        return drawn
 
     def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
         if not self._told_unjudged and (line := unjudged(drawn)):

@@ -17,6 +17,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ class Journal:
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # why the last records aren't on the disk, for people
         self.warning = ""  # what is odd about the round's records, likewise
-        self.bytes = 0  # written
+        self.bytes, self.seconds = 0, 0.0  # written, and spent on it
         self._found: dict[int, bytes] = {}  # of the round, by position
         self._file: RecordFile | None = None
         self._unsafe = threading.Event()  # something was written that a failing machine would take along
@@ -148,15 +149,22 @@ class Journal:
         """
         if self._file is None:
             return
+        started = time.perf_counter()
         try:
             self.bytes += self._file.append(Record(recorded.group.position, _bytes_of(recorded)))
         except Exception as error:  # what can't be recorded is trained on all the same
             self.problem = _problem(self._file.path, error)
-            return
-        if self._safety is None:
-            self._safety = threading.Thread(target=self._make_safe, name="journal", daemon=True)
-            self._safety.start()
-        self._unsafe.set()
+        else:
+            if self._safety is None:
+                self._safety = threading.Thread(target=self._make_safe, name="journal", daemon=True)
+                self._safety.start()
+            self._unsafe.set()
+        self.seconds += time.perf_counter() - started
+
+    def take_seconds(self) -> float:
+        """What writing took since the last call."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
 
     def check_settings(self, step: int) -> None:
         """Whether what is recorded from ``step`` on was recorded with this run's settings.
