@@ -26,7 +26,7 @@ def row(position: int, **changes: Any) -> CompletionRow:
         "step": 3,
         "position": position,
         "prompt": [{"role": "user", "content": f"question {position}"}],
-        "completion": f"answer {position}",
+        "text": f"answer {position}".encode(),
         "prompt_tokens": 5,
         "completion_tokens": 7,
         "finish_reason": "stop",
@@ -37,7 +37,7 @@ def row(position: int, **changes: Any) -> CompletionRow:
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
-    rows = [row(0), row(0, completion="zwölf\n", advantage=-0.5, rewards=(0.0, 2.0)), row(1, finish_reason="length")]
+    rows = [row(0), row(0, text="zwölf\n".encode(), advantage=-0.5, rewards=(0.0, 2.0)), row(1, finish_reason="length")]
     path = write_log(tmp_path, rows, ["right", "step"], 3)
     assert path == tmp_path / "completions" / "completions_00003.parquet"
     assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing half-written is left"
@@ -97,7 +97,7 @@ def test_what_is_shown_has_each_prompt_once_where_that_is_asked_for(
 
 def test_show_prints_a_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3, 7):
-        rows = [row(p, step=step, completion=f"said {step}.{p}", advantage=float(p)) for p in range(3)]
+        rows = [row(p, step=step, text=f"said {step}.{p}".encode(), advantage=float(p)) for p in range(3)]
         write_log(tmp_path, rows, ["right", "short"], step)
     assert main(["show", str(tmp_path), "--step", "2"]) == 0
     shown = capsys.readouterr().out

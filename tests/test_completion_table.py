@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.reporting.completion_table import completion_rows, completions_table, print_table
+from colograd.reporting.completion_table import CompletionRow, as_utf8, completion_rows, completions_table, print_table
 
 POSITIONS = itertools.count()
 
@@ -40,7 +40,11 @@ def cells(table: Table, header: str) -> list[str]:
 
 def show(groups: list[ScoredGroup], texts: list[list[str]], **options: Any) -> Table:
     settings: dict[str, Any] = {"reward_names": ["r"], "title": "5", "limit": None, "unique_prompts": False} | options
-    return completions_table(completion_rows(groups, texts, 5), **settings)
+    return completions_table(rows(groups, texts), **settings)
+
+
+def rows(groups: list[ScoredGroup], texts: list[list[str]]) -> list[CompletionRow]:
+    return completion_rows(groups, [as_utf8(of_group) for of_group in texts], 5)
 
 
 TWO = [make_group("p0", [2, 3], [[1.0], [0.0]]), make_group("p1", [4, 5, 6], [[0.0], [0.5], [1.0]])]
@@ -122,14 +126,14 @@ def test_long_texts_are_shortened_in_the_middle(width: int) -> None:
 
 def test_markup_and_control_characters_are_shown_and_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
     group = make_group("[bold]p[/bold]", [1], [[0.0]])
-    print_table(completion_rows([group], [["[red]\x1b[2J\x07 [/nothing]"]], 1), ["[r]"], "1", None, False)
+    print_table(rows([group], [["[red]\x1b[2J\x07 [/nothing]"]]), ["[r]"], "1", None, False)
     out = capsys.readouterr().out
     assert "[bold]p[/bold]" in out and "[/nothing]" in out and "[r]" in out
     assert "\x1b" not in out and "\x07" not in out
 
 
 def test_the_table_is_printed_with_its_step_and_width(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(completion_rows(TWO, TEXTS, 5), ["r"], title="Step 5", limit=None, unique_prompts=False, width=80)
+    print_table(rows(TWO, TEXTS), ["r"], title="Step 5", limit=None, unique_prompts=False, width=80)
     out = capsys.readouterr().out
     assert "Step 5" in out and "b2" in out
     assert {len(line.rstrip()) for line in out.splitlines() if line.startswith("│")} == {80}
@@ -138,7 +142,7 @@ def test_the_table_is_printed_with_its_step_and_width(capsys: pytest.CaptureFixt
 def test_a_log_that_cannot_encode_a_character_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    print_table(completion_rows(TWO, [["é", "a"], ["b", "c", "d"]], 1), ["r"], "1", None, False)
+    print_table(rows(TWO, [["é", "a"], ["b", "c", "d"]]), ["r"], "1", None, False)
     assert b"Completion" in raw.getvalue()
 
 

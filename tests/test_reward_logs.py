@@ -131,7 +131,7 @@ def test_logged_columns_stay_with_their_completions_in_every_log(tmp_path: Path,
         return ScoredGroup(make_group(2, position), torch.ones(2, 1), torch.zeros(2), Logged(logged, {}))
 
     mixed = group(1, answer=("a", "b"), f=(1, 2), mixed=(1, "two"), nested=([1], None))
-    rows = completion_rows([mixed, group(2, answer=("c", None))], [["x", "y"]] * 2, 1)
+    rows = completion_rows([mixed, group(2, answer=("c", None))], [[b"x", b"y"]] * 2, 1)
     path = write_log(tmp_path, rows, ["f"], 1)
     table = pq.read_table(path).to_pydict()
     assert table["answer"] == ["a", "b", "c", None] and table["f"] == [1.0] * 4

@@ -24,10 +24,16 @@ from transformers import TrainerState
 from ..batch import Group, ScoredGroup
 from ..config import GRPOConfig
 from ..parallel.ranks import gather
-from .completion_table import CompletionRow, chosen_rows, completion_rows, extra_names, print_table
+from .completion_table import CompletionRow, as_utf8, chosen_rows, completion_rows, extra_names, print_table
 
 FOLDER = "completions"
-FIXED = tuple(field.name for field in dataclasses.fields(CompletionRow) if field.name not in ("rewards", "extra"))
+TEXT = "completion"  # the column of what rows hold as UTF-8
+FIXED = tuple(
+    TEXT if field.name == "text" else field.name
+    for field in dataclasses.fields(CompletionRow)
+    if field.name not in ("rewards", "extra")
+)
+ROWS = 256  # that are packed and written together
 UPLOAD_MINUTES = 2  # as TRL
 NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
 EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
@@ -38,17 +44,17 @@ class CompletionLog:
 
     def __init__(self, config: GRPOConfig, reward_names: Sequence[str]) -> None:
         self.config, self.names = config, list(reward_names)
-        self._texts: dict[int, list[str]] = {}  # of groups, by position, until they are logged
+        self._texts: dict[int, list[bytes]] = {}  # of groups, by position, until they are logged
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
             self._uploads = _start_uploads(Path(str(config.output_dir)) / FOLDER, config)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
         """Take what was decoded for the rewards: a text is 5 bytes a token, and decoding it the most that is done."""
-        self._texts |= {group.position: of_group for group, of_group in zip(groups, texts, strict=True)}
+        self._texts |= {group.position: as_utf8(of_group) for group, of_group in zip(groups, texts, strict=True)}
 
-    def _texts_of(self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]]) -> list[list[str]]:
-        return [self._texts.get(scored.group.position) or decode(scored.group) for scored in groups]
+    def _texts_of(self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]]) -> list[list[bytes]]:
+        return [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
 
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
@@ -104,7 +110,7 @@ class CompletionLog:
             self._uploads.stop()
 
 
-def _gather_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]], step: int) -> list[CompletionRow]:
+def _gather_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int) -> list[CompletionRow]:
     """The rows of all ranks, by position."""
     parts = gather(completion_rows(groups, texts, step))
     return sorted((row for part in parts for row in part), key=lambda row: row.position)
@@ -127,8 +133,8 @@ def _start_uploads(folder: Path, config: GRPOConfig) -> Any:
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[str, list[Any]]:
-    """Rows as columns; a reward function's column has its name, and so has one that was logged."""
-    found = {name: [getattr(row, name) for row in rows] for name in FIXED}
+    """Rows as columns, texts as UTF-8; a reward function's column has its name, and so has one that was logged."""
+    found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     extra = extra_names(rows)
     of_rewards, of_extra = _column_names(reward_names, extra)
     for index, column in enumerate(of_rewards):
@@ -165,6 +171,7 @@ def write_log(
     Prompts that parquet has no type for (messages of different shapes) are written as JSON.
     """
     data = columns(rows, reward_names)
+    data[TEXT] = pa.array(data[TEXT], pa.string())
     try:
         table = pa.table(data)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
@@ -175,7 +182,7 @@ def write_log(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}_{step:05d}.parquet"
     aside = path.with_suffix(".partial")
-    pq.write_table(table, aside)
+    pq.write_table(table, aside, row_group_size=ROWS)
     os.replace(aside, path)
     return path
 
@@ -188,7 +195,8 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
     of_rewards, of_extra = _column_names(names, extra)
     return [
         CompletionRow(
-            **{name: row[name] for name in FIXED},
+            **{name: row[name] for name in FIXED if name != TEXT},
+            text=row[TEXT].encode(),
             rewards=tuple(math.nan if row[column] is None else row[column] for column in of_rewards),
             extra={name: row[column] for name, column in zip(extra, of_extra, strict=True)},
         )
@@ -211,4 +219,5 @@ def send_to_trackers(
     for name in ("wandb", "trackio"):
         tracker = sys.modules.get(name)  # transformers' callback has imported and started it
         if name in report_to and tracker is not None and (name != "wandb" or tracker.run is not None):
-            tracker.log({key: tracker.Table(dataframe=pd.DataFrame(columns(rows, reward_names)))})
+            data = columns(rows, reward_names) | {TEXT: [row.completion for row in rows]}
+            tracker.log({key: tracker.Table(dataframe=pd.DataFrame(data))})

@@ -33,7 +33,7 @@ class CompletionRow:
     step: int  # the optimizer step that trains on it, from 1
     position: int  # the prompt's place in the stream of prompts: one per group
     prompt: Any  # text, or messages
-    completion: str
+    text: bytes  # the completion's, as UTF-8: one rare character makes a Python string four times as large
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
@@ -41,9 +41,18 @@ class CompletionRow:
     advantage: float  # the mean over its tokens where there is one per token
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions logged of it, by column
 
+    @property
+    def completion(self) -> str:
+        return self.text.decode()
 
-def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]], step: int) -> list[CompletionRow]:
-    """The rows of a step's groups; ``texts[g][i]`` is the decoded completion i of group g."""
+
+def as_utf8(texts: Sequence[str]) -> list[bytes]:
+    """Texts as rows hold them."""
+    return [text.encode(errors="replace") for text in texts]
+
+
+def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int) -> list[CompletionRow]:
+    """The rows of a step's groups; ``texts[g][i]`` is the decoded completion i of group g, as UTF-8."""
     rows = []
     for scored, of_group in zip(groups, texts, strict=True):
         group, advantages = scored.group, _mean_advantages(scored)
@@ -53,7 +62,7 @@ def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[str]
                     step=step,
                     position=group.position,
                     prompt=group.example.get("prompt", ""),
-                    completion=text,
+                    text=text,
                     prompt_tokens=len(rollout.prompt_ids),
                     completion_tokens=len(rollout.completion_ids),
                     finish_reason=rollout.finish_reason.value,

@@ -105,7 +105,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
     from colograd.losses.advantages import group_advantages
     from colograd.policy.packing import PackingRules, lay_out
     from colograd.reporting.completion_log import write_log
-    from colograd.reporting.completion_table import completion_rows
+    from colograd.reporting.completion_table import as_utf8, completion_rows
     from colograd.reporting.metrics import PhaseTimes
     from colograd.rewards.functions import resolve_rewards
     from colograd.rewards.scoring import Scorer
@@ -137,7 +137,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
             scorings.append(scorer.submit([group], [texts]))
         groups.append(group)
         if options.log:
-            kept.append(texts)
+            kept.append(as_utf8(texts))
         del output, texts
     with stages.stage("rewards"):
         rewards = [scoring.result() for scoring in scorings]
