@@ -12,8 +12,9 @@ import pytest
 import tiny
 import torch
 
+from colograd.policy.layers import decoder_layers
 from colograd.runtime import process
-from colograd.sharding.blocks import check_blocks, decoder_blocks
+from colograd.sharding.blocks import check_blocks
 
 SCRIPT = Path(__file__).parent / "scripts" / "fsdp_ranks.py"
 FAULTS = ("before", "forward", "backward", "forward memory", "backward memory")
@@ -101,19 +102,19 @@ def llama(**changes: Any) -> Any:
 
 def test_blocks_are_the_layers_that_a_model_names_or_those_of_its_longest_list() -> None:
     model = llama()
-    assert decoder_blocks(model) == list(model.model.layers)
+    assert decoder_layers(model) == list(model.model.layers)
     own = torch.nn.Module()
     own.short = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     own.long = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-    assert decoder_blocks(own) == list(own.long)
+    assert decoder_layers(own) == list(own.long)
 
 
 def test_what_has_no_rows_or_several_dtypes_is_refused_with_the_remedy() -> None:
     model = llama()
     model.scale = torch.nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match="scale is a single number and has no rows to cut: set sharding: gradients"):
-        check_blocks(model, decoder_blocks(model))
+        check_blocks(model, decoder_layers(model))
     model = llama()
     model.model.layers[1].mlp.bfloat16()
     with pytest.raises(ValueError, match="a LlamaDecoderLayer has parameters in bfloat16 and float32, whose gradients"):
-        check_blocks(model, decoder_blocks(model))
+        check_blocks(model, decoder_layers(model))

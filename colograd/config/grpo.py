@@ -59,6 +59,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "generation_kwargs",
         "chat_template_kwargs",
         "vllm_engine_kwargs",
+        "liger_kernel_config",
     ]
 
     # Fields of TrainingArguments with other defaults.
@@ -89,6 +90,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
+        compiled = self._set_compile_aside()
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
@@ -99,6 +101,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._settle_best_metric()
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
+        for name, value in compiled.items():
+            setattr(self, name, value)
         self.logging_nan_inf_filter = False  # a NaN loss must be seen
         given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
