@@ -217,7 +217,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         second = self.reference.model if isinstance(self.reference, FrozenCopy) else None
         if args.use_liger_kernel:
             with together("Liger's kernels"), self.compute_loss_context_manager():
-                apply_liger(self.model, args.device, args.liger_kernel_config, also=second)
+                undo = apply_liger(self.model, args.device, args.liger_kernel_config, also=second)
+            self.closing.callback(undo)
         if args.torch_compile:
             self.console.say("policy: torch compiles its layers: a minute or more, less the next time")
             for model in filter(None, (unwrap(self.model), second)):

@@ -130,7 +130,8 @@ def _forward(
     try:
         return compiled(layer, *args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # a backend's begin with its name
         raise NotCompiled(
             f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU it needs a "
             "C++ compiler (g++, or the one that CXX names), on a GPU Triton and a C compiler. Or set it to false."

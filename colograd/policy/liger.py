@@ -1,13 +1,15 @@
 """Liger's Triton kernels in the policy (``use_liger_kernel``): norms, rotary embedding and activation, on a GPU.
 
 liger-kernel puts forwards of its own into the modules of a loaded model. Parameters stay the objects that they are, in
-the engine's memory or cut by ranks. The rotary embedding's function it exchanges for the whole process, so models of
-the same architecture that are made afterwards have it too.
+the engine's memory or cut by ranks. The rotary embedding's function it can exchange in the architecture's module alone,
+for all models in the process, and it exchanges classes there too: both come back when the trainer is closed.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +50,7 @@ def _kernels() -> dict[str, Callable[..., None]]:
     return dict(MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
-def apply_liger(model: Any, device: torch.device, given: Any, also: Any = None) -> None:
+def apply_liger(model: Any, device: torch.device, given: Any, also: Any = None) -> Callable[[], None]:
     """Put Liger's kernels into a model that is in its place, or into a PeftModel's.
 
     Args:
@@ -56,11 +58,35 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Any = None) 
         given: what its functions are told: `{rope: false}`.
         also: another model of the kind, wherever it is.
 
+    Returns:
+        Gives other models of this architecture its own code again.
+
     Raises:
         ValueError: none for this model, one that isn't known, or another result than the model's own.
     """
     model = unwrap(model)
-    kind, apply = model.config.model_type, _kernels().get(model.config.model_type)
+    apply = _kernels_of(model, given)
+    names = vars(next(sys.modules[kind.__module__] for kind in type(model).__mro__ if "modeling" in kind.__module__))
+    undo = functools.partial(names.update, dict(names))
+    with evaluation_mode(model):
+        before = own_sample_logprobs(model, device)
+        apply(model=model)
+        error = float((own_sample_logprobs(model, device) - before).abs().mean())
+    if not error <= allowed(autocast_dtype(device) or model.dtype):  # NaN too
+        undo()
+        raise ValueError(
+            f"use_liger_kernel is true, but with Liger's kernels the log-probabilities of a {type(model).__name__} "
+            f"differ by {error:.2g} nats from its own: set it to false."
+        )
+    if also is not None and unwrap(also) is not model:
+        apply(model=unwrap(also))
+    return undo
+
+
+def _kernels_of(model: Any, given: dict[str, bool]) -> Callable[..., None]:
+    """What patches such models, told which kernels are wanted."""
+    kind = model.config.model_type
+    apply = _kernels().get(kind)
     if apply is None:
         raise ValueError(
             f"use_liger_kernel is true, but liger-kernel has none for {kind!r} models: set it to false, or "
@@ -72,15 +98,4 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Any = None) 
             f"liger_kernel_config names {unknown[0]!r}, but for {kind!r} models there are "
             f"{', '.join(sorted(known - set(LIGER_LOSSES)))}: choose among these."
         )
-    arguments = {name: value for name, value in given.items() if name in known}
-    with evaluation_mode(model):
-        before = own_sample_logprobs(model, device)
-        apply(model=model, **arguments)
-        error = float((own_sample_logprobs(model, device) - before).abs().mean())
-    if not error <= allowed(autocast_dtype(device) or model.dtype):  # NaN too
-        raise ValueError(
-            f"use_liger_kernel is true, but with Liger's kernels the log-probabilities of a {type(model).__name__} "
-            f"differ by {error:.2g} nats from its own: set it to false."
-        )
-    if also is not None and unwrap(also) is not model:
-        apply(model=unwrap(also), **arguments)
+    return functools.partial(apply, **{name: value for name, value in given.items() if name in known})
