@@ -62,7 +62,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "liger_kernel_config",
     ]
 
-    # Fields of TrainingArguments with other defaults.
+    # Fields of TrainingArguments with other defaults or meanings.
     learning_rate: float = knob(1e-6, "Peak learning rate of AdamW.")
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: bool | None = knob(
@@ -84,6 +84,21 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on an exact "
         "float32 master kept as the bfloat16 parameter and a 16-bit remainder; `optim_args: compiled=true` (or "
         "`false`) makes it one compiled pass, the default on a GPU. Or any optimizer name of transformers.",
+    )
+    torch_compile: bool = knob(
+        False,
+        "Compile the policy's decoder layers with torch.compile: norms, rotary embedding, activation and residuals "
+        "become a few fused kernels, for rows of any length. All layers share what is compiled once at start (a minute "
+        "or more, less the next time); attention, head and generation stay as they are. Needs packed rows.",
+    )
+    use_liger_kernel: bool = knob(
+        False,
+        "On a GPU, Liger's Triton kernels for norms, rotary embedding and activation in the policy and the reference, "
+        "checked against the model's own at start. Its losses have no part: log-probabilities are computed as ever. "
+        "Needs the package liger-kernel.",
+    )
+    liger_kernel_config: dict[str, Any] | str | None = knob(
+        None, "Which of Liger's kernels are used, such as `{rope: false}`; unset, all that it has for the model."
     )
 
     def __post_init__(self) -> None:

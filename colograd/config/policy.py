@@ -32,21 +32,6 @@ class PolicyKnobs(TrainingArguments):
         "can), which brings the sampler's and the trainer's probabilities closer. The weight keeps its dtype (TRL "
         "casts it, in the policy and the reference alone).",
     )
-    torch_compile: bool = knob(
-        False,
-        "Compile the policy's decoder layers with torch.compile: norms, rotary embedding, activation and residuals "
-        "become a few fused kernels, for rows of any length. All layers share what is compiled once at start (a minute "
-        "or more, less the next time); attention, head and generation stay as they are. Needs packed rows.",
-    )
-    use_liger_kernel: bool = knob(
-        False,
-        "On a GPU, Liger's Triton kernels for norms, rotary embedding and activation in the policy and the reference, "
-        "checked against the model's own at start. Its losses have no part: log-probabilities are computed as ever. "
-        "Needs the package liger-kernel.",
-    )
-    liger_kernel_config: dict[str, Any] | str | None = knob(
-        None, "Which of Liger's kernels are used, such as `{rope: false}`; unset, all that it has for the model."
-    )
 
     def _check_policy(self) -> None:
         if self.fp16:
@@ -61,7 +46,7 @@ class PolicyKnobs(TrainingArguments):
             )
         if self.torch_compile_mode is not None:
             one_of(self, "torch_compile_mode", COMPILE_MODES, " (rows have other lengths in each micro-batch)")
-        asked: dict[str, Any] = self.liger_kernel_config or {}  # type: ignore[assignment]
+        asked: dict[str, Any] = self.liger_kernel_config or {}
         for name in LIGER_LOSSES:
             if asked.get(name):
                 raise ValueError(
@@ -69,7 +54,7 @@ class PolicyKnobs(TrainingArguments):
                     "are computed from its hidden states: remove it."
                 )
         if self.use_liger_kernel:  # transformers, which applies them when training starts, would add a loss
-            self.liger_kernel_config = {**asked, **dict.fromkeys(LIGER_LOSSES, False)}
+            self.liger_kernel_config: Any = {**asked, **dict.fromkeys(LIGER_LOSSES, False)}
 
     def _set_compile_aside(self) -> dict[str, Any]:
         """What is said of torch.compile, taken away: transformers would set TF32 for it, and means the whole model."""
