@@ -43,8 +43,11 @@ from .parallel import faults
 from .parallel.faults import ends_together
 from .parallel.layout import Place, check_engines, check_places
 from .parallel.ranks import gather, together
+from .policy.layers import check_compiled, compile_layers, forget_compiled
+from .policy.liger import apply_liger, check_liger
 from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
+from .policy.lora import unwrap
 from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .policy.row_proof import choose_rows_where_it_trains
@@ -133,6 +136,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_vllm()
             check_sampling(args)
             check_sharding(args, optimizers[0])
+            check_liger(args)
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
             self.mismatch = SamplerMismatch(args)
             self.toolbox = toolbox_of(args, tools, environment_factory)
@@ -149,6 +153,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
             check_split(args, self.policy.model.config)
             check_reference(args, self.policy)
+            check_compiled(args, self.policy.why_padded)
             args.settle_precision(self.policy.model.dtype)
             form = tool_format_of(self.toolbox, self.policy, args)
             self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.toolbox)
@@ -204,16 +209,33 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.source = rollout_source(self.engine, args, self.policy, self.toolbox, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
-        if not args.on_cpu or args.bf16:  # else the rows were proved as they will run
+        self._choose_kernels()
+        if not args.on_cpu or args.bf16 or args.torch_compile:  # else the rows were proved as they will run
             self._prove_rows()
         self._describe(built, prompts)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
+    def _choose_kernels(self) -> None:
+        """Put Liger's kernels or compiled layers into the policy and the reference, where they are asked for."""
+        args: GRPOConfig = self.args
+        second = self.reference.model if isinstance(self.reference, FrozenCopy) else None
+        if args.use_liger_kernel:
+            with together("Liger's kernels"), self.compute_loss_context_manager():
+                undo = apply_liger(self.model, args.device, args.liger_kernel_config, also=second)
+            self.closing.callback(undo)
+        if args.torch_compile:
+            self.console.say("policy: torch compiles its layers: a minute or more, less the next time")
+            for model in filter(None, (unwrap(self.model), second)):
+                compile_layers(model, args.torch_compile_backend or "inductor", args.torch_compile_mode)
+                self.closing.callback(forget_compiled, model)
+
     def _prove_rows(self) -> None:
-        """Prove the rows where they will run: on the device's kernels, under autocast. A collective."""
+        """Prove the rows where they will run: on the device's kernels, compiled where they are, under autocast. A
+        collective."""
         reference = None if self.reference is None else self.reference.model
         with self.compute_loss_context_manager():
             why = choose_rows_where_it_trains(self.model, self.args.device, reference)
+        check_compiled(self.args, why)
         if why != self.policy.why_padded:
             self.policy = dataclasses.replace(self.policy, why_padded=why)
             self.rules = dataclasses.replace(self.rules, share_prompts=not why)

@@ -529,10 +529,41 @@ def test_settings_of_torchs_loader_are_said_to_have_no_effect() -> None:
         ({"entropy_coef_min": 2.0}, r"entropy_coef_min \(2.0\) must be at most entropy_coef_max \(1.0\)"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0, but must be positive"),
         ({"vespo_lambda_pos": -1.0}, "vespo_lambda_pos is -1.0, but must be at least 0"),
-        ({"torch_compile": True}, "torch_compile is true, but packed rows"),
     ],
 )
 def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config(**given)
+
+
+def test_what_is_said_of_compiling_is_the_layers() -> None:
+    """A backend or a mode asks for it, as in transformers, which isn't told: it would turn TF32 on."""
+    plain = config()
+    assert (plain.torch_compile, plain.torch_compile_backend, plain.use_liger_kernel) == (False, None, False)
+    assert config(torch_compile=True).torch_compile and config(torch_compile_mode="default").torch_compile
+    made = config(torch_compile_backend="aot_eager")
+    assert (made.torch_compile, made.torch_compile_backend) == (True, "aot_eager")
+    assert dataclasses.replace(made).torch_compile_backend == "aot_eager"
+
+
+def test_ligers_losses_have_no_part() -> None:
+    """Not where transformers applies the kernels, either."""
+    made = config(use_liger_kernel=True, liger_kernel_config={"rope": False})
+    assert made.liger_kernel_config == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"torch_compile": True, "use_liger_kernel": True}, "both true, but each fuses the same parts of a layer: set"),
+        ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode 'reduce-overhead' .* choose one of default, "),
+        (
+            {"liger_kernel_config": {"fused_linear_cross_entropy": True}},
+            "fused_linear_cross_entropy: true, which replaces the model's own loss",
+        ),
+    ],
+)
+def test_kernels_are_checked(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config(**given)
 

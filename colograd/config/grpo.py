@@ -61,9 +61,10 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "generation_kwargs",
         "chat_template_kwargs",
         "vllm_engine_kwargs",
+        "liger_kernel_config",
     ]
 
-    # Fields of TrainingArguments with other defaults.
+    # Fields of TrainingArguments with other defaults or meanings.
     learning_rate: float = knob(1e-6, "Peak learning rate of AdamW.")
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: bool | None = knob(
@@ -86,11 +87,27 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "float32 master kept as the bfloat16 parameter and a 16-bit remainder; `optim_args: compiled=true` (or "
         "`false`) makes it one compiled pass, the default on a GPU. Or any optimizer name of transformers.",
     )
+    torch_compile: bool = knob(
+        False,
+        "Compile the policy's decoder layers with torch.compile: norms, rotary embedding, activation and residuals "
+        "become a few fused kernels, for rows of any length. All layers share what is compiled once at start (a minute "
+        "or more, less the next time); attention, head and generation stay as they are. Needs packed rows.",
+    )
+    use_liger_kernel: bool = knob(
+        False,
+        "On a GPU, Liger's Triton kernels for norms, rotary embedding and activation in the policy and the reference, "
+        "checked against the model's own at start. Its losses have no part: log-probabilities are computed as ever. "
+        "Needs the package liger-kernel.",
+    )
+    liger_kernel_config: dict[str, Any] | str | None = knob(
+        None, "Which of Liger's kernels are used, such as `{rope: false}`; unset, all that it has for the model."
+    )
 
     def __post_init__(self) -> None:
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
         autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
+        compiled = self._set_compile_aside()
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
@@ -101,6 +118,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._settle_best_metric()
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
+        for name, value in compiled.items():
+            setattr(self, name, value)
         self.logging_nan_inf_filter = False  # a NaN loss must be seen
         given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}

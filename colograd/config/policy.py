@@ -1,4 +1,4 @@
-"""The policy: how it is loaded, and in which precision it trains."""
+"""The policy: how it is loaded, in which precision it trains, and with which kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from .knob import knob
+from .knob import knob, one_of
+
+# Of Liger: they replace the model's loss, which isn't what is trained.
+LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+# torch.compile's modes without CUDA graphs, which would be recorded again for each length of a row.
+COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
+COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 @dataclass
@@ -30,12 +36,32 @@ class PolicyKnobs(TrainingArguments):
     def _check_policy(self) -> None:
         if self.fp16:
             raise ValueError("fp16 is true, but policies train in bfloat16 or float32: set dtype instead.")
-        if self.torch_compile:
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        if self.torch_compile and self.use_liger_kernel:
             raise ValueError(
-                "torch_compile is true, but packed rows have other lengths in each micro-batch, for which the policy "
-                "would be compiled again and again: remove it (the engine and adamw_split compile what they can by "
-                "themselves)."
+                "torch_compile and use_liger_kernel are both true, but each fuses the same parts of a layer: set one "
+                "of them to false."
             )
+        if self.torch_compile_mode is not None:
+            one_of(self, "torch_compile_mode", COMPILE_MODES, " (rows have other lengths in each micro-batch)")
+        asked: dict[str, Any] = self.liger_kernel_config or {}
+        for name in LIGER_LOSSES:
+            if asked.get(name):
+                raise ValueError(
+                    f"liger_kernel_config has {name}: true, which replaces the model's own loss, but log-probabilities "
+                    "are computed from its hidden states: remove it."
+                )
+        if self.use_liger_kernel:  # transformers, which applies them when training starts, would add a loss
+            self.liger_kernel_config: Any = {**asked, **dict.fromkeys(LIGER_LOSSES, False)}
+
+    def _set_compile_aside(self) -> dict[str, Any]:
+        """What is said of torch.compile, taken away: transformers would set TF32 for it, and means the whole model."""
+        given = {name: getattr(self, name) for name in COMPILE_FIELDS}
+        for name in COMPILE_FIELDS:
+            setattr(self, name, False if name == "torch_compile" else None)
+        return given | {"torch_compile": any(given.values())}  # a backend or a mode asks for it, as in transformers
 
     @property
     def policy_dtype(self) -> str:

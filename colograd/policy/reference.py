@@ -6,7 +6,8 @@
     model (or trains biases of it)      is asked
 
 Its log-probabilities come from the same packed rows, temperature and kernels as the policy's, so that the divergence of
-the first step is exactly 0. They are computed once, when a round has been sampled, and go with the micro-batches.
+the first step is exactly 0; of compiled layers, which have other kernels where no gradient is wanted, up to rounding.
+They are computed once, when a round has been sampled, and go with the micro-batches.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from ..batch import FinishReason, Group, MicroBatch, ModelInput, Rollout, ScoredGroup
 from ..parallel.ranks import gather, together
 from . import attention
+from .layers import NotCompiled, as_it_trains
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap
 from .packing import PackedSequence, pack, sequences
@@ -29,8 +30,8 @@ TOLERANCE_16_BIT = 0.1
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "") -> str:
     """Set the model's attention for packed rows if it computes them rightly, and to its own for padded rows if not.
 
-    What is proved is what runs: the device's kernels, under autocast where it is on. So it is proved when the model is
-    loaded, and again where it trains, if that is elsewhere.
+    What is proved is what runs: the device's kernels, under autocast where it is on, compiled where they are. So it is
+    proved when the model is loaded, and again where it trains, if that is elsewhere.
 
     Args:
         device: where it computes; default: where it is.
@@ -101,6 +102,8 @@ def _packed_fault(model: Any, own: str, device: torch.device) -> str:
     try:
         with attention.watch_windows() as windows:
             error = _difference(model, own, device, share_prompts=True)
+    except NotCompiled:
+        raise
     except (TypeError, ValueError, RuntimeError) as refusal:
         return f"{name}: {str(refusal).splitlines()[0]}"
     if error:
@@ -163,7 +166,8 @@ def differences(
     """
     chosen, to_sampler, to_own = model.config._attn_implementation, [], []
     with evaluation_mode(model):
-        trained = [policy_logprobs(model, row, temperature)[0] for row in rows]
+        with as_it_trains(model):
+            trained = [policy_logprobs(model, row, temperature)[0].detach() for row in rows]
         try:
             model.set_attn_implementation(own or _own_attention(model))
             for row, found in zip(rows, trained, strict=True):
@@ -178,5 +182,21 @@ def _difference(model: Any, own: str, device: torch.device, share_prompts: bool)
     """Mean absolute difference of some samples from the model's own in nats; 0 where it is within tolerance."""
     rows = pack(_samples(model), 1000, False, device, share_prompts=share_prompts)
     error = float(differences(model, rows, 1.0, own)[1].mean())
-    allowed = TOLERANCE.get(attention.autocast_dtype(device) or model.dtype, TOLERANCE_16_BIT)
-    return 0.0 if error <= allowed else error
+    return 0.0 if error <= allowed(attention.autocast_dtype(device) or model.dtype) else error
+
+
+def allowed(dtype: torch.dtype) -> float:
+    """By which the log-probabilities of equal sequences, computed in two ways, may differ on average, in nats."""
+    return TOLERANCE.get(dtype, TOLERANCE_16_BIT)
+
+
+@torch.no_grad()
+def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
+    """(N,) of some tokens that any vocabulary has, by the model's own logits."""
+    chosen = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(_own_attention(model))
+        parts = [part for row in pack(_samples(model), 1000, False, device) for part in sequences(row)]
+        return torch.cat([_own_logprobs(model, part, 1.0) for part in parts])
+    finally:
+        model.set_attn_implementation(chosen)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ..parallel.ranks import world_size
+from ..policy.layers import decoder_layers
 from .buckets import all_gather, reduce_scatter
 
 
@@ -121,7 +122,7 @@ def cut(
     Raises:
         ValueError: it can't be cut so.
     """
-    blocks = Blocks(model, decoder_blocks(model), *ends(model))
+    blocks = Blocks(model, decoder_layers(model), *ends(model))
     check_blocks(model, blocks.decoder)
     rule: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size(),)),
@@ -156,17 +157,6 @@ def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
     whole = [parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)]
     block.reshard()
     return whole
-
-
-def decoder_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that the model names as indivisible; else the members of its longest list of modules."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if found:
-        inside = {child for module in found for child in module.modules() if child is not module}
-        return [module for module in found if module not in inside]
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return list(max(lists, key=len, default=()))
 
 
 def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:

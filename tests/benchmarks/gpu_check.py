@@ -46,10 +46,14 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "cast_lm_head_to_fp32": ("--set", "cast_lm_head_to_fp32=true"),
     "offload_optimizer": ("--set", "offload_optimizer=true"),
     "LoRA": ("--lora", "16"),
+    "torch_compile": ("--set", "torch_compile=true"),
+    "use_liger_kernel": ("--set", "use_liger_kernel=true"),
     "every second layer checkpointed": (
         "--set", "gradient_checkpointing=true", "--set", 'gradient_checkpointing_kwargs={"every_n_layers": 2}',
     ),
 }  # fmt: skip
+NEEDS = {"LoRA": "peft", "use_liger_kernel": "liger_kernel"}
+WEIGHTS = {"torch_compile": 80.0}  # of an option that takes longer than the others: it compiles when it starts
 ON_CPU = ("as it is", "gradient_checkpointing", "full_determinism")  # enough to see that they work
 
 
@@ -164,7 +168,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         Check("rollouts", rollouts, 60, tell_rollouts),
         Check("side by side", beside, 110, tell_side_by_side, needs="trl"),
         *(
-            Check(f"path, {name}", (*path, *given), 22, tell_training, needs="peft" if name == "LoRA" else "")
+            Check(f"path, {name}", (*path, *given), WEIGHTS.get(name, 22.0), tell_training, needs=NEEDS.get(name, ""))
             for name, given in options.items()
         ),
     ]

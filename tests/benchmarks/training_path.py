@@ -103,11 +103,16 @@ class Watch:
         self.sleeps: list[int] = []  # bytes
         self.work = Work()
         self.last = self.sampling_peak = 0.0
+        self.processor = self.processor_s = 0.0  # at the start of the present training, and of the last one
 
     def begin_training(self, rows: Any) -> None:
         self.sampling_peak = self.memory.peak()
         self.memory.reset()
         self.work = Work.of_rows(rows)
+        self.processor = time.process_time()
+
+    def end_training(self) -> None:
+        self.processor_s = time.process_time() - self.processor
 
     def step(self, logs: dict[str, Any]) -> None:
         """An optimizer step has ended."""
@@ -115,7 +120,7 @@ class Watch:
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         peaks = {"sampling_peak": self.sampling_peak, "training_peak": self.memory.peak()}
         work = {"tokens": self.work.tokens, "predicted": self.work.predicted, "pairs": self.work.pairs}
-        self.steps.append({**numbers, **peaks, **work, "wall": now - self.last})
+        self.steps.append({**numbers, **peaks, **work, "wall": now - self.last, "processor": self.processor_s})
         self.last = now
 
     def sleeping(self, engine: Any) -> Callable[[], None]:
@@ -170,7 +175,9 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             watch.begin_training(inputs.rows)
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            watch.end_training()
+            return loss
 
     class Steps(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -255,6 +262,7 @@ def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: fl
     return {
         "step_s": statistics.median(step["wall"] for step in steps),
         "seconds": seconds,
+        "processor_s": statistics.median(step["processor"] for step in steps),
         "tokens": tokens // len(steps),
         "tokens_per_second": tokens / trained,
         "flops": flops and flops // len(steps),
@@ -298,6 +306,7 @@ def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
     rows = [
         ["step, s", f"{found['step_s']:.3f}"],
         *([f"{name}, s", f"{seconds:.3f}"] for name, seconds in found["seconds"].items()),
+        ["training, processor s", f"{found['processor_s']:.3f}"],
         ["tokens through the model", f"{found['tokens']:,}"],
         ["tokens/s of training", f"{found['tokens_per_second']:,.0f}"],
     ]

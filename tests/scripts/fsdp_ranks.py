@@ -34,6 +34,7 @@ from colograd.batch import (
 )
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
+from colograd.policy.layers import compile_layers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import dummy, lay_out, plan_rows
 from colograd.sharding import Sharding
@@ -126,7 +127,11 @@ def digest(way: Sharding) -> str:
     return found.hexdigest()
 
 
-def train(model: Any, way: Sharding, fault: str = "", checkpointing: bool = False) -> dict[str, Any]:
+def train(
+    model: Any, way: Sharding, fault: str = "", checkpointing: bool = False, compiled: bool = False
+) -> dict[str, Any]:
+    if compiled:
+        compile_layers(model, "eager")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -202,6 +207,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     out, results = Path(sys.argv[1]), {}
     cases: dict[str, dict[str, Any]] = {"plain": {}, "checkpointing": {"checkpointing": True}, "kept": {}, "tied": {}}
+    cases |= {"compiled": {"compiled": True}} if world_size() > 1 else {}
     faults = ("before", "forward", "backward", "forward memory", "backward memory")
     cases |= {fault: {"fault": fault} for fault in faults} if world_size() > 1 else {}
     for name, settings in cases.items():

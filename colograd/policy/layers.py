@@ -1,0 +1,138 @@
+"""The policy's decoder layers: which they are, and how torch compiles them for packed rows (``torch_compile``).
+
+What is compiled is the code of a layer, which all of them share, for rows of any length: norms, rotary embedding,
+activation and residuals become a few fused kernels. Attention, which follows the row's layout, runs between them as it
+is. A call without a layout (``generate``, the model's own log-probabilities) runs as if nothing were compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from ..config import GRPOConfig
+from . import attention
+
+# Graphs of one layer's code: training, evaluation and no gradients, by kinds of layer and with an adapter or without.
+MOST_GRAPHS = 64
+
+
+class NotCompiled(ValueError):
+    """A layer couldn't be compiled."""
+
+
+def check_compiled(config: GRPOConfig, why_padded: str) -> None:
+    """Refuse to compile layers that no packed row would go through.
+
+    Args:
+        why_padded: why rows are padded; empty: they are packed.
+
+    Raises:
+        ValueError: rows are padded.
+    """
+    if config.torch_compile and why_padded:
+        raise ValueError(
+            f"torch_compile is true, but compiled layers take packed rows, and this model's are padded ({why_padded}): "
+            "set it to false."
+        )
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers that the model names as indivisible; else the members of its longest list of modules."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    if found:
+        inside = {child for module in found for child in module.modules() if child is not module}
+        return [module for module in found if module not in inside]
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return list(max(lists, key=len, default=()))
+
+
+def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
+    """Have packed rows go through compiled layers. Nothing is compiled yet: the first row of each kind does it.
+
+    A copy of the model has compiled layers too. Parameters and their names stay as they are.
+
+    Args:
+        backend, mode: `torch.compile`'s.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    # Traced, each layout would make another graph.
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
+    for layer in decoder_layers(model):
+        own = layer.forward.__func__
+        # A bound method: a copy of the layer gets one that is bound to it.
+        layer.forward = MethodType(functools.partial(_forward, own, _compiled(own, backend, mode)), layer)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether packed rows go through compiled layers."""
+    return any(_is_compiled(layer) for layer in decoder_layers(model))
+
+
+@contextmanager
+def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
+    """A training forward's mode, whose graphs aren't those of an evaluation: where layers are compiled, and nothing
+    is drawn at random; else the mode stays. Gradients must not be there yet: torch traces no parameter beside one in
+    another dtype."""
+    if not is_compiled(model) or _drops_out(model):
+        yield
+        return
+    was_training = model.training
+    model.train()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _drops_out(model: torch.nn.Module) -> bool:
+    rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
+    return any(rates)
+
+
+def forget_compiled(model: torch.nn.Module) -> None:
+    """Undo `compile_layers`."""
+    for layer in decoder_layers(model):
+        if _is_compiled(layer):
+            del layer.forward
+
+
+def _is_compiled(layer: torch.nn.Module) -> bool:
+    found = getattr(layer.__dict__.get("forward"), "__func__", None)
+    return isinstance(found, functools.partial) and found.func is _forward
+
+
+@functools.cache
+def _compiled(forward: Callable[..., Any], backend: str, mode: str | None) -> Callable[..., Any]:
+    # dynamic: the first row already makes a graph of any length.
+    compiled: Callable[..., Any] = torch.compile(forward, dynamic=True, backend=backend, mode=mode)
+    return compiled
+
+
+def _forward(
+    own: Callable[..., Any], compiled: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """A layer's forward.
+
+    Raises:
+        NotCompiled: with torch's reason and the remedy.
+    """
+    if kwargs.get("layout") is None:
+        return own(layer, *args, **kwargs)
+    try:
+        return compiled(layer, *args, **kwargs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # a backend's begin with its name
+        raise NotCompiled(
+            f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU it needs a "
+            "C++ compiler (g++, or the one that CXX names), on a GPU Triton and a C compiler. Or set it to false."
+        ) from error
