@@ -43,28 +43,34 @@ from .parallel import faults
 from .parallel.faults import ends_together
 from .parallel.layout import Place, check_engines, check_places
 from .parallel.ranks import gather, together
-from .policy.layers import check_compiled, compile_layers, forget_compiled
-from .policy.liger import apply_liger, check_liger
+from .policy.layers import check_compiled
+from .policy.liger import check_liger
 from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, with_old_logprobs
-from .policy.lora import unwrap
 from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .policy.row_proof import choose_rows_where_it_trains
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
-from .rollout.journal import digest_of
 from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import round_statistics
 from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
-from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rollout_source, settle_by_memory
+from .training.assembly import (
+    Assembly,
+    Prompts,
+    assemble,
+    choose_kernels,
+    dropped_prompts,
+    rollout_source,
+    settle_by_memory,
+)
 from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
-from .training.journaling import journal_of
+from .training.journaling import begin_records, journal_of
 from .training.loss_pass import loss_pass
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
@@ -184,7 +190,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.journal = journal_of(args, self._reward_names)
         if self.journal is not None:
             self.closing.callback(self.journal.close)
-        self._is_first_round = True  # of a call of `train`
         self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
         self._loss_is_affordable: bool | None = None  # in an evaluation, where nobody asked for it; None: not known yet
         self._told_unjudged = False  # whether it was said that nobody judged a completion
@@ -209,25 +214,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.source = rollout_source(self.engine, args, self.policy, self.toolbox, form, rollout_func, trainer=self)
         if args.sync_ref_model and isinstance(self.reference, FrozenCopy):
             self.add_callback(FollowPolicy(self.reference, self.model))
-        self._choose_kernels()
+        lines = choose_kernels(args, self.model, self.reference, self.closing, self.compute_loss_context_manager)
+        for line in lines:
+            self.console.say(line)
         if not args.on_cpu or args.bf16 or args.torch_compile:  # else the rows were proved as they will run
             self._prove_rows()
         self._describe(built, prompts)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
-
-    def _choose_kernels(self) -> None:
-        """Put Liger's kernels or compiled layers into the policy and the reference, where they are asked for."""
-        args: GRPOConfig = self.args
-        second = self.reference.model if isinstance(self.reference, FrozenCopy) else None
-        if args.use_liger_kernel:
-            with together("Liger's kernels"), self.compute_loss_context_manager():
-                undo = apply_liger(self.model, args.device, args.liger_kernel_config, also=second)
-            self.closing.callback(undo)
-        if args.torch_compile:
-            self.console.say("policy: torch compiles its layers: a minute or more, less the next time")
-            for model in filter(None, (unwrap(self.model), second)):
-                compile_layers(model, args.torch_compile_backend or "inductor", args.torch_compile_mode)
-                self.closing.callback(forget_compiled, model)
 
     def _prove_rows(self) -> None:
         """Prove the rows where they will run: on the device's kernels, compiled where they are, under autocast. A
@@ -389,13 +382,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """Open the journal of the round, or of an evaluation in between, and read what it has of it."""
         if not self.args.keeps_journal or not self.is_in_train:
             return
-        is_first = self._is_first_round and not evaluation
-        problem = self.journal.problem if self.journal is not None else ""
         with together("the journal"), self.times.phase("journal"):
-            if self.journal is not None:
-                self.journal.begin(self.state.global_step, digest_of(self.model), is_first, evaluation)
-                problem = problem or self.journal.problem or self.journal.warning
-        self._is_first_round &= bool(evaluation)
+            problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
         for line in sorted({line for line in gather(problem) if line}):
             self.console.warn(line)
 
@@ -542,7 +530,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
-        self._round, self._logs, self._is_first_round = [], [], True
+        self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded
         return super().train(*args, **kwargs)

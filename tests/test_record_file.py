@@ -116,7 +116,7 @@ def made_up() -> Recorded:
 
 def recalled(folder: Path, prompt: Prompt = PROMPT) -> Recorded:
     found = Journal(folder, 0, {"seed": 1})
-    found.begin(3, "weights", True)
+    found.begin(3, "weights")
     try:
         return found.recall([prompt])[prompt.position]
     finally:
@@ -126,7 +126,7 @@ def recalled(folder: Path, prompt: Prompt = PROMPT) -> Recorded:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     kept = Journal(tmp_path, 0, {"seed": 1})
-    kept.begin(3, "weights", True)
+    kept.begin(3, "weights")
     kept.add(made_up())
     kept.close()
     assert not kept.problem
@@ -189,7 +189,7 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
     kept = Journal(tmp_path, 0, {})
-    kept.begin(3, "", True)
+    kept.begin(3, "")
     kept._file.__class__ = Full
     kept.add(made_up())
     assert "No space left on device" in kept.problem and "the run goes on" in kept.problem

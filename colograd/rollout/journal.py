@@ -95,19 +95,23 @@ class Journal:
         self.problem = ""  # why the last records aren't on the disk, for people
         self.warning = ""  # what is odd about the round's records, likewise
         self.bytes, self.seconds = 0, 0.0  # written, and spent on it
+        self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # of the round, by position
         self._file: RecordFile | None = None
         self._unsafe = threading.Event()  # something was written that a failing machine would take along
         self._closing = threading.Lock()  # held while the file is made safe
         self._safety: threading.Thread | None = None
 
-    def begin(self, step: int, weights: str, is_first: bool = False, evaluation: str = "") -> None:
+    def start_at_checkpoint(self) -> None:
+        """What begins next has weights that come from the disk: they must be those that are recorded."""
+        self._weights_are_read = True
+
+    def begin(self, step: int, weights: str, evaluation: str = "") -> None:
         """Begin a round, or an evaluation, whose completions weights of ``step`` sample; `recall` then knows what was
         recorded of it.
 
         Args:
             weights: their digest (`digest_of`).
-            is_first: the round after a start, whose weights come from the disk: they must be those that are recorded.
             evaluation: its name.
 
         Raises:
@@ -119,9 +123,10 @@ class Journal:
         about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
         for path, found, records in _files(folder):
             self._check_settings(found, path)
-            self._check_weights(found, about, path, is_first)
+            self._check_weights(found, about, path)
             for record in records:
                 self._found.setdefault(record.position, record.content)
+        self._weights_are_read = False
         try:
             self._file = RecordFile(folder / f"rank-{self.rank:05d}.records")
             if self._file.is_new:
@@ -237,11 +242,11 @@ class Journal:
             if was != new:
                 raise JournalError(f"{path} was recorded with {name} {was!r}, but now it is {new!r}: {self._remedy}.")
 
-    def _check_weights(self, found: About, now: About, path: Path, is_first: bool) -> None:
+    def _check_weights(self, found: About, now: About, path: Path) -> None:
         if found.step != now.step:
             raise JournalError(f"{path} says that it is of step {found.step}, but lies in step {now.step}'s folder.")
         if found.weights and now.weights and found.weights != now.weights:
-            if is_first:
+            if self._weights_are_read:
                 raise JournalError(
                     f"{path} was sampled by other weights than those of step {now.step} here: {self._remedy}."
                 )

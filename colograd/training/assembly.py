@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptStream
@@ -16,8 +18,11 @@ from ..memory.choice import Run, auto, least_checkpointing, taken
 from ..memory.device_turns import DeviceTurns
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import together
+from ..policy.layers import compile_layers, forget_compiled
+from ..policy.liger import apply_liger
 from ..policy.loading import Policy
-from ..policy.reference import Reference, reference_bytes, reference_of
+from ..policy.lora import unwrap
+from ..policy.reference import FrozenCopy, Reference, reference_bytes, reference_of
 from ..reporting.metrics import PhaseTimes
 from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
@@ -196,3 +201,24 @@ def dropped_prompts(prompts: Sequence[Prompts]) -> Iterator[str]:
         if isinstance(part, PromptDataset) and part.num_dropped:
             total = part.num_dropped + len(part)
             yield f"data: {part.num_dropped} of {total} prompts are too long and were dropped"
+
+
+def choose_kernels(
+    args: GRPOConfig,
+    model: torch.nn.Module,
+    reference: Any,
+    closing: ExitStack,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[str]:
+    """Put Liger's kernels or compiled layers into the policy and its reference, where they are asked for: a collective.
+    Yields lines for people, each before what takes its time."""
+    second = reference.model if isinstance(reference, FrozenCopy) else None
+    if args.use_liger_kernel:
+        with together("Liger's kernels"), autocast():
+            undo = apply_liger(model, args.device, args.liger_kernel_config, also=second)
+        closing.callback(undo)
+    if args.torch_compile:
+        yield "policy: torch compiles its layers: a minute or more, less the next time"
+        for each in filter(None, (unwrap(model), second)):
+            compile_layers(each, args.torch_compile_backend or "inductor", args.torch_compile_mode)
+            closing.callback(forget_compiled, each)

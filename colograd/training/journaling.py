@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..config import GRPOConfig
 from ..config.advantages import AdvantageKnobs
 from ..config.objective import ObjectiveKnobs
 from ..config.reference import ReferenceKnobs
 from ..config.sampling import SamplingKnobs
-from ..rollout.journal import Journal
+from ..rollout.journal import Journal, digest_of
 from . import checkpoints
 
 # What a round's completions and rewards, and the updates from them, depend on. A run with other values is another run.
@@ -45,6 +47,7 @@ def open_journal(journal: Journal, resumes: bool, step: int, is_writer: bool) ->
     Raises:
         JournalError: what is there was recorded with other settings.
     """
+    journal.start_at_checkpoint()
     if not resumes:
         moved = journal.set_aside() if is_writer else None
         return f"journal: what an earlier run recorded here is now in {moved}" if moved else ""
@@ -56,6 +59,16 @@ def open_journal(journal: Journal, resumes: bool, step: int, is_writer: bool) ->
         f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups are "
         "neither sampled nor scored again"
     )
+
+
+def begin_records(journal: Journal | None, step: int, model: torch.nn.Module, evaluation: str) -> str:
+    """Begin a round's records, or an evaluation's, on this rank; a line on what is wrong with them, or was with the
+    last ones."""
+    if journal is None:
+        return ""
+    problem = journal.problem
+    journal.begin(step, digest_of(model), evaluation)
+    return problem or journal.problem or journal.warning
 
 
 def prune_journal(journal: Journal, newest: int) -> None:

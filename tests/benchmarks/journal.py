@@ -45,7 +45,7 @@ def made_up(options: argparse.Namespace, position: int) -> Recorded:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         journal = Journal(folder, 0, {})
-        journal.begin(0, "", True)
+        journal.begin(0, "")
         journal.add(made_up(options, 0))  # imports, threads
         memory = OwnMemory()
         before = memory.resident
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         written = journal.bytes - written
         peak = memory.resident - before
         prompts = [Prompt({"prompt": f"question {p}"}, ModelInput((1,)), p) for p in range(1, options.prompts + 1)]
-        journal.begin(0, "", True)
+        journal.begin(0, "")
         began = time.perf_counter()
         for prompt in prompts:
             journal.recall([prompt])
