@@ -3,6 +3,6 @@
 `task` makes ready what a trainer is given, `assembly` builds the engine beside the policy, `closing` sees to the end of
 what was built. `step_batches` cuts scored groups into optimizer steps, `loss_pass` sends a step's micro-batches through
 the loss, `adamw_split` (with `adamw_fused`) is the optimizer. `transformers_seam` and `resuming` are
-`transformers.Trainer` for packed rows, `checkpoints` the folders it writes, `node_folders` whether nodes share them;
-`evaluation` what `evaluate` reports; `trl_names` what TRL's users ask a trainer.
+`transformers.Trainer` for packed rows, `checkpoints` the folders it writes, `manifest` their files' checksums,
+`node_folders` whether nodes share them; `evaluation` what `evaluate` reports; `trl_names` what TRL's users ask a trainer.
 """

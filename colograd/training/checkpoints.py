@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,14 +19,18 @@ from safetensors import safe_open
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from . import manifest
+from .manifest import MANIFEST, Damaged
+
 ASIDE = ".incomplete"
 DISCARDED = ".discarded"
 REPLACED = ".replaced"
+REFUSED = "refused"
 PROMPTS = "prompts.json"
 # What a checkpoint holds beside the model, as patterns of names.
 STATE = (
     "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
-    "lengths_*.json", "reference.safetensors", PROMPTS,
+    "lengths_*.json", "reference.safetensors", PROMPTS, MANIFEST,
 )  # fmt: skip
 
 
@@ -37,6 +41,8 @@ def aside_folder(run_dir: str | Path) -> Path:
 
 def commit(aside: Path, final: Path) -> None:
     """Make the finished folder ``aside`` the checkpoint ``final``, surviving a crash of the machine right after."""
+    files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
+    (aside / MANIFEST).write_text(manifest.as_text(files))
     for path in (*aside.rglob("*"), aside):  # folders too: they hold the names
         _flush(path)
     old = final.with_name(f"{REPLACED}-{final.name}")
@@ -69,16 +75,24 @@ def sweep(run_dir: str | Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def rotate(run_dir: str | Path, limit: int | None, best: str | None, newest: int | None = None) -> None:
+def rotate(
+    run_dir: str | Path,
+    limit: int | None,
+    best: str | None,
+    newest: int | None = None,
+    refused: Collection[int] = (),
+) -> None:
     """Keep the newest ``limit`` checkpoints, and the best one.
 
     Args:
         newest: the step of the one just written. Those of later steps are of a run that was gone back from: they go
             first.
+        refused: steps of damaged ones. They don't count, and stay for whoever wants to know what happened to them.
     """
     if limit is None or limit <= 0:
         return
-    ordered = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
+    found = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
+    ordered = [folder for folder in found if step_of(folder) not in refused]
     if newest is not None:
         ordered.sort(key=lambda folder: step_of(folder) <= newest)  # stable: otherwise as they were
     keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
@@ -98,7 +112,17 @@ def complete_steps(run_dir: str) -> list[int]:
     return [step_of(folder) for folder in found if os.path.isfile(os.path.join(folder, "trainer_state.json"))]
 
 
-def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None) -> str | None:
+def is_search(wanted: str | bool | None) -> bool:
+    """Whether ``resume_from_checkpoint`` asks for the last checkpoint, whichever that is."""
+    return str(wanted).lower() in ("true", "auto")
+
+
+def find_resume(
+    wanted: str | bool | None,
+    run_dir: str,
+    steps: Sequence[Sequence[int]] | None = None,
+    refused: Collection[int] = (),
+) -> str | None:
     """The checkpoint that ``resume_from_checkpoint`` means.
 
     ``True`` is the last one and an error if there is none; ``"auto"`` is the last one, or a fresh start; a path is
@@ -106,6 +130,7 @@ def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequenc
 
     Args:
         steps: of the complete checkpoints in each folder that must hold it; default: in this one.
+        refused: steps of those that are damaged, which aren't taken. A run that has no others doesn't start anew.
 
     Raises:
         ValueError: no such checkpoint.
@@ -113,11 +138,17 @@ def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequenc
     if wanted is None or wanted is False or str(wanted).lower() in ("false", "none", ""):
         return None
     text = str(wanted)
-    if text.lower() in ("true", "auto"):
+    if is_search(wanted):
         folders = [complete_steps(run_dir)] if steps is None else steps
-        common = set(folders[0]).intersection(*folders[1:])
+        common = set(folders[0]).intersection(*folders[1:]).difference(refused)
         if common:
             return os.path.join(run_dir, f"checkpoint-{max(common)}")
+        if refused:
+            raise ValueError(
+                f"resume_from_checkpoint is {text.lower()}, but each checkpoint in {run_dir!r} is damaged (steps "
+                f"{', '.join(map(str, sorted(refused)))}): bring one back from a copy, or start anew with another "
+                "output_dir."
+            )
         if text.lower() == "true":
             on_nodes = f" that all {len(folders)} nodes have (theirs: {folders})" if len(folders) > 1 else ""
             raise ValueError(
@@ -131,6 +162,21 @@ def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequenc
             "give a checkpoint-N folder, `true`, or `auto`."
         )
     return text
+
+
+def check(folder: str | Path) -> bool:
+    """Compare all files of a checkpoint with its manifest. False: it has none, as an older version wrote it.
+
+    Raises:
+        ValueError: one differs.
+    """
+    try:
+        files = manifest.read(Path(folder))
+        if files is not None:
+            manifest.check(Path(folder), files)
+    except Damaged as error:
+        raise ValueError(f"{folder} is damaged: {error}.") from None
+    return files is not None
 
 
 def write_prompts(checkpoint: Path, state: dict[str, Any]) -> None:

@@ -12,10 +12,10 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
 from ..data import PromptDataset, PromptStream
-from ..parallel.ranks import gather, together
+from ..parallel.ranks import gather, rank, together, world_size
 from ..reporting.console import Console
 from ..sharding import Sharding
-from . import checkpoints
+from . import checkpoints, manifest
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .node_folders import nodes_are_apart
 
@@ -32,6 +32,7 @@ class ResumableTrainer(Trainer):
         self.nodes_are_apart = self._settle_folders()
         self.stop_signal = checkpoints.StopSignal()
         self._save_is_due = False
+        self._refused: set[int] = set()  # steps of checkpoints that are damaged
         self.add_callback(_StopAndSave(self))
 
     def at_boundary(self) -> bool:
@@ -63,16 +64,51 @@ class ResumableTrainer(Trainer):
             self.stop_signal.remove()
 
     def _found(self, wanted: str | bool | None) -> str | None:
-        """The checkpoint to go on from; where nodes share no file system, the last one that each of them has."""
+        """The checkpoint to go on from; where nodes share no file system, the last one that each of them has.
+
+        A damaged one is passed over in a search, with a line, and an error where it was named.
+        """
         layout, run_dir = self.args.layout, str(self.args.output_dir)
         with together("the search for a checkpoint"):
             steps = checkpoints.complete_steps(run_dir)
         of_ranks = gather(steps)
-        with together("the search for a checkpoint"):
-            of_nodes = of_ranks[:: layout.ranks_per_node] if self.nodes_are_apart else of_ranks[:1]
-            found = checkpoints.find_resume(wanted, run_dir, of_nodes)
-        # A shared file system may show ranks different folders: rank 0 has looked for all.
-        return found if self.nodes_are_apart else gather(found)[0]
+        of_nodes = of_ranks[:: layout.ranks_per_node] if self.nodes_are_apart else of_ranks[:1]
+        self._refused.clear()
+        while True:
+            with together("the search for a checkpoint"):
+                found = checkpoints.find_resume(wanted, run_dir, of_nodes, self._refused)
+            # A shared file system may show ranks different folders: rank 0 has looked for all.
+            found = found if self.nodes_are_apart else gather(found)[0]
+            damage = None if found is None else self._damage(found)
+            if damage is None:
+                return found
+            if not checkpoints.is_search(wanted):
+                raise ValueError(f"resume_from_checkpoint is {found!r}, which is damaged: {damage}. Name another one.")
+            self.console.warn(f"checkpoints: {os.path.relpath(str(found))} is damaged and isn't taken: {damage}")
+            self._refused.add(checkpoints.step_of(str(found)))
+
+    def _damage(self, checkpoint: str) -> str | None:
+        """What is wrong with a checkpoint, on whichever rank; None: nothing. A collective: the ranks share the work."""
+        folder, damage, files = Path(checkpoint), None, None
+        layout = self.args.layout
+        try:
+            files = manifest.read(folder)
+            if files is not None:
+                mine = manifest.shares(files, rank(), world_size(), layout.ranks_per_node, self.nodes_are_apart)
+                manifest.check(folder, files, mine)
+        except (manifest.Damaged, OSError) as error:
+            damage = str(error)
+        of_ranks = gather((damage, files is None))
+        found = next(((number, text) for number, (text, _) in enumerate(of_ranks) if text), None)
+        if found is None:
+            if of_ranks[0][1]:
+                self.console.say(
+                    f"checkpoints: {os.path.relpath(checkpoint)} has no {manifest.MANIFEST} (an older version wrote "
+                    "it): it is taken unchecked"
+                )
+            return None
+        where = f" (rank {found[0]} found it)" if world_size() > 1 else ""
+        return found[1] + where
 
     def _settle_folders(self) -> bool:
         """Whether each node writes and reads checkpoints of its own, because nodes share no file system.
@@ -192,7 +228,7 @@ class ResumableTrainer(Trainer):
         with together("deleting old checkpoints"):  # when every node has the new one
             if self.args.should_save:
                 limit, best_folder = self.args.save_total_limit, state.best_model_checkpoint
-                checkpoints.rotate(run_dir, limit, best_folder, newest=state.global_step)
+                checkpoints.rotate(run_dir, limit, best_folder, state.global_step, self._refused)
         if push:
             self._push_from_checkpoint(str(run_dir / name))
 
