@@ -47,7 +47,7 @@ def test_a_commit_moves_the_whole_folder(tmp_path: Path) -> None:
 def test_every_file_is_flushed_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     rename = os.rename
-    monkeypatch.setattr(checkpoints, "_flush", lambda path: events.append(f"flush {path.name}"))
+    monkeypatch.setattr(checkpoints, "flush", lambda path: events.append(f"flush {path.name}"))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename to {Path(b).name}"), rename(a, b)))
     commit(write(aside_folder(tmp_path) / "checkpoint-3"), tmp_path / "checkpoint-3")
     flushed = {"flush below", "flush checkpoint-3", "flush manifest.json", "flush model", "flush trainer_state.json"}
@@ -61,7 +61,7 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     assert (final / "below" / "model").read_text() == "new" and names(tmp_path) == [".incomplete", "checkpoint-3"]
 
 
-@pytest.mark.parametrize("crash", ["_flush", "rename"])
+@pytest.mark.parametrize("crash", ["flush", "rename"])
 def test_a_crash_before_the_rename_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_crash_before_the_rename_leaves_no_checkpoint(
 
     write(tmp_path / "checkpoint-1")
     with monkeypatch.context() as patch:
-        patch.setattr(*((checkpoints, "_flush") if crash == "_flush" else (os, "rename")), fail)
+        patch.setattr(*((checkpoints, "flush") if crash == "flush" else (os, "rename")), fail)
         with pytest.raises(OSError, match="power cut"):
             commit(write(aside_folder(tmp_path) / "checkpoint-2"), tmp_path / "checkpoint-2")
     assert find_resume("auto", str(tmp_path)) == str(tmp_path / "checkpoint-1")

@@ -25,6 +25,7 @@ from .objective import ObjectiveKnobs
 from .policy import PolicyKnobs
 from .reference import ReferenceKnobs
 from .rewards import RewardKnobs
+from .saving import SavingKnobs
 from .sharding import ShardingKnobs
 
 
@@ -32,6 +33,7 @@ from .sharding import ShardingKnobs
 @dataclass
 class GRPOConfig(  # a dataclass has the fields of its last base first: output_dir
     LogKnobs,
+    SavingKnobs,
     ReferenceKnobs,
     ObjectiveKnobs,
     AdvantageKnobs,
@@ -117,6 +119,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._settle_objective()
         self._check_reference()
         self._check_logs()
+        self._check_saving()
         self._fold_batch(self.layout.data_size)
 
     @property

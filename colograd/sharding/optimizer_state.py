@@ -1,8 +1,9 @@
 """An optimizer's state in files, one per rank, by parameter and range of elements: read by any number of ranks.
 
 A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first element|name of the state`` for each part
-that it owns. A rank that reads takes the ranges that it owns, from whichever files hold them; or from the one file
-(``optimizer.pt``) of a run that shared nothing out.
+that it owns; where nothing is shared out, one writes them all. A rank that reads takes the ranges that it owns, from
+whichever files hold them. An optimizer whose state isn't made of such tensors has the usual file (``optimizer.pt``), as
+have older checkpoints of runs that shared nothing out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.trainer import OPTIMIZER_NAME
 
-from .way import Owned
+from .way import Owned, WriteTensors
 
 PATTERN = "optimizer-*-of-*.safetensors"
 SEPARATOR = "|"
@@ -33,17 +34,48 @@ class Stored(NamedTuple):
     read: Callable[[int, int], torch.Tensor]  # elements first ... last of the range
 
 
-def save(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], folder: Path, rank: int, ranks: int) -> None:
+def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+    """Whether all of the state is tensors, with an element for each of the parameter or for none in particular, of
+    parameters that have names; and whether the groups' settings can be said in JSON."""
+    parts = {id(piece.part) for piece in owned}
+    grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
+        return False
+    for parameter, values in optimizer.state.items():
+        if not all(isinstance(v, torch.Tensor) and v.numel() in (parameter.numel(), 1) for v in values.values()):
+            return False
+        if any(v.numel() == 1 and v.dim() and v.shape != parameter.shape for v in values.values()):
+            return False
+    try:
+        json.dumps(_settings(optimizer))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def save(
+    optimizer: torch.optim.Optimizer,
+    owned: Sequence[Owned],
+    folder: Path,
+    rank: int,
+    ranks: int,
+    write: WriteTensors = save_file,
+) -> None:
     """Write the state of this rank's parts."""
     tensors = {}
     for piece in owned:
         for key, value in optimizer.state.get(piece.part, {}).items():
             if isinstance(value, torch.Tensor):
                 flat = value.detach().reshape(-1) if value.dim() else value.detach()
-                tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat.to("cpu", copy=True)
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+                tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat
+    if write is save_file:  # which wants tensors that share no memory
+        tensors = {name: value.to("cpu", copy=True) for name, value in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / _name(rank, ranks), metadata={"param_groups": json.dumps(settings)})
+    write(tensors, folder / _name(rank, ranks), {"param_groups": json.dumps(_settings(optimizer))})
 
 
 def _name(rank: int, ranks: int) -> str:

@@ -2,7 +2,9 @@
 
 `task` makes ready what a trainer is given, `assembly` builds the engine beside the policy, `closing` sees to the end of
 what was built. `step_batches` cuts scored groups into optimizer steps, `loss_pass` sends a step's micro-batches through
-the loss, `adamw_split` (with `adamw_fused`) is the optimizer. `transformers_seam` and `resuming` are
-`transformers.Trainer` for packed rows, `checkpoints` the folders it writes, `manifest` their files' checksums,
-`node_folders` whether nodes share them; `evaluation` what `evaluate` reports; `trl_names` what TRL's users ask a trainer.
+the loss, `adamw_split` (with `adamw_fused`) is the optimizer. `transformers_seam`, `resuming` and `saving_trainer` are
+`transformers.Trainer` for packed rows. `checkpoints` are the folders it writes, `manifest` their files' checksums,
+`file_images` the files in memory, `saving` their way to the disk beside the training, `save_mode` whether that may be,
+`node_folders` whether nodes share a folder. `evaluation` is what `evaluate` reports, `trl_names` what TRL's users ask a
+trainer.
 """

@@ -20,7 +20,7 @@ from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from . import manifest
-from .manifest import MANIFEST, Damaged
+from .manifest import MANIFEST, Damaged, Manifest
 
 ASIDE = ".incomplete"
 DISCARDED = ".discarded"
@@ -39,19 +39,29 @@ def aside_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / ASIDE
 
 
-def commit(aside: Path, final: Path) -> None:
-    """Make the finished folder ``aside`` the checkpoint ``final``, surviving a crash of the machine right after."""
-    files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
+def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: bool = False) -> None:
+    """Make the finished folder ``aside`` the checkpoint ``final``, surviving a crash of the machine right after.
+
+    Args:
+        files: what was written there, down to the disk; default: read and flushed now.
+        keeps_old: what has the name now is damaged, and stays under another one.
+    """
+    if files is None:
+        files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
+        for name in files:
+            flush(aside / name)
     (aside / MANIFEST).write_text(manifest.as_text(files))
-    for path in (*aside.rglob("*"), aside):  # folders too: they hold the names
-        _flush(path)
-    old = final.with_name(f"{REPLACED}-{final.name}")
+    flush(aside / MANIFEST)
+    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # they hold the names
+        flush(path)
+    old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
     if final.exists():  # the same step saved twice (a save on request after a scheduled one)
         shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old)  # should the process die before the next line, `sweep` brings it back
     os.rename(aside, final)
-    _flush(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    flush(final.parent)
+    if not keeps_old:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
@@ -239,7 +249,8 @@ class StopSignal:
         self.received = True
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or a folder on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

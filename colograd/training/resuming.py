@@ -7,37 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
-from ..data import PromptDataset, PromptStream
+from ..data import PromptStream
 from ..parallel.ranks import gather, rank, together, world_size
-from ..reporting.console import Console
-from ..sharding import Sharding
 from . import checkpoints, manifest
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .node_folders import nodes_are_apart
+from .saving_trainer import SavingTrainer
 
 
-class ResumableTrainer(Trainer):
+class ResumableTrainer(SavingTrainer):
     """Stops with a whole checkpoint and goes on from one. A subclass says when a checkpoint could be resumed from."""
-
-    console: Console
-    sharding: Sharding
-    train_prompts: PromptDataset | PromptStream
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.nodes_are_apart = self._settle_folders()
-        self.stop_signal = checkpoints.StopSignal()
-        self._save_is_due = False
-        self._refused: set[int] = set()  # steps of checkpoints that are damaged
         self.add_callback(_StopAndSave(self))
-
-    def at_boundary(self) -> bool:
-        """Whether a checkpoint written now could be resumed from."""
-        return True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends.
@@ -59,8 +47,11 @@ class ResumableTrainer(Trainer):
             )
         self.stop_signal.install()
         try:
-            return super().train(found, *args, **kwargs)
+            output = super().train(found, *args, **kwargs)
+            self.settle(wait=True)
+            return output
         finally:
+            self._finish_alone()  # of a run that ends by an error
             self.stop_signal.remove()
 
     def _found(self, wanted: str | bool | None) -> str | None:
@@ -158,11 +149,6 @@ class ResumableTrainer(Trainer):
             self.sharding.share(optimizer)
         return optimizer
 
-    @property
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        """Without accelerate's wrapper."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """As in transformers; of a policy that is cut, each rank reads its part."""
         with together("loading the weights"):
@@ -174,13 +160,6 @@ class ResumableTrainer(Trainer):
         with together("loading the best model"):
             if not self.sharding.load_weights(Path(str(self.state.best_model_checkpoint))):
                 super()._load_best_model()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As in transformers; each rank writes its own part of an optimizer that is shared out."""
-        if not self.sharding.save_optimizer(self._plain_optimizer, Path(output_dir)):
-            super()._save_optimizer_and_scheduler(output_dir)
-        elif self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As in transformers; from any number of ranks and any way of sharding. A float32 checkpoint goes on with split
@@ -199,39 +178,6 @@ class ResumableTrainer(Trainer):
                 adopt_masters(optimizer, self.sharding.owned(), checkpoints.float32_weights(checkpoint))
         self.sharding.gather_weights()
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """transformers' checkpoint, written aside and renamed when every rank is done."""
-        if not self.at_boundary():
-            self._save_is_due = True
-            return
-        run_dir, state = Path(self.args.output_dir), self.state
-        aside, name = checkpoints.aside_folder(run_dir), f"checkpoint-{state.global_step}"
-        push, self.args.push_to_hub = self.args.push_to_hub, False  # only of what is complete
-        # transformers would look for the best checkpoint beside this one, and wait for all ranks in between.
-        best, state.best_global_step = state.best_global_step, None
-        self._get_output_dir = lambda trial=None: str(aside)
-        try:
-            with together("saving"):
-                super()._save_checkpoint(model, trial)
-        finally:
-            del self._get_output_dir
-            self.args.push_to_hub, state.best_global_step = push, best
-        if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
-            state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
-        with together("saving"):
-            if self.args.should_save:
-                state.save_to_json(str(aside / name / "trainer_state.json"))
-                if isinstance(self.train_prompts, PromptStream):
-                    checkpoints.write_prompts(aside / name, self.train_prompts.state)
-                checkpoints.commit(aside / name, run_dir / name)
-                aside.rmdir()
-        with together("deleting old checkpoints"):  # when every node has the new one
-            if self.args.should_save:
-                limit, best_folder = self.args.save_total_limit, state.best_model_checkpoint
-                checkpoints.rotate(run_dir, limit, best_folder, state.global_step, self._refused)
-        if push:
-            self._push_from_checkpoint(str(run_dir / name))
-
 
 class _StopAndSave(TrainerCallback):
     """Puts saves off to the next boundary, and turns SIGTERM on any rank into a save and a stop on all."""
@@ -241,7 +187,9 @@ class _StopAndSave(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        stop = any(gather(trainer.stop_signal.received))
+        stops, saves = zip(*gather((trainer.stop_signal.received, trainer.saves.state())), strict=True)
+        trainer.settle(wait=False, states=saves)
+        stop = any(stops)
         due = trainer._save_is_due or control.should_save or stop
         control.should_save = due and trainer.at_boundary()
         trainer._save_is_due = due and not control.should_save
