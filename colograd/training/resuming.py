@@ -36,7 +36,7 @@ class ResumableTrainer(SavingTrainer):
             if self.args.should_save:  # first, for it brings back what was about to be replaced
                 checkpoints.sweep(self.args.output_dir)
         found = self._found(resume_from_checkpoint)
-        self._save_is_due = False
+        self._save_is_due, self._failures = False, 0
         if found is not None and (finished := self._finished(found)) is not None:
             return finished
         self._expect_prompts(found)

@@ -86,10 +86,10 @@ class Saves:
             return ""
         return self.present.error if self.present.done.is_set() else None
 
-    def wait(self, say: Callable[[str], None]) -> None:
-        """Until this rank's part is done, or it has taken too long."""
+    def wait(self, say: Callable[[str], None], limit: float | None = None) -> None:
+        """Until this rank's part is done, or ``limit`` seconds have passed (default: as the end of a run waits)."""
         save = self.present
-        until = time.monotonic() + _longest()
+        until = time.monotonic() + (_longest() if limit is None else limit)
         while save is not None and not save.done.wait(max(0.0, min(EVERY, until - time.monotonic()))):
             if time.monotonic() >= until:
                 return

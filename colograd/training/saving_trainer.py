@@ -31,6 +31,8 @@ from .file_images import Images
 from .save_mode import why_now
 from .saving import Save, Saves, Source
 
+PATIENCE = 10.0  # seconds that a checkpoint may take before the next one is left out instead of waiting for it
+
 
 class SavingTrainer(Trainer):
     """A subclass says when a checkpoint could be resumed from."""
@@ -70,7 +72,11 @@ class SavingTrainer(Trainer):
             return
         self.callback_handler.__dict__.pop("on_save", None)
         why, last = self._why_now(), self._is_last()
-        self.settle(wait=bool(why) or last or self._is_best())
+        if (present := self.saves.present) is not None and not (why or last or self._is_best()):
+            self.saves.wait(self.console.say, max(0.0, PATIENCE - present.seconds))
+            self.settle(wait=False)
+        else:
+            self.settle(wait=True)
         if (present := self.saves.present) is not None:
             self.console.warn(
                 f"checkpoints: step {self.state.global_step} isn't saved, as {present.final.name} is still being "

@@ -1,4 +1,4 @@
-"""What saving after every step costs: the quickstart's step with a checkpoint after it and without, in turn, in one run.
+"""What a checkpoint after every step costs: the quickstart's step with one and without, in turn, in one run.
 
     python tests/benchmarks/saving.py [--steps 16] [--now]
 
@@ -67,8 +67,7 @@ def measure(folder: Path, steps: int, now: bool) -> None:
             self.first = self.first or prompts
             given = {mine.position: theirs for mine, theirs in zip(self.first, prompts, strict=True)}
             for group in super().generate(self.first):
-                prompt = given[group.position]
-                yield dataclasses.replace(group, example=prompt.example, position=prompt.position)
+                yield dataclasses.replace(group, position=given[group.position].position)
 
     class InTurn(TrainerCallback):
         """Asks for a checkpoint after every second step."""
@@ -110,8 +109,9 @@ def measure(folder: Path, steps: int, now: bool) -> None:
     print(f"checkpoints left: {', '.join(left)}")
     print(
         f"a step: {statistics.median(saving):.2f} s with a checkpoint, {statistics.median(without):.2f} s without "
-        f"(medians of {len(saving)}); ratio {statistics.median(saving) / statistics.median(without):.3f}, of neighbours "
-        f"{statistics.median(pairs):.3f}, of means {statistics.mean(saving) / statistics.mean(without):.3f}"
+        f"(medians of {len(saving)}); ratio {statistics.median(saving) / statistics.median(without):.3f}, "
+        f"of neighbours {statistics.median(pairs):.3f}, "
+        f"of means {statistics.mean(saving) / statistics.mean(without):.3f}"
     )
 
 
