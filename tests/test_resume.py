@@ -90,6 +90,7 @@ def test_a_streamed_run_resumes_bit_for_bit_and_a_finished_one_has_its_optimizer
     trainer.train_prompts.dataset = IterableDataset.from_generator(lambda: iter(rows.select(range(10, -1, -1))))
     with pytest.raises(ValueError, match="train isn't the stream that the checkpoint was trained on"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    (tmp_path / "checkpoint-2" / "prompts.json").unlink()
+    for name in ("prompts.json", "manifest.json"):
+        (tmp_path / "checkpoint-2" / name).unlink()
     with pytest.raises(ValueError, match="is of a run whose dataset wasn't streamed"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

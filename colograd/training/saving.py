@@ -29,6 +29,10 @@ EVERY = 30.0  # seconds between two lines about a save that is waited for
 Source = Image | bytes | Path  # a file's content, or a file that is moved
 
 
+class PartFailed(RuntimeError):
+    """A rank couldn't write its part: its error's name and text."""
+
+
 @dataclass
 class Save:
     """One checkpoint on its way."""
@@ -137,7 +141,7 @@ class Saves:
         self._leave(f"{number}/committed", "")
         for leader in save.leaders:
             if failure := self._read(f"{number}/committed", leader):
-                raise RuntimeError(failure if leader == rank() else f"Rank {leader}: {failure}")
+                raise PartFailed(failure if leader == rank() else f"rank {leader}: {failure}")
         save.afterwards()
 
     def _all_written(self, save: Save, number: int) -> dict[str, Entry]:
@@ -145,7 +149,7 @@ class Saves:
         notes = [self._read(f"{number}/written", other) for other in range(world_size())]
         for other, note in enumerate(notes):
             if isinstance(note, str):
-                raise RuntimeError(note if world_size() == 1 else f"rank {other}: {note}")
+                raise PartFailed(note if world_size() == 1 else f"rank {other}: {note}")
         files = {name: Entry(*entry) for other in save.members for name, entry in notes[other].items()}
         manifest.check(save.aside, files, to_read=())  # another node's files may not have come here
         return files
@@ -190,7 +194,8 @@ def _remove_others(aside: Path) -> None:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    text = str(error) if isinstance(error, PartFailed) else f"{type(error).__name__}: {error}"
+    return text.splitlines()[0]
 
 
 def files_in(folder: Path) -> dict[str, Source]:
