@@ -61,6 +61,7 @@ from .training.assembly import Assembly, Prompts, assemble, dropped_prompts, rol
 from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, share_of_forward
 from .training.loss_pass import loss_pass
+from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
     eval_prompts_of,
@@ -515,7 +516,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.reference is not None and checkpoint is not None:
-            self.reference.load(checkpoint)
+            with reading(checkpoint, "the reference"):
+                self.reference.load(checkpoint)
 
     @ends_together("the evaluation")
     def evaluate(

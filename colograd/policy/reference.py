@@ -139,6 +139,8 @@ class FrozenCopy:
         self._changes = True
         with safe_open(path, framework="pt", device="cpu") as weights:
             for name, parameter in self.model.named_parameters():
+                if name not in weights.keys() or weights.get_slice(name).get_shape() != list(parameter.shape):  # noqa: SIM118
+                    raise ValueError(f"{str(path)!r} has no {name} of shape {list(parameter.shape)}.")
                 parameter.copy_(weights.get_tensor(name))
 
 

@@ -121,12 +121,30 @@ def load(
             for index, piece in enumerate(numbered)
             if piece.name in stored
         }
+        _check_settings(settings, optimizer, folder)
         counts = iter(range(len(numbered)))
         groups = [
             {**saved, "params": [next(counts) for _ in group["params"]]}
             for saved, group in zip(settings, optimizer.param_groups, strict=True)
         ]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Whether the groups' saved settings are of the kind that they have in this optimizer."""
+    present = optimizer.param_groups
+    if not isinstance(settings, list) or len(settings) != len(present):
+        raise ValueError(f"The optimizer state in {str(folder)!r} isn't of {len(present)} groups of parameters.")
+    for saved, group in zip(settings, present, strict=True):
+        for name, value in saved.items() if isinstance(saved, dict) else [("", saved)]:
+            if name in group and _kind(value) != _kind(group[name]) and None not in (value, group[name]):
+                raise ValueError(f"The optimizer state in {str(folder)!r} has {name} {value!r:.50}, which it can't be.")
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_kind(one) for one in value]
+    return float if isinstance(value, int | float) else type(value)
 
 
 State = Mapping[str, Mapping[str, Sequence[Stored]]]  # parameter -> name of its state -> ranges
@@ -190,6 +208,10 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} has no optimizer state ({OPTIMIZER_NAME} or {PATTERN}): it isn't complete.")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # a rank reads its part alone
+    for values in saved["state"].values():
+        for value in values.values():
+            if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file.")
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
         stored[order[index]] = {

@@ -5,6 +5,6 @@ what was built. `step_batches` cuts scored groups into optimizer steps, `loss_pa
 the loss, `adamw_split` (with `adamw_fused`) is the optimizer. `transformers_seam`, `resuming` and `saving_trainer` are
 `transformers.Trainer` for packed rows. `checkpoints` are the folders it writes, `manifest` their files' checksums,
 `file_images` the files in memory, `saving` their way to the disk beside the training, `save_mode` whether that may be,
-`node_folders` whether nodes share a folder. `evaluation` is what `evaluate` reports, `trl_names` what TRL's users ask a
-trainer.
+`reading` what is looked at before it is loaded, `node_folders` whether nodes share a folder. `evaluation` is what
+`evaluate` reports, `trl_names` what TRL's users ask a trainer.
 """

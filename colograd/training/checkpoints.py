@@ -21,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from . import manifest
 from .manifest import MANIFEST, Damaged, Manifest
+from .reading import inside, reading
 
 ASIDE = ".incomplete"
 DISCARDED = ".discarded"
@@ -206,7 +207,10 @@ def read_prompts(checkpoint: str) -> dict[str, Any]:
             f"{checkpoint!r} is of a run whose dataset wasn't streamed: its prompts came in another order, so that "
             "resuming can't go on where it stopped. Load the dataset whole, or set ignore_data_skip: true."
         )
-    state: dict[str, Any] = json.loads(path.read_text())
+    with reading(checkpoint, PROMPTS):
+        state: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(state, dict):
+            raise TypeError(f"a {type(state).__name__}, and not an object")
     return state
 
 
@@ -218,7 +222,8 @@ def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:
     whole, index = Path(checkpoint) / SAFE_WEIGHTS_NAME, Path(checkpoint) / SAFE_WEIGHTS_INDEX_NAME
     files = [whole] if whole.is_file() else []
     if not files and index.is_file():
-        files = [index.with_name(name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [inside(Path(checkpoint), name) for name in sorted(names)]
     for path in files:
         with safe_open(path, framework="pt", device="cpu") as weights:
             for name in weights.keys():  # noqa: SIM118 (no dictionary)

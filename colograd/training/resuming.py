@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
 from ..data import PromptStream
 from ..parallel.ranks import gather, rank, together, world_size
-from . import checkpoints, manifest
+from . import checkpoints, manifest, reading
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .node_folders import nodes_are_apart
 from .saving_trainer import SavingTrainer
@@ -87,7 +87,8 @@ class ResumableTrainer(SavingTrainer):
             if files is not None:
                 mine = manifest.shares(files, rank(), world_size(), layout.ranks_per_node, self.nodes_are_apart)
                 manifest.check(folder, files, mine)
-        except (manifest.Damaged, OSError) as error:
+            reading.look(folder)
+        except (ValueError, OSError) as error:
             damage = str(error)
         of_ranks = gather((damage, files is None))
         found = next(((number, text) for number, (text, _) in enumerate(of_ranks) if text), None)
@@ -128,7 +129,7 @@ class ResumableTrainer(SavingTrainer):
     def _finished(self, checkpoint: str) -> TrainOutput | None:
         """Load a checkpoint at which nothing is left to do (transformers would take a step more), with its optimizer,
         so that it can be saved again or gone on from; None if there is something to do."""
-        state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        state = reading.trainer_state(checkpoint)
         *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         if state.global_step < max_steps:
             return None
@@ -151,14 +152,15 @@ class ResumableTrainer(SavingTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """As in transformers; of a policy that is cut, each rank reads its part."""
-        with together("loading the weights"):
+        with together("loading the weights"), reading.reading(resume_from_checkpoint, "the model"):
             if not self.sharding.load_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Likewise."""
-        with together("loading the best model"):
-            if not self.sharding.load_weights(Path(str(self.state.best_model_checkpoint))):
+        best = str(self.state.best_model_checkpoint)
+        with together("loading the best model"), reading.reading(best, "the model"):
+            if not self.sharding.load_weights(Path(best)):
                 super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -167,7 +169,7 @@ class ResumableTrainer(SavingTrainer):
         if checkpoint is None:
             return
         optimizer = self._plain_optimizer
-        with together("loading the optimizer"):
+        with together("loading the optimizer"), reading.reading(checkpoint, "the optimizer's state"):
             if self.sharding.load_optimizer(optimizer, Path(checkpoint)):
                 scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
                 self.lr_scheduler.load_state_dict(scheduler)
@@ -177,6 +179,23 @@ class ResumableTrainer(SavingTrainer):
             if isinstance(optimizer, AdamWSplit):
                 adopt_masters(optimizer, self.sharding.owned(), checkpoints.float32_weights(checkpoint))
         self.sharding.gather_weights()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As in transformers."""
+        with together("loading the random state"), reading.reading(str(checkpoint), "the random state"):
+            super()._load_rng_state(checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As in transformers; but a parameter that isn't in the files is an error, and not a line in a log."""
+        state = self.model.state_dict()
+        missing = set(load_result.missing_keys) - set(self.model._keys_to_ignore_on_save or ())
+        there = {state[name].data_ptr() for name in state.keys() - missing}  # of a tied one under its other name
+        if lacking := sorted(name for name in missing & state.keys() if state[name].data_ptr() not in there):
+            raise ValueError(
+                f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
+                "another model, or a file is missing."
+            )
+        super()._issue_warnings_after_load(load_result)
 
 
 class _StopAndSave(TrainerCallback):

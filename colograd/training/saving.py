@@ -49,6 +49,7 @@ class Save:
     started: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
     ended: float = 0.0
+    processor: float = 0.0  # seconds that the thread took of one
     error: str = ""
 
     @property
@@ -112,6 +113,7 @@ class Saves:
     # -- the thread
 
     def _run(self, save: Save, number: int) -> None:
+        began = time.thread_time()
         try:
             if save.leads:
                 _remove_others(save.aside)
@@ -127,7 +129,7 @@ class Saves:
         except Exception as error:
             save.error = _text(error)
         finally:
-            save.ended = time.monotonic()
+            save.ended, save.processor = time.monotonic(), time.thread_time() - began
             save.done.set()
 
     def _complete(self, save: Save, number: int) -> None:

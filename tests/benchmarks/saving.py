@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("--now", action="store_true", help="wait for each checkpoint")
     options = parser.parse_args()
     process.quiet_logs(False)
-    folder = Path(tempfile.mkdtemp(prefix=".saving-", dir="."))  # on the disk that is measured
+    runs = Path("runs")  # on the disk that is measured
+    runs.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="saving-", dir=runs))
     try:
         measure(folder, options.steps, options.now)
     finally:
@@ -106,6 +108,7 @@ def measure(folder: Path, steps: int, now: bool) -> None:
     print("without ", " ".join(f"{s:.2f}" for s in without))
     print("the save's own part, before the step goes on:", " ".join(f"{s:.2f}" for s in took))
     print("until it was there, beside the training:", " ".join(f"{s.seconds:.2f}" for s in written))
+    print("of a processor's time:", " ".join(f"{s.processor:.2f}" for s in written))
     print(f"checkpoints left: {', '.join(left)}")
     print(
         f"a step: {statistics.median(saving):.2f} s with a checkpoint, {statistics.median(without):.2f} s without "
