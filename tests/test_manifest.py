@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from colograd.training import manifest
-from colograd.training.checkpoints import aside_folder, check, commit
+from colograd.training.checkpoints import aside_folder, check, commit, complete_steps
 from colograd.training.manifest import MANIFEST, Damaged, shares
 
 FILES = {
@@ -41,6 +41,13 @@ def test_all_files_but_itself_are_in_it(folder: Path) -> None:
     assert check(folder)
     (folder / "added.txt").write_text("somebody's notes")
     assert check(folder), "what was added later is nobody's business"
+
+
+def test_a_checkpoint_that_lost_its_state_is_still_one_that_can_be_refused(folder: Path) -> None:
+    (folder / "trainer_state.json").unlink()
+    assert complete_steps(str(folder.parent)) == [3]
+    with pytest.raises(ValueError, match=r"trainer_state\.json is missing"):
+        check(folder)
 
 
 def test_without_one_nothing_is_checked(folder: Path) -> None:

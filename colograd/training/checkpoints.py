@@ -118,9 +118,11 @@ def step_of(folder: str | Path) -> int:
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """The steps of the checkpoints that have their last file; transformers itself may leave half-deleted ones."""
+    """The steps of the checkpoints that have a last file, be it of an older version; transformers itself may leave
+    half-deleted ones."""
     found = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
-    return [step_of(folder) for folder in found if os.path.isfile(os.path.join(folder, "trainer_state.json"))]
+    last = (MANIFEST, "trainer_state.json")
+    return [step_of(path) for path in found if any(os.path.isfile(os.path.join(path, name)) for name in last)]
 
 
 def is_search(wanted: str | bool | None) -> bool:

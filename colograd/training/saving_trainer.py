@@ -117,7 +117,9 @@ class SavingTrainer(Trainer):
         """Why training waits for this checkpoint; said when it changes. The same on all ranks: a collective."""
         optimizer, owned = self._plain_optimizer, self.sharding.owned()
         state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
-        weights = sum(p.nbytes for p in self.model.parameters()) if self.args.should_save else 0
+        adapter_alone = hasattr(self.model, "peft_config")
+        saved = (p for p in self.model.parameters() if p.requires_grad or not adapter_alone)
+        weights = sum(p.nbytes for p in saved) if self.args.should_save else 0
         is_cut = self.sharding.cuts_optimizer(optimizer, owned)
         mine = why_now(self.args, self.callback_handler.callbacks, is_cut, state + weights, self._images.nbytes)
         why = next(filter(None, gather(mine)), "")
@@ -194,7 +196,8 @@ class SavingTrainer(Trainer):
 
     def _rotate(self, best: str | None, step: int) -> None:
         """In the thread, when every node has the new one."""
-        checkpoints.rotate(self.args.output_dir, self.args.save_total_limit, best, step, self._refused)
+        limit, refused = self.args.save_total_limit, self._refused - {step}
+        checkpoints.rotate(self.args.output_dir, limit, best, newest=step, refused=refused)
 
     # -- its tensors
 
@@ -243,19 +246,25 @@ class SavingTrainer(Trainer):
         if unknown is not None and not wait:
             return False
         self.saves.present = None
-        for leftover in (f"rank-{rank()}", ""):
-            with contextlib.suppress(OSError):
-                folder = save.aside.parent / leftover
-                shutil.rmtree(folder) if leftover else folder.rmdir()
         error = next(filter(None, found), "")
-        if unknown is not None:
+        if unknown is None:
+            self._tidy(save.aside.parent)
+        else:
             self._images = Images()  # whose memory is still being written from
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
         if error:
             self._failed(save.step, error)
             return False
         self._failures = 0
+        self._refused.discard(save.step)
         return True
+
+    @staticmethod
+    def _tidy(aside: Path) -> None:
+        """Leave nothing of this rank's where checkpoints are put together."""
+        shutil.rmtree(aside / f"rank-{rank()}", ignore_errors=True)
+        with contextlib.suppress(OSError):  # another rank's is there
+            aside.rmdir()
 
     def _finish_alone(self) -> None:
         if not self.saves.finish_alone():
