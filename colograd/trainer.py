@@ -72,6 +72,7 @@ from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
 from .training.journaling import begin_records, journal_of
 from .training.loss_pass import loss_pass
+from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
     eval_prompts_of,
@@ -176,6 +177,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
         )
         self.closing.callback(self.stop_signal.remove)
+        self.closing.callback(self._finish_alone)
         # Callbacks look at the datasets as they were given.
         self.train_dataset = self.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
@@ -543,12 +545,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """And, as they are needed to go on, a reference that has moved."""
         super()._save_optimizer_and_scheduler(output_dir)
         if self.reference is not None and self.args.should_save:
-            self.reference.save(output_dir)
+            self.reference.save(output_dir, self.write_tensors)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.reference is not None and checkpoint is not None:
-            self.reference.load(checkpoint)
+            with reading(checkpoint, "the reference"):
+                self.reference.load(checkpoint)
 
     @ends_together("the evaluation")
     def evaluate(

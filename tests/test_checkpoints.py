@@ -47,11 +47,12 @@ def test_a_commit_moves_the_whole_folder(tmp_path: Path) -> None:
 def test_every_file_is_flushed_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     rename = os.rename
-    monkeypatch.setattr(checkpoints, "_flush", lambda path: events.append(f"flush {path.name}"))
+    monkeypatch.setattr(checkpoints, "flush", lambda path: events.append(f"flush {path.name}"))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename to {Path(b).name}"), rename(a, b)))
     commit(write(aside_folder(tmp_path) / "checkpoint-3"), tmp_path / "checkpoint-3")
-    assert sorted(events[:4]) == ["flush below", "flush checkpoint-3", "flush model", "flush trainer_state.json"]
-    assert events[4:] == ["rename to checkpoint-3", f"flush {tmp_path.name}"]
+    flushed = {"flush below", "flush checkpoint-3", "flush manifest.json", "flush model", "flush trainer_state.json"}
+    assert set(events[:5]) == flushed
+    assert events[5:] == ["rename to checkpoint-3", f"flush {tmp_path.name}"]
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     assert (final / "below" / "model").read_text() == "new" and names(tmp_path) == [".incomplete", "checkpoint-3"]
 
 
-@pytest.mark.parametrize("crash", ["_flush", "rename"])
+@pytest.mark.parametrize("crash", ["flush", "rename"])
 def test_a_crash_before_the_rename_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: str
 ) -> None:
@@ -69,7 +70,7 @@ def test_a_crash_before_the_rename_leaves_no_checkpoint(
 
     write(tmp_path / "checkpoint-1")
     with monkeypatch.context() as patch:
-        patch.setattr(*((checkpoints, "_flush") if crash == "_flush" else (os, "rename")), fail)
+        patch.setattr(*((checkpoints, "flush") if crash == "flush" else (os, "rename")), fail)
         with pytest.raises(OSError, match="power cut"):
             commit(write(aside_folder(tmp_path) / "checkpoint-2"), tmp_path / "checkpoint-2")
     assert find_resume("auto", str(tmp_path)) == str(tmp_path / "checkpoint-1")
@@ -144,6 +145,13 @@ def test_rotation_first_deletes_what_lies_beyond_the_one_just_written(tmp_path: 
     assert names(tmp_path) == ["checkpoint-4"]
 
 
+def test_a_damaged_one_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        write(tmp_path / f"checkpoint-{step}")
+    rotate(tmp_path, 2, None, newest=8, refused={6})
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+
+
 # -- find_resume
 
 
@@ -177,6 +185,16 @@ def test_of_several_nodes_the_last_that_all_have_is_found(tmp_path: Path) -> Non
     assert find_resume("auto", str(tmp_path), [[2, 4, 6], []]) is None
     with pytest.raises(ValueError, match=r"no complete checkpoint that all 2 nodes have \(theirs: \[\[6\], \[4\]\]\)"):
         find_resume(True, str(tmp_path), [[6], [4]])
+
+
+def test_the_one_before_a_damaged_one_is_found_and_nothing_starts_anew_over_damaged_ones(tmp_path: Path) -> None:
+    for step in (2, 4):
+        write(tmp_path / f"checkpoint-{step}")
+    assert find_resume("auto", str(tmp_path), refused={4}) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(
+        ValueError, match=r"is auto, but each checkpoint in .* is damaged \(steps 2, 4\): bring one back"
+    ):
+        find_resume("auto", str(tmp_path), refused={4, 2})
 
 
 @pytest.mark.parametrize("missing", ["empty", "absent"])

@@ -346,6 +346,8 @@ NEW = {
     "advantage_baseline",
     "log_completions_steps",
     "verbose",
+    "save_in_background",
+    "save_failures",
 }
 
 

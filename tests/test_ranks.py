@@ -80,7 +80,7 @@ def test_a_bfloat16_policy_with_its_split_master_stays_identical(tiny_model, tmp
     assert all(step["differing"] == [] for rank in (first, second) for step in rank["seen"])
     written = {path.name for path in (tmp_path / "run" / "checkpoint-3").glob("optimizer*")}
     parts = {f"optimizer-0000{rank}-of-00002.safetensors" for rank in range(2)}
-    assert written == ({"optimizer.pt"} if sharding == "none" else parts)
+    assert written == ({"optimizer-00000-of-00001.safetensors"} if sharding == "none" else parts)
 
 
 @pytest.mark.parametrize("sharding", ["optimizer", pytest.param("gradients", marks=pytest.mark.slow)])

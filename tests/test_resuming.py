@@ -22,7 +22,6 @@ class AtStart(TrainerCallback):
 
     def __init__(self) -> None:
         self.kind: Any = None
-        self.names: list[str] = []  # in the order of the saved state
         self.parameters: dict[str, torch.Tensor] = {}
         self.state: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -30,7 +29,6 @@ class AtStart(TrainerCallback):
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         names = {id(p): name for name, p in kwargs["model"].named_parameters()}
         self.kind = type(optimizer)
-        self.names = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self.parameters = {name: p.detach().clone() for name, p in kwargs["model"].named_parameters()}
         for parameter, entry in optimizer.state.items():
             self.state[names[id(parameter)]] = {key: value.clone() for key, value in entry.items()}
@@ -54,17 +52,19 @@ def train(model: Path, folder: Path, dtype: str, optim: str, steps: int, resume:
     return look
 
 
-def saved(checkpoint: Path, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """The weights of a checkpoint, and its optimizer state by parameter name."""
-    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
-    return load_file(checkpoint / "model.safetensors"), {name: state[index] for index, name in enumerate(names)}
+def saved(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """The weights of a checkpoint, and its optimizer state by parameter name, in the parameter's shape."""
+    weights, state = load_file(checkpoint / "model.safetensors"), tiny.optimizer_state(checkpoint)
+    for name, entry in state.items():
+        state[name] = {key: v.view(weights[name].shape) if v.dim() else v for key, v in entry.items()}
+    return weights, state
 
 
 def test_float32_to_split_to_float32_goes_on_from_the_exact_masters(tiny_model: Path, tmp_path: Path) -> None:
     moments = ("step", "exp_avg", "exp_avg_sq")
     train(tiny_model, tmp_path, "float32", "adamw_torch", steps=1)
     split = train(tiny_model, tmp_path, "bfloat16", "adamw_split", steps=2, resume="true")
-    weights, state = saved(tmp_path / "checkpoint-1", split.names)
+    weights, state = saved(tmp_path / "checkpoint-1")
     assert split.kind is AdamWSplit and split.parameters.keys() == weights.keys() == split.state.keys()
     for name, expected in weights.items():
         assert expected.dtype == torch.float32
@@ -73,7 +73,7 @@ def test_float32_to_split_to_float32_goes_on_from_the_exact_masters(tiny_model: 
         assert all(torch.equal(split.state[name][key], state[name][key]) for key in moments)
 
     plain = train(tiny_model, tmp_path, "float32", "adamw_torch", steps=3, resume="true")
-    weights, state = saved(tmp_path / "checkpoint-2", plain.names)
+    weights, state = saved(tmp_path / "checkpoint-2")
     assert plain.kind is torch.optim.AdamW
     for name, rounded in weights.items():
         assert rounded.dtype == torch.bfloat16 and state[name]["step"] == 2
@@ -81,7 +81,7 @@ def test_float32_to_split_to_float32_goes_on_from_the_exact_masters(tiny_model: 
         assert plain.state[name].keys() == set(moments)
         assert all(torch.equal(plain.state[name][key], state[name][key]) for key in moments)
     assert any((plain.parameters[name] != rounded).any() for name, rounded in weights.items())
-    _, state = saved(tmp_path / "checkpoint-3", plain.names)
+    _, state = saved(tmp_path / "checkpoint-3")
     assert all(entry.keys() == set(moments) and entry["step"] == 3 for entry in state.values())
 
 

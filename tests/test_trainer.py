@@ -448,8 +448,9 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tiny_model, tmp_path,
     )
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    best = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
-    assert best["state"] and (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    assert (
+        tiny.optimizer_state(tmp_path / "checkpoint-2") and (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    )
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")

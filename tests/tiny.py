@@ -124,6 +124,17 @@ def config(output_dir: str | Path, **changes: Any) -> Any:
     return GRPOConfig(**(settings | changes))
 
 
+def optimizer_state(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """A checkpoint's optimizer state by parameter name, of a run that shared nothing out; tensors are flat."""
+    from safetensors.torch import load_file
+
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for entry, value in load_file(checkpoint / "optimizer-00000-of-00001.safetensors").items():
+        name, _, key = entry.rsplit("|", 2)
+        state.setdefault(name, {})[key] = value
+    return state
+
+
 def clean_environment() -> dict[str, str]:
     """For a subprocess: without the rank variables that an engine in this process may have set."""
     drop = (*process.RANK_VARIABLES, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..training.checkpoints import STATE, find_resume
+from ..training.checkpoints import STATE, check, find_resume
 
 ADAPTER = "adapter_config.json"
 
@@ -39,7 +39,7 @@ def export(checkpoint: Path, folder: Path) -> Path:
         The checkpoint: the newest one where a run's folder is given.
 
     Raises:
-        ValueError: there is no checkpoint, or there is something at the folder's place.
+        ValueError: there is no checkpoint, or a damaged one, or there is something at the folder's place.
     """
     newest = find_resume("auto", str(checkpoint))
     source = Path(newest) if newest else checkpoint
@@ -47,6 +47,7 @@ def export(checkpoint: Path, folder: Path) -> Path:
         raise ValueError(f"{checkpoint} is neither a checkpoint nor a run's folder with one in it.")
     if folder.exists():
         raise ValueError(f"{folder} is there already: name a folder that isn't.")
+    check(source)
     aside = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(aside, ignore_errors=True)
     if (source / ADAPTER).is_file():

@@ -26,6 +26,7 @@ from .objective import ObjectiveKnobs
 from .policy import PolicyKnobs
 from .reference import ReferenceKnobs
 from .rewards import RewardKnobs
+from .saving import SavingKnobs
 from .sharding import ShardingKnobs
 
 
@@ -34,6 +35,7 @@ from .sharding import ShardingKnobs
 class GRPOConfig(  # a dataclass has the fields of its last base first: output_dir
     LogKnobs,
     JournalKnobs,
+    SavingKnobs,
     ReferenceKnobs,
     ObjectiveKnobs,
     AdvantageKnobs,
@@ -139,6 +141,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_reference()
         self._check_logs()
         self._settle_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")
+        self._check_saving()
         self._fold_batch(self.layout.data_size)
 
     @property

@@ -2,5 +2,6 @@
 
 `layout` says which ranks share an engine, a shard of the weights, a node; `ranks` makes ranks fail together, and
 `faults` those too that wait for a failed one; `gradients` sums gradients; `balance` moves groups from slow ranks to
-fast ones. `lockstep` lets one rank of an engine lead and the others follow.
+fast ones. `lockstep` lets one rank of an engine lead and the others follow. `notes` are what ranks' other threads leave
+each other.
 """

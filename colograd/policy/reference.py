@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class Reference(Protocol):
 
     def describe(self) -> str: ...
 
-    def save(self, checkpoint: str | Path) -> None: ...
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
 
     def load(self, checkpoint: str | Path) -> None: ...
 
@@ -119,11 +119,17 @@ class FrozenCopy:
         for own, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
             own.copy_(torch.lerp(own.to(theirs.device), theirs.detach(), alpha))
 
-    def save(self, checkpoint: str | Path) -> None:
-        """Write the weights into a checkpoint, if they may differ from what the next start finds."""
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
+        """Write the weights into a checkpoint, if they may differ from what the next start finds.
+
+        Args:
+            write: takes tensors and a file, and sees to it that it will be there.
+        """
         if self._changes:
-            weights = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
-            save_file(weights, str(Path(checkpoint) / FILE))
+            weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+            if write is save_file:
+                weights = {name: value.cpu() for name, value in weights.items()}
+            write(weights, str(Path(checkpoint) / FILE))
 
     @torch.no_grad()
     def load(self, checkpoint: str | Path) -> None:
@@ -134,6 +140,8 @@ class FrozenCopy:
         self._changes = True
         with safe_open(path, framework="pt", device="cpu") as weights:
             for name, parameter in self.model.named_parameters():
+                if name not in weights.keys() or weights.get_slice(name).get_shape() != list(parameter.shape):  # noqa: SIM118
+                    raise ValueError(f"{str(path)!r} has no {name} of shape {list(parameter.shape)}.")
                 parameter.copy_(weights.get_tensor(name))
 
 
@@ -143,7 +151,7 @@ class _OfAdapter:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def save(self, checkpoint: str | Path) -> None:
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
         """Nothing."""
 
     def load(self, checkpoint: str | Path) -> None:

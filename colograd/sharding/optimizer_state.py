@@ -1,8 +1,9 @@
 """An optimizer's state in files, one per rank, by parameter and range of elements: read by any number of ranks.
 
 A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first element|name of the state`` for each part
-that it owns. A rank that reads takes the ranges that it owns, from whichever files hold them; or from the one file
-(``optimizer.pt``) of a run that shared nothing out.
+that it owns; where nothing is shared out, one writes them all. A rank that reads takes the ranges that it owns, from
+whichever files hold them. An optimizer whose state isn't made of such tensors has the usual file (``optimizer.pt``), as
+have older checkpoints of runs that shared nothing out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.trainer import OPTIMIZER_NAME
 
-from .way import Owned
+from .way import Owned, WriteTensors
 
 PATTERN = "optimizer-*-of-*.safetensors"
 SEPARATOR = "|"
@@ -33,17 +34,48 @@ class Stored(NamedTuple):
     read: Callable[[int, int], torch.Tensor]  # elements first ... last of the range
 
 
-def save(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], folder: Path, rank: int, ranks: int) -> None:
+def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+    """Whether all of the state is tensors, with an element for each of the parameter or for none in particular, of
+    parameters that have names; and whether the groups' settings can be said in JSON."""
+    parts = {id(piece.part) for piece in owned}
+    grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
+        return False
+    for parameter, values in optimizer.state.items():
+        if not all(isinstance(v, torch.Tensor) and v.numel() in (parameter.numel(), 1) for v in values.values()):
+            return False
+        if any(v.numel() == 1 and v.dim() and v.shape != parameter.shape for v in values.values()):
+            return False
+    try:
+        json.dumps(_settings(optimizer))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def save(
+    optimizer: torch.optim.Optimizer,
+    owned: Sequence[Owned],
+    folder: Path,
+    rank: int,
+    ranks: int,
+    write: WriteTensors = save_file,
+) -> None:
     """Write the state of this rank's parts."""
     tensors = {}
     for piece in owned:
         for key, value in optimizer.state.get(piece.part, {}).items():
             if isinstance(value, torch.Tensor):
                 flat = value.detach().reshape(-1) if value.dim() else value.detach()
-                tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat.to("cpu", copy=True)
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+                tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat
+    if write is save_file:  # which wants tensors that share no memory
+        tensors = {name: value.to("cpu", copy=True) for name, value in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / _name(rank, ranks), metadata={"param_groups": json.dumps(settings)})
+    write(tensors, folder / _name(rank, ranks), {"param_groups": json.dumps(_settings(optimizer))})
 
 
 def _name(rank: int, ranks: int) -> str:
@@ -89,12 +121,30 @@ def load(
             for index, piece in enumerate(numbered)
             if piece.name in stored
         }
+        _check_settings(settings, optimizer, folder)
         counts = iter(range(len(numbered)))
         groups = [
             {**saved, "params": [next(counts) for _ in group["params"]]}
             for saved, group in zip(settings, optimizer.param_groups, strict=True)
         ]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Whether the groups' saved settings are of the kind that they have in this optimizer."""
+    present = optimizer.param_groups
+    if not isinstance(settings, list) or len(settings) != len(present):
+        raise ValueError(f"The optimizer state in {str(folder)!r} isn't of {len(present)} groups of parameters.")
+    for saved, group in zip(settings, present, strict=True):
+        for name, value in saved.items() if isinstance(saved, dict) else [("", saved)]:
+            if name in group and _kind(value) != _kind(group[name]) and None not in (value, group[name]):
+                raise ValueError(f"The optimizer state in {str(folder)!r} has {name} {value!r:.50}, which it can't be.")
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_kind(one) for one in value]
+    return float if isinstance(value, int | float) else type(value)
 
 
 State = Mapping[str, Mapping[str, Sequence[Stored]]]  # parameter -> name of its state -> ranges
@@ -158,6 +208,10 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} has no optimizer state ({OPTIMIZER_NAME} or {PATTERN}): it isn't complete.")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # a rank reads its part alone
+    for values in saved["state"].values():
+        for value in values.values():
+            if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file.")
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
         stored[order[index]] = {

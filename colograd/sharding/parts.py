@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from ..parallel.ranks import rank, world_size
 from . import optimizer_state
-from .way import Sharding, scale_down, squared_norm
+from .way import Sharding, WriteTensors, scale_down, squared_norm
 
 
 class SharedParts(Sharding):
@@ -51,8 +52,10 @@ class SharedParts(Sharding):
     def device(self) -> torch.device:
         """Where ranks exchange."""
 
-    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        optimizer_state.save(optimizer, self.owned(), folder, rank(), world_size())
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+    ) -> bool:
+        optimizer_state.save(optimizer, self.owned(), folder, rank(), world_size(), write)
         return True
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:

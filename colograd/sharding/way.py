@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 
 from ..config import GRPOConfig
+
+# (tensors on any device, file, metadata): writes a safetensors file, or sees to it that it will be.
+WriteTensors = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +110,19 @@ class Sharding(ABC):
     def gather_weights(self) -> None:
         """Give every rank the weights that each has written into its own parts."""
 
+    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+        """Whether `save_optimizer` writes its state."""
+        return True
+
     @abstractmethod
-    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        """Write this rank's optimizer state. False: the optimizer's own state is whole on each rank."""
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+    ) -> bool:
+        """Write this rank's optimizer state. False: it is none that can be cut, and the same on each rank.
+
+        Args:
+            keep: this rank writes what is the same on all.
+        """
 
     @abstractmethod
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:

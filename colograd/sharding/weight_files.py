@@ -54,6 +54,9 @@ def _places(folder: Path) -> Mapping[str, str]:
     index, file = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     if index.is_file():
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        for name in places.values():
+            if Path(name).name != name or name in ("", ".."):
+                raise ValueError(f"{str(index)!r} names {name!r}, which is no file of its folder.")
         return places
     if not file.is_file():
         raise ValueError(f"{str(folder)!r} has no {SAFE_WEIGHTS_NAME}, of which each rank would read its rows.")

@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from ..parallel.gradients import sum_gradients, zero_gradients
 from . import optimizer_state
-from .way import Owned, Sharding, scale_down, squared_norm
+from .way import Owned, Sharding, WriteTensors, scale_down, squared_norm
 
 
 class WholeCopies(Sharding):
@@ -51,8 +52,17 @@ class WholeCopies(Sharding):
     def gather_weights(self) -> None:
         """Each rank has written all of them."""
 
-    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        return False
+    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+        return optimizer_state.can_be_cut(optimizer, owned)
+
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+    ) -> bool:
+        if not self.cuts_optimizer(optimizer, self.owned()):
+            return False
+        if keep:
+            optimizer_state.save(optimizer, self.owned(), folder, 0, 1, write)
+        return True
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
         if not optimizer_state.is_sharded(folder):

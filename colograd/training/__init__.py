@@ -2,8 +2,10 @@
 
 `task` makes ready what a trainer is given, `assembly` builds the engine beside the policy, `closing` sees to the end of
 what was built. `step_batches` cuts scored groups into optimizer steps, `loss_pass` sends a step's micro-batches through
-the loss, `adamw_split` (with `adamw_fused`) is the optimizer. `transformers_seam` and `resuming` are
-`transformers.Trainer` for packed rows, `checkpoints` the folders it writes, `node_folders` whether nodes share them;
-`journaling` what the journal must hold for, and when it is pruned; `evaluation` what `evaluate` reports; `trl_names`
-what TRL's users ask a trainer.
+the loss, `adamw_split` (with `adamw_fused`) is the optimizer. `transformers_seam`, `resuming` and `saving_trainer` are
+`transformers.Trainer` for packed rows. `checkpoints` are the folders it writes, `manifest` their files' checksums,
+`file_images` the files in memory, `saving` their way to the disk beside the training, `save_mode` whether that may be,
+`reading` what is looked at before it is loaded, `node_folders` whether nodes share a folder; `journaling` what the
+journal must hold for, and when it is pruned. `evaluation` is what `evaluate` reports, `trl_names` what TRL's users ask
+a trainer.
 """

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,14 +19,19 @@ from safetensors import safe_open
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from . import manifest
+from .manifest import MANIFEST, Damaged, Manifest
+from .reading import inside, reading
+
 ASIDE = ".incomplete"
 DISCARDED = ".discarded"
 REPLACED = ".replaced"
+REFUSED = "refused"
 PROMPTS = "prompts.json"
 # What a checkpoint holds beside the model, as patterns of names.
 STATE = (
     "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
-    "lengths_*.json", "reference.safetensors", PROMPTS,
+    "lengths_*.json", "reference.safetensors", PROMPTS, MANIFEST,
 )  # fmt: skip
 
 
@@ -35,17 +40,29 @@ def aside_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / ASIDE
 
 
-def commit(aside: Path, final: Path) -> None:
-    """Make the finished folder ``aside`` the checkpoint ``final``, surviving a crash of the machine right after."""
-    for path in (*aside.rglob("*"), aside):  # folders too: they hold the names
-        _flush(path)
-    old = final.with_name(f"{REPLACED}-{final.name}")
+def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: bool = False) -> None:
+    """Make the finished folder ``aside`` the checkpoint ``final``, surviving a crash of the machine right after.
+
+    Args:
+        files: what was written there, down to the disk; default: read and flushed now.
+        keeps_old: what has the name now is damaged, and stays under another one.
+    """
+    if files is None:
+        files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
+        for name in files:
+            flush(aside / name)
+    (aside / MANIFEST).write_text(manifest.as_text(files))
+    flush(aside / MANIFEST)
+    for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # they hold the names
+        flush(path)
+    old = final.with_name(f"{REFUSED if keeps_old else REPLACED}-{final.name}")
     if final.exists():  # the same step saved twice (a save on request after a scheduled one)
         shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old)  # should the process die before the next line, `sweep` brings it back
     os.rename(aside, final)
-    _flush(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    flush(final.parent)
+    if not keeps_old:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
@@ -69,16 +86,24 @@ def sweep(run_dir: str | Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def rotate(run_dir: str | Path, limit: int | None, best: str | None, newest: int | None = None) -> None:
+def rotate(
+    run_dir: str | Path,
+    limit: int | None,
+    best: str | None,
+    newest: int | None = None,
+    refused: Collection[int] = (),
+) -> None:
     """Keep the newest ``limit`` checkpoints, and the best one.
 
     Args:
         newest: the step of the one just written. Those of later steps are of a run that was gone back from: they go
             first.
+        refused: steps of damaged ones. They don't count, and stay for whoever wants to know what happened to them.
     """
     if limit is None or limit <= 0:
         return
-    ordered = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
+    found = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
+    ordered = [folder for folder in found if step_of(folder) not in refused]
     if newest is not None:
         ordered.sort(key=lambda folder: step_of(folder) <= newest)  # stable: otherwise as they were
     keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
@@ -93,9 +118,11 @@ def step_of(folder: str | Path) -> int:
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """The steps of the checkpoints that have their last file; transformers itself may leave half-deleted ones."""
+    """The steps of the checkpoints that have a last file, be it of an older version; transformers itself may leave
+    half-deleted ones."""
     found = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
-    return [step_of(folder) for folder in found if os.path.isfile(os.path.join(folder, "trainer_state.json"))]
+    last = (MANIFEST, "trainer_state.json")
+    return [step_of(path) for path in found if any(os.path.isfile(os.path.join(path, name)) for name in last)]
 
 
 def is_wanted(wanted: str | bool | None) -> bool:
@@ -103,7 +130,17 @@ def is_wanted(wanted: str | bool | None) -> bool:
     return wanted is not None and wanted is not False and str(wanted).lower() not in ("false", "none", "")
 
 
-def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None) -> str | None:
+def is_search(wanted: str | bool | None) -> bool:
+    """Whether ``resume_from_checkpoint`` asks for the last checkpoint, whichever that is."""
+    return str(wanted).lower() in ("true", "auto")
+
+
+def find_resume(
+    wanted: str | bool | None,
+    run_dir: str,
+    steps: Sequence[Sequence[int]] | None = None,
+    refused: Collection[int] = (),
+) -> str | None:
     """The checkpoint that ``resume_from_checkpoint`` means.
 
     ``True`` is the last one and an error if there is none; ``"auto"`` is the last one, or a fresh start; a path is
@@ -111,6 +148,7 @@ def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequenc
 
     Args:
         steps: of the complete checkpoints in each folder that must hold it; default: in this one.
+        refused: steps of those that are damaged, which aren't taken. A run that has no others doesn't start anew.
 
     Raises:
         ValueError: no such checkpoint.
@@ -118,11 +156,17 @@ def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequenc
     if not is_wanted(wanted):
         return None
     text = str(wanted)
-    if text.lower() in ("true", "auto"):
+    if is_search(wanted):
         folders = [complete_steps(run_dir)] if steps is None else steps
-        common = set(folders[0]).intersection(*folders[1:])
+        common = set(folders[0]).intersection(*folders[1:]).difference(refused)
         if common:
             return os.path.join(run_dir, f"checkpoint-{max(common)}")
+        if refused:
+            raise ValueError(
+                f"resume_from_checkpoint is {text.lower()}, but each checkpoint in {run_dir!r} is damaged (steps "
+                f"{', '.join(map(str, sorted(refused)))}): bring one back from a copy, or start anew with another "
+                "output_dir."
+            )
         if text.lower() == "true":
             on_nodes = f" that all {len(folders)} nodes have (theirs: {folders})" if len(folders) > 1 else ""
             raise ValueError(
@@ -136,6 +180,21 @@ def find_resume(wanted: str | bool | None, run_dir: str, steps: Sequence[Sequenc
             "give a checkpoint-N folder, `true`, or `auto`."
         )
     return text
+
+
+def check(folder: str | Path) -> bool:
+    """Compare all files of a checkpoint with its manifest. False: it has none, as an older version wrote it.
+
+    Raises:
+        ValueError: one differs.
+    """
+    try:
+        files = manifest.read(Path(folder))
+        if files is not None:
+            manifest.check(Path(folder), files)
+    except Damaged as error:
+        raise ValueError(f"{folder} is damaged: {error}.") from None
+    return files is not None
 
 
 def write_prompts(checkpoint: Path, state: dict[str, Any]) -> None:
@@ -155,7 +214,10 @@ def read_prompts(checkpoint: str) -> dict[str, Any]:
             f"{checkpoint!r} is of a run whose dataset wasn't streamed: its prompts came in another order, so that "
             "resuming can't go on where it stopped. Load the dataset whole, or set ignore_data_skip: true."
         )
-    state: dict[str, Any] = json.loads(path.read_text())
+    with reading(checkpoint, PROMPTS):
+        state: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(state, dict):
+            raise TypeError(f"a {type(state).__name__}, and not an object")
     return state
 
 
@@ -167,7 +229,8 @@ def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:
     whole, index = Path(checkpoint) / SAFE_WEIGHTS_NAME, Path(checkpoint) / SAFE_WEIGHTS_INDEX_NAME
     files = [whole] if whole.is_file() else []
     if not files and index.is_file():
-        files = [index.with_name(name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [inside(Path(checkpoint), name) for name in sorted(names)]
     for path in files:
         with safe_open(path, framework="pt", device="cpu") as weights:
             for name in weights.keys():  # noqa: SIM118 (no dictionary)
@@ -198,7 +261,8 @@ class StopSignal:
         self.received = True
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or a folder on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

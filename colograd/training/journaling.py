@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,9 @@ def begin_records(journal: Journal | None, step: int, model: torch.nn.Module, ev
     return problem or journal.problem or journal.warning
 
 
-def prune_journal(journal: Journal, newest: int) -> None:
+def prune_journal(journal: Journal, newest: int, refused: Collection[int]) -> None:
     """Delete the rounds that the last two checkpoints have made needless: of two, since the last may be damaged."""
-    steps = [step for step in checkpoints.complete_steps(str(journal.folder.parent)) if step <= newest]
+    found = checkpoints.complete_steps(str(journal.folder.parent))
+    steps = [step for step in found if step <= newest and step not in refused]
     if len(steps) > 1:
         journal.prune(before=steps[-2])

@@ -7,39 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
-from ..data import PromptDataset, PromptStream
-from ..parallel.ranks import gather, together
-from ..reporting.console import Console
-from ..rollout.journal import Journal
-from ..sharding import Sharding
-from . import checkpoints
+from ..data import PromptStream
+from ..parallel.ranks import gather, rank, together, world_size
+from . import checkpoints, manifest, reading
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
-from .journaling import open_journal, prune_journal
+from .journaling import open_journal
 from .node_folders import nodes_are_apart
+from .saving_trainer import SavingTrainer
 
 
-class ResumableTrainer(Trainer):
+class ResumableTrainer(SavingTrainer):
     """Stops with a whole checkpoint and goes on from one. A subclass says when a checkpoint could be resumed from."""
-
-    console: Console
-    sharding: Sharding
-    train_prompts: PromptDataset | PromptStream
-    journal: Journal | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.nodes_are_apart = self._settle_folders()
-        self.stop_signal = checkpoints.StopSignal()
-        self._save_is_due = False
         self.add_callback(_StopAndSave(self))
-
-    def at_boundary(self) -> bool:
-        """Whether a checkpoint written now could be resumed from."""
-        return True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends.
@@ -50,7 +37,7 @@ class ResumableTrainer(Trainer):
             if self.args.should_save:  # first, for it brings back what was about to be replaced
                 checkpoints.sweep(self.args.output_dir)
         found = self._found(resume_from_checkpoint)
-        self._save_is_due = False
+        self._save_is_due, self._failures = False, 0
         if found is not None and (finished := self._finished(found)) is not None:
             return finished
         self._expect_prompts(found)
@@ -62,21 +49,60 @@ class ResumableTrainer(Trainer):
             )
         self.stop_signal.install()
         try:
-            return super().train(found, *args, **kwargs)
+            output = super().train(found, *args, **kwargs)
+            self.settle(wait=True)
+            return output
         finally:
+            self._finish_alone()  # of a run that ends by an error
             self.stop_signal.remove()
 
     def _found(self, wanted: str | bool | None) -> str | None:
-        """The checkpoint to go on from; where nodes share no file system, the last one that each of them has."""
+        """The checkpoint to go on from; where nodes share no file system, the last one that each of them has.
+
+        A damaged one is passed over in a search, with a line, and an error where it was named.
+        """
         layout, run_dir = self.args.layout, str(self.args.output_dir)
         with together("the search for a checkpoint"):
             steps = checkpoints.complete_steps(run_dir)
         of_ranks = gather(steps)
-        with together("the search for a checkpoint"):
-            of_nodes = of_ranks[:: layout.ranks_per_node] if self.nodes_are_apart else of_ranks[:1]
-            found = checkpoints.find_resume(wanted, run_dir, of_nodes)
-        # A shared file system may show ranks different folders: rank 0 has looked for all.
-        return found if self.nodes_are_apart else gather(found)[0]
+        of_nodes = of_ranks[:: layout.ranks_per_node] if self.nodes_are_apart else of_ranks[:1]
+        self._refused.clear()
+        while True:
+            with together("the search for a checkpoint"):
+                found = checkpoints.find_resume(wanted, run_dir, of_nodes, self._refused)
+            # A shared file system may show ranks different folders: rank 0 has looked for all.
+            found = found if self.nodes_are_apart else gather(found)[0]
+            damage = None if found is None else self._damage(found)
+            if damage is None:
+                return found
+            if not checkpoints.is_search(wanted):
+                raise ValueError(f"resume_from_checkpoint is {found!r}, which is damaged: {damage}. Name another one.")
+            self.console.warn(f"checkpoints: {os.path.relpath(str(found))} is damaged and isn't taken: {damage}")
+            self._refused.add(checkpoints.step_of(str(found)))
+
+    def _damage(self, checkpoint: str) -> str | None:
+        """What is wrong with a checkpoint, on whichever rank; None: nothing. A collective: the ranks share the work."""
+        folder, damage, files = Path(checkpoint), None, None
+        layout = self.args.layout
+        try:
+            files = manifest.read(folder)
+            if files is not None:
+                mine = manifest.shares(files, rank(), world_size(), layout.ranks_per_node, self.nodes_are_apart)
+                manifest.check(folder, files, mine)
+            reading.look(folder)
+        except (ValueError, OSError) as error:
+            damage = str(error)
+        of_ranks = gather((damage, files is None))
+        found = next(((number, text) for number, (text, _) in enumerate(of_ranks) if text), None)
+        if found is None:
+            if of_ranks[0][1]:
+                self.console.say(
+                    f"checkpoints: {os.path.relpath(checkpoint)} has no {manifest.MANIFEST} (an older version wrote "
+                    "it): it is taken unchecked"
+                )
+            return None
+        where = f" (rank {found[0]} found it)" if world_size() > 1 else ""
+        return found[1] + where
 
     def _settle_folders(self) -> bool:
         """Whether each node writes and reads checkpoints of its own, because nodes share no file system.
@@ -114,7 +140,7 @@ class ResumableTrainer(Trainer):
     def _finished(self, checkpoint: str) -> TrainOutput | None:
         """Load a checkpoint at which nothing is left to do (transformers would take a step more), with its optimizer,
         so that it can be saved again or gone on from; None if there is something to do."""
-        state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        state = reading.trainer_state(checkpoint)
         *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         if state.global_step < max_steps:
             return None
@@ -135,29 +161,18 @@ class ResumableTrainer(Trainer):
             self.sharding.share(optimizer)
         return optimizer
 
-    @property
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        """Without accelerate's wrapper."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """As in transformers; of a policy that is cut, each rank reads its part."""
-        with together("loading the weights"):
+        with together("loading the weights"), reading.reading(resume_from_checkpoint, "the model"):
             if not self.sharding.load_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Likewise."""
-        with together("loading the best model"):
-            if not self.sharding.load_weights(Path(str(self.state.best_model_checkpoint))):
+        best = str(self.state.best_model_checkpoint)
+        with together("loading the best model"), reading.reading(best, "the model"):
+            if not self.sharding.load_weights(Path(best)):
                 super()._load_best_model()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As in transformers; each rank writes its own part of an optimizer that is shared out."""
-        if not self.sharding.save_optimizer(self._plain_optimizer, Path(output_dir)):
-            super()._save_optimizer_and_scheduler(output_dir)
-        elif self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As in transformers; from any number of ranks and any way of sharding. A float32 checkpoint goes on with split
@@ -165,7 +180,7 @@ class ResumableTrainer(Trainer):
         if checkpoint is None:
             return
         optimizer = self._plain_optimizer
-        with together("loading the optimizer"):
+        with together("loading the optimizer"), reading.reading(checkpoint, "the optimizer's state"):
             if not self.sharding.load_optimizer(optimizer, Path(checkpoint)):
                 # Through the CPU: transformers reads it on the device, which on several ranks of a CPU torch refuses.
                 optimizer.load_state_dict(_read(checkpoint, OPTIMIZER_NAME))
@@ -175,40 +190,22 @@ class ResumableTrainer(Trainer):
                 adopt_masters(optimizer, self.sharding.owned(), checkpoints.float32_weights(checkpoint))
         self.sharding.gather_weights()
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """transformers' checkpoint, written aside and renamed when every rank is done."""
-        if not self.at_boundary():
-            self._save_is_due = True
-            return
-        run_dir, state = Path(self.args.output_dir), self.state
-        aside, name = checkpoints.aside_folder(run_dir), f"checkpoint-{state.global_step}"
-        push, self.args.push_to_hub = self.args.push_to_hub, False  # only of what is complete
-        # transformers would look for the best checkpoint beside this one, and wait for all ranks in between.
-        best, state.best_global_step = state.best_global_step, None
-        self._get_output_dir = lambda trial=None: str(aside)
-        try:
-            with together("saving"):
-                super()._save_checkpoint(model, trial)
-        finally:
-            del self._get_output_dir
-            self.args.push_to_hub, state.best_global_step = push, best
-        if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
-            state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
-        with together("saving"):
-            if self.args.should_save:
-                state.save_to_json(str(aside / name / "trainer_state.json"))
-                if isinstance(self.train_prompts, PromptStream):
-                    checkpoints.write_prompts(aside / name, self.train_prompts.state)
-                checkpoints.commit(aside / name, run_dir / name)
-                aside.rmdir()
-        with together("deleting old checkpoints"):  # when every node has the new one
-            if self.args.should_save:
-                limit, best_folder = self.args.save_total_limit, state.best_model_checkpoint
-                checkpoints.rotate(run_dir, limit, best_folder, newest=state.global_step)
-                if self.journal is not None and self.args.journal == "until_checkpoint":
-                    prune_journal(self.journal, state.global_step)
-        if push:
-            self._push_from_checkpoint(str(run_dir / name))
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As in transformers."""
+        with together("loading the random state"), reading.reading(str(checkpoint), "the random state"):
+            super()._load_rng_state(checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As in transformers; but a parameter that isn't in the files is an error, and not a line in a log."""
+        state = self.model.state_dict()
+        missing = set(load_result.missing_keys) - set(self.model._keys_to_ignore_on_save or ())
+        there = {state[name].data_ptr() for name in state.keys() - missing}  # of a tied one under its other name
+        if lacking := sorted(name for name in missing & state.keys() if state[name].data_ptr() not in there):
+            raise ValueError(
+                f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
+                "another model, or a file is missing."
+            )
+        super()._issue_warnings_after_load(load_result)
 
 
 def _read(checkpoint: str, name: str) -> dict[str, Any]:
@@ -224,7 +221,9 @@ class _StopAndSave(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        stop = any(gather(trainer.stop_signal.received))
+        stops, saves = zip(*gather((trainer.stop_signal.received, trainer.saves.state())), strict=True)
+        trainer.settle(wait=False, states=saves)
+        stop = any(stops)
         due = trainer._save_is_due or control.should_save or stop
         control.should_save = due and trainer.at_boundary()
         trainer._save_is_due = due and not control.should_save

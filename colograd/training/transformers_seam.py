@@ -113,7 +113,9 @@ class PackedTrainer(ResumableTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
         if state_dict is None and self.policy.adapter is None:
-            state_dict = state_dict_on_host(self.model) if self._gathered is None else self._gathered
+            state_dict = self._gathered
+            if state_dict is None:
+                state_dict = state_dict_on_host(self.model, self.weight_places())
         # transformers would have rank 0 alone write the weights, also where each node writes its own.
         self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
         try:

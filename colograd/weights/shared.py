@@ -6,7 +6,7 @@ is copied, and the others still are shared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -81,17 +81,26 @@ def bytes_apart(policy: torch.nn.Module, engine_model: torch.nn.Module) -> int:
     return sum(p.nbytes for p in policy.parameters() if p.untyped_storage().data_ptr() not in shared)
 
 
-def state_dict_on_host(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def state_dict_on_host(
+    model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """The model's state dict with every tensor whole and by itself in host memory; tied ones stay one tensor.
 
     Writers of safetensors clone tensors that lie in one storage, on the device they are on: three projections in one
     matrix would cost a second copy of the model on the accelerator during each save.
+
+    Args:
+        places: by name, where a tensor of the same shape and dtype is to be copied to.
     """
     seen: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tensor.shape)
         if key not in seen:
-            seen[key] = tensor.detach().to("cpu", copy=True)
+            place = (places or {}).get(name)
+            if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
+                seen[key] = tensor.detach().to("cpu", copy=True)
+            else:
+                seen[key] = place.copy_(tensor.detach())
         host[name] = seen[key]
     return host

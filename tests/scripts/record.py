@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -32,6 +33,8 @@ class Recording(GRPOTrainer):
     record: Path
 
     def generate(self, prompts):
+        if self.saves.present is not None:
+            self.saves.present.done.wait()  # so that it is known which checkpoint is the last one
         groups = []
         for index, group in enumerate(super().generate(prompts)):
             if index == 1:
@@ -60,10 +63,10 @@ def main() -> None:
     model, run_dir, record = sys.argv[1:4]
     rename = checkpoints.commit
 
-    def commit(aside: Path, final: Path) -> None:
+    def commit(aside: Path, final: Path, *written: Any) -> None:
         step = final.name.rpartition("-")[2]
         die(f"rename:{step}")
-        rename(aside, final)
+        rename(aside, final, *written)
         die(f"renamed:{step}")
 
     checkpoints.commit = commit

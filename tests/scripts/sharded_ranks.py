@@ -127,7 +127,9 @@ def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[st
         if step + 1 == SAVED:
             folder = out / f"{name}-{dtype}"
             folder.mkdir(exist_ok=True)
-            if not way.save_optimizer(optimizer, folder) and rank() == 0:
+            if (name, dtype) != ("none", "float32"):
+                way.save_optimizer(optimizer, folder, keep=rank() == 0)
+            elif rank() == 0:  # as in older checkpoints
                 torch.save(optimizer.state_dict(), folder / "optimizer.pt")
             whole = way.state_dict(keep=rank() == 0)
             if rank() == 0:

@@ -1,0 +1,122 @@
+"""What a checkpoint after every step costs: the quickstart's step with one and without, in turn, in one run.
+
+    python tests/benchmarks/saving.py [--steps 16] [--now]
+
+Every step has the same prompts, seeds and weights (the learning rate is 0), so that all are alike but for the saving.
+A checkpoint that is begun after a step is written during the next one: a step counts from the end of the one before it
+to its own. `--now`: checkpoints that training waits for (`save_in_background: false`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from colograd.runtime import process
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "grpo_smollm2_cpu.yaml"
+WARM = 2  # steps that aren't counted: what is compiled, and pages that are touched for the first time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=16, help="that are counted, half of them with a checkpoint")
+    parser.add_argument("--now", action="store_true", help="wait for each checkpoint")
+    options = parser.parse_args()
+    process.quiet_logs(False)
+    runs = Path("runs")  # on the disk that is measured
+    runs.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="saving-", dir=runs))
+    try:
+        measure(folder, options.steps, options.now)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(folder: Path, steps: int, now: bool) -> None:
+    """Train, and print the figures."""
+    process.prepare_ranks()
+    from transformers import TrainerCallback
+
+    from colograd import GRPOTrainer
+    from colograd.config import parse_arguments
+    from colograd.data import load_datasets
+
+    flags = {
+        "output_dir": folder, "learning_rate": 0.0, "warmup_steps": 0, "max_steps": WARM + steps + 1,
+        "save_strategy": "no", "save_total_limit": 2, "log_completions": False, "resume_from_checkpoint": "false",
+        "save_in_background": not now,
+    }  # fmt: skip
+    command = ["--config", str(RECIPE), *(text for name, value in flags.items() for text in (f"--{name}", str(value)))]
+    script, config, model, _ = parse_arguments(command)
+
+    class SameSteps(GRPOTrainer):
+        """Each step asks what the first one asked, in the same order."""
+
+        first: Any = None
+
+        def generate(self, prompts: Any) -> Any:
+            prompts = list(prompts)
+            self.first = self.first or prompts
+            given = {mine.position: theirs for mine, theirs in zip(self.first, prompts, strict=True)}
+            for group in super().generate(self.first):
+                yield dataclasses.replace(group, position=given[group.position].position)
+
+    class InTurn(TrainerCallback):
+        """Asks for a checkpoint after every second step."""
+
+        ends: list[float]
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.ends.append(time.perf_counter())
+            control.should_save = state.global_step % 2 == 1 and state.global_step < state.max_steps
+
+    took, written = [], []
+    turns = InTurn()
+    turns.ends = []
+    trainer = SameSteps(model.model_name_or_path, script.all_rewards(), config, load_datasets(script)[0])
+    trainer.callback_handler.callbacks.insert(0, turns)
+    save = trainer._save_checkpoint
+
+    def timed_save(*args: Any) -> None:
+        began = time.perf_counter()
+        save(*args)
+        took.append(time.perf_counter() - began)
+        if (present := trainer.saves.present) is not None:
+            written.append(present)
+
+    trainer._save_checkpoint = timed_save
+    trainer.train()
+    left = sorted(path.name for path in folder.glob("checkpoint-*"))
+    trainer.close()
+    seconds = [later - earlier for earlier, later in zip(turns.ends, turns.ends[1:], strict=False)]  # of steps 2, 3 ...
+    counted = seconds[WARM - 1 :][:steps]
+    begins = WARM + 1  # the number of the first of them
+    saving = [s for number, s in enumerate(counted, begins) if number % 2 == 0]  # follows a checkpoint's beginning
+    without = [s for number, s in enumerate(counted, begins) if number % 2 == 1]
+    pairs = [a / b for a, b in zip(saving, without, strict=False)]
+    print("with    ", " ".join(f"{s:.2f}" for s in saving))
+    print("without ", " ".join(f"{s:.2f}" for s in without))
+    print("the save's own part, before the step goes on:", " ".join(f"{s:.2f}" for s in took))
+    print("until it was there, beside the training:", " ".join(f"{s.seconds:.2f}" for s in written))
+    print("of a processor's time:", " ".join(f"{s.processor:.2f}" for s in written))
+    print(f"checkpoints left: {', '.join(left)}")
+    print(
+        f"a step: {statistics.median(saving):.2f} s with a checkpoint, {statistics.median(without):.2f} s without "
+        f"(medians of {len(saving)}); ratio {statistics.median(saving) / statistics.median(without):.3f}, "
+        f"of neighbours {statistics.median(pairs):.3f}, "
+        f"of means {statistics.mean(saving) / statistics.mean(without):.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
