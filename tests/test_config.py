@@ -348,6 +348,7 @@ NEW = {
     "verbose",
     "save_in_background",
     "save_failures",
+    "journal",
 }
 
 

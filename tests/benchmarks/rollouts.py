@@ -77,7 +77,7 @@ class Sampled:
     def judge(self, group: Any, rewards: torch.Tensor) -> Any:
         from colograd.batch import ScoredGroup
 
-        return ScoredGroup(group, rewards, torch.zeros(len(rewards)), self.scorer.take_logged(group.position))
+        return ScoredGroup(group, rewards, torch.zeros(len(rewards)))
 
 
 def trivial(completions: list[str], **kwargs: Any) -> list[float]:
@@ -142,7 +142,8 @@ def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[i
     from colograd.rollout.rounds import roll_out
     from colograd.rollout.stages import Stages
 
-    scored = roll_out(prompts, Stages(stages.generate, stages.begin_score, stages.judge), PhaseTimes())
+    steps = Stages(stages.generate, stages.begin_score, stages.judge, stages.scorer.take_logged)
+    scored = roll_out(prompts, steps, PhaseTimes())
     return [[tuple(r.completion_ids) for r in s.group.rollouts] for s in scored], scored
 
 

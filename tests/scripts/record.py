@@ -31,25 +31,29 @@ def die(moment: str) -> None:
 
 class Recording(GRPOTrainer):
     record: Path
+    groups: dict[int, list[list[int]]]  # of the step, by position
 
     def generate(self, prompts):
         if self.saves.present is not None:
             self.saves.present.done.wait()  # so that it is known which checkpoint is the last one
-        groups = []
         for index, group in enumerate(super().generate(prompts)):
             if index == 1:
                 die(f"rollout:{self.state.global_step + 1}")
-            groups.append(group)
             yield group
-        groups.sort(key=lambda group: group.position)
-        self.completions = [list(rollout.completion_ids) for group in groups for rollout in group.rollouts]
+
+    def compute_advantages(self, group, rewards):
+        """By here come those groups too that the journal has: they aren't generated again."""
+        self.groups[group.position] = [list(rollout.completion_ids) for rollout in group.rollouts]
+        return super().compute_advantages(group, rewards)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         step = self.state.global_step + 1
         die(f"backward:{step}")
         with self.record.open("a") as file:
-            line = {"step": step, "loss": loss.double().item().hex(), "completions": self.completions}
+            completions = [ids for position in sorted(self.groups) for ids in self.groups[position]]
+            self.groups.clear()
+            line = {"step": step, "loss": loss.double().item().hex(), "completions": completions}
             line["lr"] = self._get_learning_rate()
             file.write(json.dumps(line) + "\n")
         return loss
@@ -78,7 +82,7 @@ def main() -> None:
         ),
         train_dataset=tiny.prompts(),
     )
-    trainer.record = Path(record)
+    trainer.record, trainer.groups = Path(record), {}
     trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(run_dir)
 
