@@ -270,19 +270,22 @@ def test_made_up_completions_are_the_same_in_every_process() -> None:
 @pytest.mark.engine
 def test_on_a_cpu_a_check_of_the_tiny_model_writes_figures_and_a_page(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--device", "cpu", "--model", str(tiny_model)]
-    command += ["--only", "training", "--minutes", str(tiny.PATIENCE / 60), "--out", str(tmp_path)]
+    command += ["--only", "doctor", "training", "publish", "rollouts"]
+    command += ["--minutes", str(tiny.PATIENCE / 60), "--out", str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=tiny.clean_environment())
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "gpu_check.json").read_text())
-    (run,) = found["checks"]
-    assert run["status"] == "ok" and run["figures"]["faults"] == [] and run["figures"]["utilisation"] is None
+    checks = {run["name"]: run for run in found["checks"]}
+    assert {run["status"] for run in checks.values()} == {"ok"} and len(checks) == 4
+    run = checks["training"]
+    assert run["figures"]["faults"] == [] and run["figures"]["utilisation"] is None
     # Two prompts of 70 tokens, each with 4 completions of 16.
     assert {step["tokens"] for step in run["figures"]["steps"]} == {2 * (70 + 4 * 16)}
     assert run["figures"]["flops"] > 0 and 0 < run["figures"]["difference"]["mean"] < 0.1
     page = (tmp_path / "gpu_check.md").read_text()
     assert (
         page.startswith(f"## {found['settings']['machine']}")
-        and "| training | ok |" in page
+        and all(f"| {name} | ok |" in page for name in checks)
         and page.strip() in done.stdout
     )
 
