@@ -135,6 +135,11 @@ def optimizer_state(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
     return state
 
 
+# One sequence at a time: an engine's log-probabilities depend, by their last bits, on what it decodes beside. Where a
+# part of a round is sampled after a resume, only this leaves the bits of the whole round.
+ONE_BY_ONE = {"vllm_engine_kwargs": {"max_num_seqs": 1}}
+
+
 def clean_environment() -> dict[str, str]:
     """For a subprocess: without the rank variables that an engine in this process may have set."""
     drop = (*process.RANK_VARIABLES, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")

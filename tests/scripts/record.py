@@ -78,7 +78,13 @@ def main() -> None:
         model=model,
         reward_funcs=tiny.vowels,
         args=tiny.config(
-            run_dir, max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=2, lr_scheduler_type="linear"
+            run_dir,
+            max_steps=6,
+            save_strategy="steps",
+            save_steps=2,
+            save_total_limit=2,
+            lr_scheduler_type="linear",
+            **tiny.ONE_BY_ONE,
         ),
         train_dataset=tiny.prompts(),
     )

@@ -34,6 +34,7 @@ import tiny  # noqa: E402
 from colograd.rollout.record_file import read_records  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("run.py")
+PROMPTS = 4  # of a round of run.py
 Group = tuple[int, int]  # step of the weights, position of the prompt
 
 
@@ -100,6 +101,8 @@ def soak(kills: int, seed: int, ranks: int) -> dict[str, Any]:
                 if ended:
                     break
                 found["kills"] += 1
+                of_rounds = Counter(step for step, _ in recorded(run))
+                found["within a round"] += any(0 < count < PROMPTS for count in of_rounds.values())
                 found["within writes"] += "event" in (kill or {})
             if (run / "model.safetensors").read_bytes() != expected:
                 raise SystemExit(f"run {run.name}: other weights than those of the undisturbed run")

@@ -85,7 +85,13 @@ def main() -> None:
         MODEL,
         reward,
         tiny.config(
-            RUN_DIR, max_steps=STEPS, save_strategy="steps", save_steps=3, save_total_limit=2, shuffle_dataset=False
+            RUN_DIR,
+            max_steps=STEPS,
+            shuffle_dataset=False,
+            save_strategy="steps",
+            save_steps=3,
+            save_total_limit=2,
+            **tiny.ONE_BY_ONE,
         ),
         prompts.add_column("row", list(range(len(prompts)))),
     )
