@@ -39,7 +39,7 @@ from .losses.mismatch import SamplerMismatch
 from .losses.objective import Objective
 from .memory import token_budget
 from .memory.segments import expand_segments
-from .parallel import faults
+from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.layout import Place, check_engines, check_places
 from .parallel.ranks import gather, together
@@ -122,6 +122,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = prepared_config(args, model)
+        watchdog.set_limit(args.rank_timeout)
         expand_segments(args)
         places = gather(Place.here(args.device))
         with together("the start"):
@@ -495,6 +496,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
+        watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.vllm_engine import Engine
+from ..parallel import watchdog
 from .copied import CopiedWeights
 from .mapping import Slice
 
@@ -93,5 +94,6 @@ def state_dict_on_host(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         key = (tensor.data_ptr(), tensor.shape)
         if key not in seen:
             seen[key] = tensor.detach().to("cpu", copy=True)
+            watchdog.progress()
         host[name] = seen[key]
     return host
