@@ -508,7 +508,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """And, as they are needed to go on, a reference that has moved."""
+        watchdog.progress("saving the optimizer")
         super()._save_optimizer_and_scheduler(output_dir)
+        watchdog.progress()
         if self.reference is not None and self.args.should_save:
             self.reference.save(output_dir)
 

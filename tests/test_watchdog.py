@@ -133,7 +133,7 @@ def started(script: str, *arguments: Any, ranks: int = 2) -> Iterator[list[subpr
     finally:
         for rank in found:
             rank.kill()
-            rank.communicate()
+            rank.wait()
 
 
 def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:

@@ -142,8 +142,8 @@ class Watch:
         self._connection: socket.socket | None = None
         self._is_connected = threading.Event()
         self._sending = threading.Lock()
-        self._signs = 0  # of life, of rank 0
-        self._last_stage = ""  # of rank 0, as the last of them said
+        self._signs = 0  # of life, of rank 0, since it was reached
+        self._last_stage = "the start"  # of rank 0, as the last of them said
         self._since_sign = watchdog.Idle()  # likewise
         self._watchdog = watchdog.Watchdog(self._end_hanging, self._exchange_signs)
         if self.rank == 0:
@@ -254,8 +254,6 @@ class Watch:
 
     def _exchange_signs(self, passed: float) -> None:
         """Give a sign of life, and look whether the others have, where this rank can have waited for them."""
-        if watchdog.limit() is None:
-            return
         passed = passed if self._inside else 0.0
         if self._hub is not None:
             for lost in self._hub.exchange_signs(passed):
@@ -274,7 +272,7 @@ class Watch:
     def _listen(self) -> None:
         """On every rank but 0: until this one leaves, or rank 0 is gone."""
         try:
-            self._connection = self._connect()
+            self._connection, self._signs = self._connect(), 1
         except (OSError, RuntimeError) as error:
             if not self._has_left:
                 print(f"ranks: rank {self.rank} isn't told of others' failures: {error}", file=sys.stderr)
@@ -322,7 +320,7 @@ class _Caller:
     pending: bytes = b""
     last_words: str = ""
     signs: int = 0  # of life
-    stage: str = ""  # as the last of them said
+    stage: str = "the start"  # as the last of them said
     silence: watchdog.Idle = field(default_factory=watchdog.Idle)
 
 
@@ -430,7 +428,7 @@ class _Hub:
             if said["token"] != self._token:
                 return False
             with self._lock:
-                caller.rank = said["rank"]
+                caller.rank, caller.signs = said["rank"], 1
                 self._callers.append(caller)
                 for fault in self._told:
                     self._tell(caller, fault)

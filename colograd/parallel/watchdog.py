@@ -27,6 +27,7 @@ STDERR = 2  # by its number: sys.stderr may be a notebook's, which has none
 # Modules that a rank is in while it waits for another one, or for the Hub, which has limits of its own.
 WAITING = (
     "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
     "torch.distributed.fsdp",
     "huggingface_hub.file_download",
     "huggingface_hub._snapshot_download",
@@ -122,6 +123,7 @@ class Watchdog:
             return
         self.start()
         self._watched = threading.get_ident()
+        self._arm(_limit)
         try:
             yield
         finally:

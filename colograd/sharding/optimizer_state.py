@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.trainer import OPTIMIZER_NAME
 
+from ..parallel import watchdog
 from .way import Owned
 
 PATTERN = "optimizer-*-of-*.safetensors"
@@ -43,6 +44,7 @@ def save(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], folder: Path,
                 tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat.to("cpu", copy=True)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     folder.mkdir(parents=True, exist_ok=True)
+    watchdog.progress()
     save_file(tensors, folder / _name(rank, ranks), metadata={"param_groups": json.dumps(settings)})
 
 

@@ -31,10 +31,10 @@ def hang() -> None:
     watchdog.progress("reward function 'judge'")
     if FAULT == "sleeps":
         time.sleep(300)
+    time.sleep(3 * watchdog.tick())  # which lets a sign of life go out
     if FAULT == "holds":
         ctypes.PyDLL(None).sleep(300)
     if FAULT in ("stops", "first"):
-        time.sleep(3 * watchdog.tick())  # which lets a sign of life go out
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
