@@ -128,6 +128,7 @@ class Watchdog:
             yield
         finally:
             self._watched = None
+            self._arm(None)
             progress("what follows " + what)
 
     def look(self, passed: float) -> None:
