@@ -418,7 +418,8 @@ class _Hub:
         except (ValueError, TypeError, KeyError):  # not one of ours
             return False
         if not received and caller in self._callers:
-            self._callers.remove(caller)
+            with self._lock:
+                self._callers.remove(caller)
             known = Fault(caller.rank, GONE, caller.last_words)
             self._spread(known if caller.last_words else _missed(caller.rank, why))
         return bool(received)
