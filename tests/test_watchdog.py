@@ -200,17 +200,6 @@ def test_a_call_that_holds_python_s_lock_is_missed_and_its_stack_written() -> No
         reader.join()
 
 
-@pytest.mark.slow
-def test_torchrun_starts_again_what_has_hung() -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone"]
-    done = subprocess.run(
-        [sys.executable, *command, str(SCRIPTS / "hanging_ranks.py"), "sleeps", "6"],
-        env=tiny.clean_environment(), capture_output=True, text=True, timeout=tiny.PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.count("hangs") == 1 and done.stdout.count("done") == 2, done.stderr
-    assert f"Rank 1 made no progress for 6 s (rank_timeout) in {JUDGE}" in done.stderr
-
-
 def test_the_only_rank_ends_too() -> None:
     with started("hanging_ranks.py", "sleeps", 3, ranks=1) as (alone,):
         status, said = ended(alone)

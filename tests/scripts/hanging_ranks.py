@@ -4,7 +4,6 @@
 
 FAULT, of the last rank: it `sleeps`, or `holds` Python's lock in a call that doesn't return, or `stops` its process; or
 the first rank does (`first`). It says "hangs" before. LIMIT: seconds.
-What `torchrun` has started again doesn't hang.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def hang() -> None:
 @ends_together("training")
 def train() -> None:
     gather("all are here")
-    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if rank() == (0 if FAULT == "first" else world_size() - 1) and not is_restarted:
+    if rank() == (0 if FAULT == "first" else world_size() - 1):
         hang()
     if world_size() > 1:
         dist.all_reduce(torch.ones(1))
