@@ -39,7 +39,7 @@ from .losses.mismatch import SamplerMismatch
 from .losses.objective import Objective
 from .memory import token_budget
 from .memory.segments import expand_segments
-from .parallel import faults
+from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.layout import Place, check_engines, check_places
 from .parallel.ranks import gather, together
@@ -134,6 +134,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = prepared_config(args, model)
+        watchdog.set_limit(args.rank_timeout)
         expand_segments(args)
         places = gather(Place.here(args.device))
         with together("the start"):
@@ -532,6 +533,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
+        watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded
@@ -543,7 +545,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """And, as they are needed to go on, a reference that has moved."""
+        watchdog.progress("saving the optimizer")
         super()._save_optimizer_and_scheduler(output_dir)
+        watchdog.progress()
         if self.reference is not None and self.args.should_save:
             self.reference.save(output_dir, self.write_tensors)
 

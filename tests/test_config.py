@@ -332,6 +332,7 @@ NEW = {
     "vllm_engine_kwargs",
     "max_tokens_per_microbatch",
     "balance_ranks",
+    "rank_timeout",
     "sharding",
     "fsdp_reshard_after_forward",
     "fsdp_offload_params",

@@ -133,6 +133,11 @@ def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tm
     ("fault", "said"),
     [
         ("reward", "Rank 1 failed in the rollout: RewardError: .*the judge of rank 1 is out"),
+        (
+            "never",
+            r"Rank 1 made no progress for 1\d s \(rank_timeout\) in reward function 'reward': it is in reward "
+            r"\(two_ranks.py:\d+\), called by _begin_call",
+        ),
         # The slow two take the same way to all ranks as the first; tests/test_reward_workers.py has them on one rank.
         pytest.param(
             "dies",

@@ -136,6 +136,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_evaluation()
         self._check_engine()
         self._check_rewards()
+        self._check_rank_timeout()
         self._settle_advantages()
         self._settle_objective()
         self._check_reference()
@@ -148,6 +149,22 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     def on_cpu(self) -> bool:
         """Whether the policy trains on the CPU."""
         return bool(self.device.type == "cpu")
+
+    def _check_rank_timeout(self) -> None:
+        limit = self.rank_timeout
+        if limit is None:
+            return
+        if not limit > 0:
+            raise ValueError(
+                f"rank_timeout is {limit}, but must be a positive number of seconds: set it to null for no limit."
+            )
+        for name in ("reward_timeout", "tool_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and seconds >= limit:
+                raise ValueError(
+                    f"{name} is {seconds:g} and rank_timeout is {limit:g}, but a rank may wait for one call as long as "
+                    f"{name}, and would be ended for it: set rank_timeout above {seconds:g}, or lower {name}."
+                )
 
     def check_for_trainer(self, **later: Any) -> None:
         """Refuse what a configuration may hold and a trainer can't do.

@@ -45,6 +45,15 @@ class StepKnobs(TrainingArguments):
         "After scoring, move groups (their token ids) from the rank whose training would take longest to others, where "
         "that shortens the step by more than a tenth. The update is the same up to rounding.",
     )
+    rank_timeout: float | None = knob(
+        1500.0,
+        "Seconds without progress (a step of the engine, a micro-batch, a reward function's call, an exchange, a stage "
+        "of the start) after which a rank ends the run on all ranks, with the stage that it hangs in and its stack. "
+        "Waiting for other ranks and downloads don't count. It must be above what takes long and can't be looked into: "
+        "vLLM's start with its compilation, a call of a reward function, tool or `rollout_func`, a file of a "
+        "checkpoint on a slow disk; and below `ddp_timeout` (1,800), after which exchanges give up without knowing "
+        "why. `null`: never.",
+    )
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
     max_prompt_tokens: int | None = knob(
         None, "Longest prompt; default: the engine's context less `max_completion_length`."

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from ..batch import ModelInput, Prompt
+from ..parallel import watchdog
 from .columns import check_columns, check_dataset, check_prompt_column
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     wanted = dataset.select_columns([c for c in COLUMNS if c in dataset.column_names])
     kept, chunks = [], []
     for first in range(0, len(dataset), ROWS_AT_ONCE):
+        watchdog.progress("the prompts' tokens")
         for row, ids in enumerate(rules.encode(wanted[first : first + ROWS_AT_ONCE], first), start=first):
             if ids is not None:
                 kept.append(row)

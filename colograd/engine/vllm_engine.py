@@ -19,7 +19,7 @@ import torch
 
 from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
-from ..parallel import faults
+from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
@@ -98,6 +98,7 @@ class Engine:
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
         kwargs |= lora_kwargs(model_path, config, adapter)
+        watchdog.progress("the start of vLLM")
         with closed_if_it_fails(), build_conditions(config.device, self.sleeps, adapter is not None, ranks):
             from vllm import LLM
 
@@ -355,7 +356,9 @@ class Engine:
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         """One step of the engine: the requests that it finished, each with its n completions."""
+        watchdog.progress("a step of the engine")
         finished = [output for output in self.core.step() if output.finished]
+        watchdog.progress("what follows a step of the engine")
         for output in finished:
             self._open.pop(output.request_id, None)
         return [(output.request_id, _sampled(output)) for output in finished]

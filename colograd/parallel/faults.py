@@ -1,13 +1,14 @@
 """Ranks end together, even where one fails or dies while the others wait for it in the middle of an exchange.
 
 `together` (in `ranks`) agrees between exchanges. Within one nobody can be asked, and a rank that waits can't be woken:
-gloo has no way to. So each rank keeps a TCP connection to rank 0, over which nothing goes as long as all is well. A
-rank that fails says so there; of one that dies the system closes the connection, and of a machine that is gone it
-notices that nothing answers. All others are told, and end: by themselves, or `GRACE` seconds later by force, with the
-failed rank's message.
+gloo has no way to. So each rank keeps a TCP connection to rank 0, over which little signs of life go as long as all is
+well. A rank that fails says so there, and so does one that makes no progress (see `watchdog`), which ends itself. Of
+one that dies the system closes the connection, of a machine that is gone it notices that nothing answers, and of a
+process that is stopped the signs of life are missed. All others are told, and end: by themselves, or `GRACE` seconds
+later by force, with the failed rank's message.
 
 There is one `Watch` per process. It begins with the first function decorated by `ends_together`, and ends with `leave`.
-One rank alone has none.
+One rank alone has none, but looks after its own progress.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from ..runtime import process
+from . import watchdog
 from .ranks import RankError, rank, time_limit, world_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 GRACE = 10.0  # seconds in which a rank may end by itself, or come to where ranks agree
+GRACE_OF_HANGING = 5.0  # likewise, where the one they wait for has been waited for long enough
+DELIVERY = 0.5  # seconds in which last words are read, before their connection is gone
 CAUSE = 5.0  # seconds in which the reason for a lost connection comes to be known
 SILENCE = 30  # seconds after which a machine that doesn't answer is gone
 GONE = ""  # in place of a body: the rank's process has ended
@@ -50,13 +54,15 @@ class Fault:
     rank: int
     body: str  # which decorated function it left by an exception, and the how many-th of its name; or GONE
     text: str
+    hangs: bool = False  # it lives, and makes no progress
 
 
 def ends_together(what: str) -> Callable[[F], F]:
     """Decorate a function that all ranks are in together, and that can't end on one without the others.
 
     Where it ends by an exception on one rank, it ends on all: by `RankError` with that rank's message, or with the
-    process. So it does where the process of a rank ends. A decorated function within another is part of it.
+    process. So it does where the process of a rank ends, and where a rank makes no progress in it for `rank_timeout`
+    seconds. A decorated function within another is part of it.
     """
 
     def decorate(function: F) -> F:
@@ -71,6 +77,7 @@ def ends_together(what: str) -> Callable[[F], F]:
 
 
 _present: Watch | None = None
+_alone = watchdog.Watchdog(end=lambda said: _exit(f"The only rank {said}"))
 _numbers = itertools.count(1)  # of the watches of this process: all ranks begin and end theirs at the same places
 
 
@@ -78,7 +85,7 @@ def waiting(what: str) -> AbstractContextManager[None]:
     """The same for a body: ranks wait for each other in it."""
     global _present
     if world_size() == 1:
-        return contextlib.nullcontext()
+        return _alone.inside(what)
     if _present is None:
         _present = Watch()
         atexit.register(_present.leave)
@@ -134,12 +141,18 @@ class Watch:
         self._hub: _Hub | None = None
         self._connection: socket.socket | None = None
         self._is_connected = threading.Event()
+        self._sending = threading.Lock()
+        self._signs = 0  # of life, of rank 0, since it was reached
+        self._last_stage = "the start"  # of rank 0, as the last of them said
+        self._since_sign = watchdog.Idle()  # likewise
+        self._watchdog = watchdog.Watchdog(self._end_hanging, self._exchange_signs)
         if self.rank == 0:
             self._hub = _Hub(self.silence, self._hear)
             dist.distributed_c10d._get_default_store().set(self._key, self._hub.address)
         else:
             threading.Thread(target=self._listen, name="colograd-ranks", daemon=True).start()
             self._is_connected.wait(CAUSE)  # who dies before that isn't missed; but rank 0 may come late
+        self._watchdog.start()
 
     # -- the thread that trains
 
@@ -147,6 +160,7 @@ class Watch:
     def body(self, what: str) -> Iterator[None]:
         """See `ends_together`."""
         if self._inside:
+            watchdog.progress(what)
             yield
             return
         with self._changed:
@@ -155,7 +169,8 @@ class Watch:
         try:
             if (fault := self._fault()) is not None:  # a rank that will not come
                 raise RankError(fault.text)
-            yield
+            with self._watchdog.inside(what):
+                yield
         except RankError:
             raise  # all know
         except BaseException as error:
@@ -169,7 +184,8 @@ class Watch:
 
     def tell(self, what: str, error: BaseException) -> None:
         """Let the other ranks know what will keep them waiting in the present body."""
-        self._say(self._entered, f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}")
+        text = f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
+        self._say(Fault(self.rank, self._entered, text))
 
     def _fault(self) -> Fault | None:
         """The first one of a rank that the present body needs and that isn't in it any more."""
@@ -187,22 +203,28 @@ class Watch:
         """As the function of that name does, or at the end of the process."""
         error = getattr(sys, "last_value", None)  # of an exception that ends the process
         if error is not None:
-            self._say(GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}")
+            self._say(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
         self._has_left = True
+        self._watchdog.close()
         if self._hub is not None:
             self._hub.close()
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                self._connection.sendall(_line(bye=True))
+                self._send(bye=True)
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _say(self, body: str, text: str) -> None:
-        fault = Fault(self.rank, body, text)
+    def _say(self, fault: Fault) -> None:
         if self._hub is not None:
             self._hub.tell(fault)
-        elif self._is_connected.wait(CAUSE) and self._connection is not None:
+        elif self._is_connected.wait(CAUSE):
             with contextlib.suppress(OSError):  # rank 0 is gone, which all see
-                self._connection.sendall(_line(**asdict(fault)))
+                self._send(**asdict(fault))
+
+    def _send(self, **message: Any) -> None:
+        """To rank 0, if it has been reached."""
+        with self._sending:
+            if self._connection is not None:
+                self._connection.sendall(_line(**message))
 
     # -- other threads
 
@@ -216,16 +238,41 @@ class Watch:
 
     def _end(self, fault: Fault, entered: str) -> None:
         """End the process, unless it leaves the body of the fault by itself."""
-        time.sleep(self.grace)
+        time.sleep(min(self.grace, GRACE_OF_HANGING) if fault.hangs else self.grace)
         with self._changed:
             waits = self._inside if self._entered == entered else ""
         if waits:
-            _exit(f"{fault.text} (rank {self.rank} waited for it in {waits})")
+            waited = "" if fault.rank == self.rank else f" (rank {self.rank} waited for it in {waits})"
+            _exit(fault.text + waited)
+
+    def _end_hanging(self, said: str) -> None:
+        """This rank makes no progress: nothing but force ends it."""
+        text = f"Rank {self.rank} {said}"
+        self._say(Fault(self.rank, GONE, text, hangs=True))
+        time.sleep(DELIVERY)
+        _exit(text)
+
+    def _exchange_signs(self, passed: float) -> None:
+        """Give a sign of life, and look whether the others have, where this rank can have waited for them."""
+        passed = passed if self._inside else 0.0
+        if self._hub is not None:
+            for lost in self._hub.exchange_signs(passed):
+                self._hub.tell(lost)
+                self._hear(lost)
+            return
+        with contextlib.suppress(OSError):  # rank 0 is gone, which this one sees
+            self._send(stage=watchdog.stage())
+        if self._signs and self._since_sign.is_silent(self._signs, passed):
+            lost = _silent(0, self._since_sign.seconds, self._last_stage)
+            self._signs = 0  # said once
+            with contextlib.suppress(OSError):  # it will read it when it goes on
+                self._send(**asdict(lost))
+            self._hear(lost)
 
     def _listen(self) -> None:
         """On every rank but 0: until this one leaves, or rank 0 is gone."""
         try:
-            self._connection = self._connect()
+            self._connection, self._signs = self._connect(), 1
         except (OSError, RuntimeError) as error:
             if not self._has_left:
                 print(f"ranks: rank {self.rank} isn't told of others' failures: {error}", file=sys.stderr)
@@ -237,8 +284,13 @@ class Watch:
             for line in self._connection.makefile("rb"):
                 said = json.loads(line)
                 if "bye" in said:
+                    self._signs = 0  # it may rest from here on
                     return
-                self._hear(Fault(**said))
+                if "stage" in said:
+                    self._last_stage = said["stage"]
+                    self._signs += 1
+                else:
+                    self._hear(Fault(**said))
         except OSError as error:
             why = str(error)
         if not self._has_left:
@@ -267,6 +319,9 @@ class _Caller:
     rank: int = -1  # hasn't been said yet
     pending: bytes = b""
     last_words: str = ""
+    signs: int = 0  # of life
+    stage: str = "the start"  # as the last of them said
+    silence: watchdog.Idle = field(default_factory=watchdog.Idle)
 
 
 class _Hub:
@@ -291,13 +346,26 @@ class _Hub:
         threading.Thread(target=self._run, name="colograd-ranks-hub", daemon=True).start()
 
     def tell(self, fault: Fault) -> None:
-        """Let all ranks know but the one that it is about."""
+        """Let all other ranks know, but one that failed itself."""
         with self._lock:
             self._told.append(fault)
             for caller in self._callers:
-                self._send(caller, fault)
-        if fault.rank:
-            self._hear_here(fault)
+                self._tell(caller, fault)
+
+    def exchange_signs(self, passed: float) -> list[Fault]:
+        """Give all other ranks a sign of life, and find those of which none has come for too long.
+
+        Args:
+            passed: seconds since the last time.
+        """
+        lost = []
+        with self._lock:
+            for caller in self._callers:
+                self._send(caller, stage=watchdog.stage())
+                if caller.signs and caller.silence.is_silent(caller.signs, passed):
+                    lost.append(_silent(caller.rank, caller.silence.seconds, caller.stage))
+                    caller.signs = 0  # said once
+        return lost
 
     def close(self) -> None:
         """Rank 0 is done. The others go on without being told of failures."""
@@ -307,10 +375,17 @@ class _Hub:
                     caller.connection.sendall(_line(bye=True))
         self._stop.close()
 
-    def _send(self, caller: _Caller, fault: Fault) -> None:
-        if caller.rank != fault.rank:
-            with contextlib.suppress(OSError):  # it is about to be missed itself
-                caller.connection.sendall(_line(**asdict(fault)))
+    def _spread(self, fault: Fault) -> None:
+        self.tell(fault)
+        self._hear_here(fault)
+
+    def _tell(self, caller: _Caller, fault: Fault) -> None:
+        if caller.rank != fault.rank or fault.hangs:  # a stopped process learns why the others are gone
+            self._send(caller, **asdict(fault))
+
+    def _send(self, caller: _Caller, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # it is about to be missed itself
+            caller.connection.sendall(_line(**message))
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector, self._server, self._stopped:
@@ -343,8 +418,10 @@ class _Hub:
         except (ValueError, TypeError, KeyError):  # not one of ours
             return False
         if not received and caller in self._callers:
-            self._callers.remove(caller)
-            self.tell(Fault(caller.rank, GONE, caller.last_words) if caller.last_words else _missed(caller.rank, why))
+            with self._lock:
+                self._callers.remove(caller)
+            known = Fault(caller.rank, GONE, caller.last_words)
+            self._spread(known if caller.last_words else _missed(caller.rank, why))
         return bool(received)
 
     def _understands(self, caller: _Caller, said: dict[str, Any]) -> bool:
@@ -352,18 +429,21 @@ class _Hub:
             if said["token"] != self._token:
                 return False
             with self._lock:
-                caller.rank = said["rank"]
+                caller.rank, caller.signs = said["rank"], 1
                 self._callers.append(caller)
                 for fault in self._told:
-                    self._send(caller, fault)
+                    self._tell(caller, fault)
         elif "bye" in said:
             with self._lock:
                 self._callers.remove(caller)
             return False
+        elif "stage" in said:
+            caller.stage = said["stage"]
+            caller.signs += 1
         else:
             fault = Fault(**said)
             caller.last_words = fault.text
-            self.tell(fault)
+            self._spread(fault)
         return True
 
 
@@ -374,6 +454,14 @@ def _missed(lost: int, why: str) -> Fault:
         "output may say more."
     )
     return Fault(lost, GONE, text)
+
+
+def _silent(lost: int, seconds: float, stage: str) -> Fault:
+    text = (
+        f"Rank {lost} hasn't been heard of for {seconds:,.0f} s (rank_timeout), last in {stage}: its process is "
+        "stopped, or in a call that lets none of its threads run."
+    )
+    return Fault(lost, GONE, text, hangs=True)
 
 
 def _line(**message: Any) -> bytes:

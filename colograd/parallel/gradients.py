@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from . import watchdog
 from .ranks import world_size
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat)
+        watchdog.progress()
         moved += flat.numel() * flat.element_size()
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import watchdog
 from .layout import RankLayout
 
 
@@ -39,4 +40,5 @@ class Lockstep:
         """Wait for the leader's next message."""
         message: list[Any] = [None]
         dist.broadcast_object_list(message, self._leader, self._group)
+        watchdog.progress("a step of the engine")
         return message[0]

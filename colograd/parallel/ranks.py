@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from . import watchdog
+
 T = TypeVar("T")
 
 
@@ -69,6 +71,7 @@ def together(what: str) -> Iterator[None]:
     collective that a failing rank would skip.
     """
     failure: BaseException | None = None
+    watchdog.progress(what)
     try:
         yield
     except Exception as error:
@@ -95,6 +98,7 @@ def gather(value: T) -> list[T]:
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value, group=None if _has_gloo() else _beside(dist.group.WORLD))
+    watchdog.progress()
     return values
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..batch import MicroBatch, StepBatch
+from ..parallel import watchdog
 from . import attention, padded
 from .lora import unwrap
 from .packing import lay_out
@@ -65,6 +66,7 @@ class PolicyForward:
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) log-probabilities and (N,) entropies; see `policy_logprobs`."""
+        watchdog.progress()  # of a pass over many rows each is one
         around = getattr(self.model, "around_forward", nullcontext)
         with calls(self.model, self._compute), around():
             logprobs, entropy = self.model(micro_batch)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..parallel import watchdog
 from ..parallel.ranks import gather
 
 
@@ -107,11 +108,13 @@ class PhaseTimes:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        watchdog.progress(name)
         started = self._now()
         try:
             yield
         finally:
             self.seconds[name] += self._now() - started
+            watchdog.progress(f"what follows {name}")
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Charge ``seconds`` that passed inside ``source`` to ``target`` (a reward called between engine steps)."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..batch import Group, Logged
+from ..parallel import watchdog
 from ..runtime import process
 from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit
 from ..usercode.worker_pool import WorkerCall, WorkerPool
@@ -65,6 +66,7 @@ class Scoring:
         self._scorer.score_with_models()
         rewards, columns, log = self._scorer.rewards, [], CallLog()
         for reward, call in zip(rewards, self._calls, strict=True):
+            watchdog.progress(f"reward function {reward.name!r}")
             try:
                 columns.append(self._column(reward, call, log))
             except RewardError:
@@ -242,6 +244,7 @@ class Scorer:
             self._for_models.append((reward.function, keywords, done))
             return done
         started = time.perf_counter()
+        watchdog.progress(f"reward function {reward.name!r}")
         try:
             with time_limit(
                 self.timeout,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
 from .way import Owned
 
@@ -115,6 +116,7 @@ class Bucket:
         """Every rank's part of the weights to all, in place. Returns the bytes of the collective."""
         flat = self.flat([parameter.data for parameter in self.parameters], self.parameters[0].dtype)
         all_gather(flat, flat[self.begin : self.begin + self.part])
+        watchdog.progress()
         if not self.in_place:
             for parameter, start, size in zip(self.parameters, self.starts, self.sizes, strict=True):
                 parameter.data.copy_(flat[start : start + size].view_as(parameter))
@@ -132,7 +134,7 @@ class Reduction:
 
     def finish(self) -> int:
         """Wait for it. Returns the bytes of the collective."""
-        self.work.wait()
+        watchdog.finish(self.work)
         self.bucket.add(self.summed)
         return self.flat.nbytes
 

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.trainer import OPTIMIZER_NAME
 
+from ..parallel import watchdog
 from .way import Owned, WriteTensors
 
 PATTERN = "optimizer-*-of-*.safetensors"
@@ -75,6 +76,7 @@ def save(
     if write is save_file:  # which wants tensors that share no memory
         tensors = {name: value.to("cpu", copy=True) for name, value in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
+    watchdog.progress()
     write(tensors, folder / _name(rank, ranks), {"param_groups": json.dumps(_settings(optimizer))})
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
 from ..parallel.ranks import rank, world_size
 from .buckets import all_gather
@@ -106,6 +107,7 @@ def _exchange(bucket: Sequence[tuple[Cut, range]], dtype: torch.dtype, device: t
         room[: own.numel()].copy_(own)
     received = torch.empty(world_size() * len(sent), dtype=dtype, device=device)
     all_gather(received, sent)
+    watchdog.progress()
     for owner, part in enumerate(received.split(len(sent))):
         for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
             owned = cut.rows_of(owner)[rows.start : rows.stop]

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..parallel import watchdog
 from ..parallel.ranks import rank
 from .rows import Cut
 
@@ -38,6 +39,7 @@ class WeightFiles:
         name = next((name for name in names if name in self._places), None)
         if name is None:
             raise ValueError(f"{str(self.folder)!r} has no weights of {names[0]}: it is of another model.")
+        watchdog.progress()
         with safe_open(self.folder / self._places[name], framework="pt", device="cpu") as file:
             saved = file.get_slice(name)
             if tuple(saved.get_shape()) != tuple(cut.shape):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
+from ..parallel import watchdog
 from ..policy.packing import lay_out
 from ..reporting.metrics import Metrics, numbers
 from ..rollout.stages import shown
@@ -41,7 +42,8 @@ def loss_pass(
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
     losses: list[torch.Tensor] = []  # read once, when all is on its way: the host doesn't wait for any micro-batch
-    for row in step.rows:
+    for index, row in enumerate(step.rows):
+        watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():
             output = checked_loss(compute_loss(lay_out(row)), differentiable=sharding is not None)
         losses.append(output.loss.detach())

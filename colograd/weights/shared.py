@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..engine.vllm_engine import Engine
+from ..parallel import watchdog
 from .copied import CopiedWeights
 from .mapping import Slice
 
@@ -102,5 +103,6 @@ def state_dict_on_host(
                 seen[key] = tensor.detach().to("cpu", copy=True)
             else:
                 seen[key] = place.copy_(tensor.detach())
+            watchdog.progress()
         host[name] = seen[key]
     return host

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def reward(completions, **kwargs):
     if FAULT in ("hangs", "stuck") and RANK == 1:
         while True:
             pass
+    if FAULT == "never" and RANK == 1:
+        time.sleep(600)
     if FAULT == "dies" and RANK == 1:
         os._exit(9)
     if FAULT == "reward" and RANK == 1:
@@ -118,6 +121,8 @@ def main() -> None:
         train_dataset=tiny.prompts(),
         eval_dataset=tiny.prompts(5),
     )
+    if FAULT == "never":
+        trainer.args.rank_timeout = 15.0  # the start may take longer beside others
     trainer.train()
     trainer.publish()
     metrics = trainer.evaluate()
