@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 
 from colograd import GRPOTrainer
-from colograd.rollout.journal import FOLDER, JournalError
+from colograd.rollout.journal import ASIDE, FOLDER, JournalError
 
 pytestmark = pytest.mark.engine
 
@@ -88,6 +90,12 @@ def test_evaluations_in_between_are_neither_sampled_nor_scored_again(tiny_model,
     assert again["sampled"] == [] and again["scored"] == 0 and same(again["weights"], first["weights"])
 
 
+def test_no_push_takes_it_along() -> None:
+    """By what transformers leaves out of an upload."""
+    source = inspect.getsource(transformers.Trainer.push_to_hub)
+    assert 'ignore_patterns=["_*", ' in source and FOLDER.startswith("_") and ASIDE.startswith("_")
+
+
 def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny_model, tmp_path) -> None:
     folder, first = whole
     shutil.copytree(folder / FOLDER, tmp_path / FOLDER)
@@ -126,7 +134,7 @@ def test_a_fresh_start_puts_an_earlier_run_s_journal_aside(whole, tiny_model, tm
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
     assert len(train(tiny_model, tmp_path, max_steps=1)["sampled"]) == 4
     assert "journal: what an earlier run recorded here is now in" in capfd.readouterr().out
-    assert len(files(tmp_path)) == 1 and len(list((tmp_path / "journal.old").glob("step-*"))) == 4
+    assert len(files(tmp_path)) == 1 and len(list((tmp_path / "_journal.old").glob("step-*"))) == 4
 
 
 def test_checkpoints_make_rounds_needless(tiny_model, tmp_path) -> None:

@@ -148,7 +148,7 @@ def test_a_group_is_the_same_again(folder: Path) -> None:
 
 def test_a_hostile_group_is_one_clear_error_or_dropped(folder: Path) -> None:
     """Its checksum is right: only its content was made by somebody else."""
-    (path,) = folder.glob("journal/step-*/rank-*.records")
+    (path,) = folder.glob("_journal/step-*/rank-*.records")
     about, group = read_records(path)
     draw, errors = random.Random(0), 0
     for _ in range(400):
@@ -174,7 +174,7 @@ def test_a_hostile_group_is_one_clear_error_or_dropped(folder: Path) -> None:
     "content", [b"", b"[]", b'{"step": "x"}', b"[" * 5_000, b'{"step": 3, "weights": "", "settings": 5}']
 )
 def test_a_file_that_says_nonsense_about_itself_is_named(folder: Path, content: bytes) -> None:
-    (path,) = folder.glob("journal/step-*/rank-*.records")
+    (path,) = folder.glob("_journal/step-*/rank-*.records")
     path.unlink()
     file = RecordFile(path)
     file.append(Record(journal.ABOUT, content))

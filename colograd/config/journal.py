@@ -15,7 +15,7 @@ class JournalKnobs:
 
     journal: str | None = knob(
         None,
-        "Record every group when it is scored (`journal/` in the run's folder), so that a resumed run neither samples "
+        "Record every group when it is scored (`_journal/` in the run's folder), so that a resumed run neither samples "
         "nor scores it again. `until_checkpoint`: what the last two checkpoints have made needless is deleted; `keep`: "
         "nothing is; `off`. Unset: `until_checkpoint` in a run that saves checkpoints.",
     )

@@ -3,7 +3,7 @@
 A run that is killed goes on from its last checkpoint; the rounds after it are in the journal, so that nothing is
 sampled and no reward is called again. A file per rank and round:
 
-    RUN/journal/step-00000012/rank-00000.records
+    RUN/_journal/step-00000012/rank-00000.records
 
 The first record says of which round and run it is, each further one holds a group: a table with a row per completion.
 """
@@ -30,8 +30,8 @@ import torch
 from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from .record_file import Record, RecordFile, read_records
 
-FOLDER = "journal"
-ASIDE = "journal.old"
+FOLDER = "_journal"  # transformers pushes no such name to the Hub
+ASIDE = "_journal.old"
 ABOUT = -1  # the position of the record that says what a file is about
 SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
 

@@ -42,7 +42,7 @@ def recorded(run: Path) -> set[Group]:
     """The groups in a run's journal."""
     return {
         (int(path.parent.name.removeprefix("step-")), record.position)
-        for path in run.glob("journal/step-????????/rank-*.records")
+        for path in run.glob("_journal/step-????????/rank-*.records")
         for record in read_records(path)
         if record.position >= 0
     }
