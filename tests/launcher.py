@@ -17,6 +17,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -114,6 +115,7 @@ def _read(file: Any) -> str:
 def _server() -> str:
     """The address of this test process's server, which ends with it."""
     folder = tempfile.mkdtemp(prefix="colograd-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = str(Path(folder, "launcher"))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, str(Path(__file__)), address]

@@ -120,6 +120,7 @@ class Journal:
         self._end_round()
         self._found.clear()
         self.problem = self.warning = ""
+        self.seconds = 0.0  # an evaluation's are no round's
         about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
         for path, found, records in _files(folder):
             self._check_settings(found, path)
