@@ -105,6 +105,14 @@ def test_show_prints_a_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["show", str(tmp_path), "--limit", "1", "--best"]) == 0
     shown = capsys.readouterr().out
     assert "said 7.2" in shown and "said 7.1" not in shown, "the last step, the best of it"
+    assert main(["show", str(tmp_path), "--step", "7", "--worst", "--limit", "2", "--width", "200"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) == 200
+    assert main(["show", str(tmp_path), "--step", "2", "--grep", r"said 2\.[12]$"]) == 0
+    shown = capsys.readouterr().out
+    assert "said 2.1" in shown and "said 2.2" in shown and "said 2.0" not in shown and "2 of 3 completions" in shown
+    assert main(["show", str(tmp_path), "--group", "99"]) == 2
+    assert "none of the 3 completions" in capsys.readouterr().err
     assert main(["show", str(tmp_path), "--step", "5"]) == 2
     assert "step 5 isn't in the log" in (said := capsys.readouterr().err) and "1-3, 7" in said
     assert main(["show", str(tmp_path / "elsewhere")]) == 2
