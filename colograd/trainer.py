@@ -103,7 +103,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
-        callbacks, optimizers: as in `transformers.Trainer`.
+        callbacks: as in `transformers.Trainer`.
+        optimizers: likewise: an optimizer and a schedule.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
