@@ -124,7 +124,7 @@ def compare(name: str, ends: Sequence[float], steps: int) -> None:
     base = statistics.mean(without)
     print(
         f"a step has {base:.2f} {name} without a checkpoint, and {mean:+.2f} ± {error:.2f} with one: "
-        f"{mean / base:+.1%} ± {error / base:.1%} (medians: {statistics.median(saving) / statistics.median(without):.3f})"
+        f"{mean / base:+.1%} ± {error / base:.1%}"
     )
 
 
