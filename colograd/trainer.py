@@ -115,9 +115,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         ValueError: bad input, before anything is trained, on all ranks.
     """
 
-    @process.collector_at_rest()
     @closes_if_it_fails
     @ends_together("the start")
+    @process.collector_at_rest()
     def __init__(
         self,
         model: str | PreTrainedModel,

@@ -9,15 +9,13 @@ The second takes a forward for each parameter where it is shown of one after the
 at once (`read_together`): all are changed such that the changes cancel (`signs`). Then the output is as it was, and the
 policy's gradients say of each parameter how much it would differ if the engine hadn't seen that one's change.
 
-Where several ranks share the engine, both are shown of each rank's part. Of the parameters that are tried one by one
-the second is shown of one rank's, another one from parameter to parameter: all take part in each forward and see what
-it gives, and run the same program.
+Where several ranks share the engine, both are shown of each rank's part: all take part in each forward and see what it
+gives, and run the same program.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -184,11 +182,11 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
 def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
     """Those of ``slices`` that can be changed without a change of the engine's output.
 
-    One short forward of the engine per slice, with the slice's values negated and then negated back, which restores
-    every bit and needs no copy.
+    One short forward of the engine per slice and rank of it, with the slice's values negated and then negated back,
+    which restores every bit and needs no copy.
     """
-    layout, draw = engine.layout, random.Random(0)  # drawn, so that no kind of parameter meets the same rank each time
-    silent = [(part, draw.randrange(layout.ranks_per_engine)) for part in slices]
+    layout = engine.layout
+    silent = [(part, place) for part in slices for place in range(layout.ranks_per_engine)]
     for length in PROBE_TOKENS:
         if not silent:
             break
