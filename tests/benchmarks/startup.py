@@ -1,11 +1,12 @@
 """Where a start goes: from the command to the first generation, by stage, in wall and processor seconds.
 
-    python tests/benchmarks/startup.py [--repeats 3] [--config recipes/X.yaml --any_flag value ...]
+    python tests/benchmarks/startup.py [--repeats 3] [--ranks 2] [--config recipes/X.yaml --any_flag value ...]
 
 Each start is the command as a user types it (`python colograd/train.py --config ...`) in a fresh process, which ends
 when the engine is asked for its first completion. A stage's time is its own: what a stage inside of it takes is that
 one's. Wall seconds are the main thread's; processor seconds are all threads' while it was in that stage. The first
-start on a machine reads files that aren't in memory yet: of several the quickest counts.
+start on a machine reads files that aren't in memory yet: of several the quickest counts. With several ranks, started
+by torchrun, the figures are the first one's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,6 +57,7 @@ STAGES = {
 }
 IMPORTS = ("torch", "transformers", "datasets", "accelerate", "peft", "deepspeed", "trl", "vllm")
 OTHER = "everything else"
+ONE = "one-start"  # the first argument of the process that is measured
 
 
 class Clock:
@@ -87,10 +90,10 @@ class Clock:
 
 
 class Wrapping(importlib.abc.MetaPathFinder):
-    """Makes stages of functions as soon as their module is there."""
+    """Makes stages of functions as soon as their module is there, and ``ends`` of the first generation."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock, ends: Callable[..., NoReturn]) -> None:
+        self.clock, self.ends = clock, ends
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in STAGES:
@@ -111,6 +114,8 @@ class Wrapping(importlib.abc.MetaPathFinder):
                 holder = functools.reduce(getattr, owner, module)
                 if attribute in vars(holder):
                     setattr(holder, attribute, self.wrapped(getattr(holder, attribute), stage))
+            if name == "colograd.trainer":
+                module.GRPOTrainer.generate = self.ends
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -126,11 +131,11 @@ class Wrapping(importlib.abc.MetaPathFinder):
 
 def time_imports(clock: Clock) -> None:
     """A stage for each of the large packages, while its import is the outermost of them."""
-    theirs, thread, inside = builtins.__import__, os.getpid(), [False]
+    theirs, main, inside = builtins.__import__, threading.main_thread(), [False]
 
     def timed(name: str, *args: Any, **kwargs: Any) -> Any:
         top = name.partition(".")[0]
-        if inside[0] or top not in IMPORTS or name in sys.modules or _in_thread(thread):
+        if inside[0] or top not in IMPORTS or name in sys.modules or threading.current_thread() is not main:
             return theirs(name, *args, **kwargs)
         inside[0] = True
         try:
@@ -142,53 +147,52 @@ def time_imports(clock: Clock) -> None:
     builtins.__import__ = timed
 
 
-def _in_thread(main: int) -> bool:
-    import threading
-
-    return threading.get_native_id() != main
-
-
 def start(out: Path, begun: float, arguments: Sequence[str]) -> None:
     """The command, in this process, until the engine is asked for completions."""
     clock = Clock(begun)
-    sys.meta_path.insert(0, Wrapping(clock))
-    time_imports(clock)
 
     def ends(*args: Any, **kwargs: Any) -> NoReturn:
+        from torch import distributed
+
         clock.lap()
-        out.write_text(json.dumps(clock.seconds))
+        if distributed.get_rank() == 0:
+            out.write_text(json.dumps(clock.seconds))
+        distributed.barrier()
         os._exit(0)
 
-    STAGES["colograd.trainer"]["GRPOTrainer.generate"] = ""
-    wrapped = Wrapping.wrapped
-    Wrapping.wrapped = lambda self, function, stage: wrapped(self, function, stage) if stage else ends  # type: ignore[method-assign]
+    sys.meta_path.insert(0, Wrapping(clock, ends))
+    time_imports(clock)
     sys.argv = [str(ROOT / "colograd" / "train.py"), *arguments]
     sys.path[0] = str(ROOT / "colograd")  # as Python does it
     runpy.run_path(sys.argv[0], run_name="__main__")
     raise SystemExit("startup: the command ended without a generation")
 
 
-def measure(arguments: Sequence[str]) -> dict[str, list[float]]:
+def measure(arguments: Sequence[str], ranks: int) -> dict[str, list[float]]:
     """Wall and processor seconds by stage, of one start."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "stages.json")
-        own = ["--start", str(out), str(time.time())]
+        own = [ONE, str(out), str(time.time())]
         elsewhere = ["--output_dir", f"{folder}/run", "--resume_from_checkpoint", "false"]
-        subprocess.run([sys.executable, __file__, *own, *arguments, *elsewhere], check=True, stdout=sys.stderr)
+        subprocess.run(
+            [sys.executable, *launcher, __file__, *own, *arguments, *elsewhere], check=True, stdout=sys.stderr
+        )
         return json.loads(out.read_text())
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--start"]:
+    if sys.argv[1:2] == [ONE]:
         start(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
     from figures import machine, table, write
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--config", type=Path, default=RECIPE)
     parser.add_argument("--out", type=Path, help="for the figures as JSON")
     options, rest = parser.parse_known_args()
-    starts = [measure(["--config", str(options.config), *rest]) for _ in range(options.repeats)]
+    starts = [measure(["--config", str(options.config), *rest], options.ranks) for _ in range(options.repeats)]
     best = min(starts, key=lambda stages: sum(processor for _, processor in stages.values()))
     rows = [[name, f"{wall:.1f}", f"{cpu:.1f}"] for name, (wall, cpu) in best.items() if max(wall, cpu) >= 0.05]
     total = [sum(seconds[clock] for seconds in best.values()) for clock in (0, 1)]
