@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one training; the exit status. Bad input is one line on standard error and status 2."""
+    process.begin_command()
     argv = list(sys.argv[1:] if argv is None else argv)
     process.quiet_logs("--verbose" in argv)
     if {"-h", "--help"} & set(argv):
@@ -44,7 +45,8 @@ def start(argv: Sequence[str]) -> GRPOTrainer | None:
     try:
         process.prepare_ranks()
         process.follow_launcher()
-        return build(argv)
+        with process.collector_at_rest():  # from the imports on
+            return build(argv)
     except (ValueError, RuntimeError, TypeError) as error:
         if "--verbose" in argv:
             raise

@@ -57,6 +57,7 @@ from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import round_statistics
 from .rollout.tool_format import with_messages
+from .runtime import process
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import (
@@ -117,6 +118,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     @closes_if_it_fails
     @ends_together("the start")
+    @process.collector_at_rest()
     def __init__(
         self,
         model: str | PreTrainedModel,
@@ -134,6 +136,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
         watchdog.set_limit(args.rank_timeout)
         expand_segments(args)
@@ -198,7 +201,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._loss_is_affordable: bool | None = None  # in an evaluation, where nobody asked for it; None: not known yet
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
-        started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
         settle_by_memory(args, self.policy, prompts, self.toolbox)

@@ -15,16 +15,18 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import TrainerState
 
-from ..batch import Group, ScoredGroup
-from ..config import GRPOConfig
-from ..parallel.ranks import gather
 from .completion_table import CompletionRow, as_utf8, chosen_rows, completion_rows, extra_names, print_table
+
+if TYPE_CHECKING:  # `colograd show` reads a log without torch and transformers
+    from transformers import TrainerState
+
+    from ..batch import Group, ScoredGroup
+    from ..config import GRPOConfig
 
 FOLDER = "completions"
 TEXT = "completion"  # the column of what rows hold as UTF-8
@@ -112,6 +114,8 @@ class CompletionLog:
 
 def _gather_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int) -> list[CompletionRow]:
     """The rows of all ranks, by position."""
+    from ..parallel.ranks import gather
+
     parts = gather(completion_rows(groups, texts, step))
     return sorted((row for part in parts for row in part), key=lambda row: row.position)
 

@@ -11,14 +11,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..batch import ScoredGroup
+if TYPE_CHECKING:  # `colograd show` does without torch, whose import takes longer than the table
+    from ..batch import ScoredGroup
 
 DEFAULT_WIDTH = 120  # characters
 TEXT_LINES = 6  # lines a cell of text is meant to have
@@ -179,7 +179,7 @@ def _mean_advantages(scored: ScoredGroup) -> list[float]:
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     if len(scored.advantages) == len(lengths):
         return scored.advantages.tolist()
-    return [float(part.mean()) for part in torch.split(scored.advantages, lengths)]
+    return [float(part.mean()) for part in scored.advantages.split(lengths)]
 
 
 def extra_names(rows: Sequence[CompletionRow]) -> list[str]:

@@ -1,7 +1,8 @@
 """Publishing: how a step's weights become the engine's. `way` says what every way of publishing does.
 
 The ways are `shared`, `copied`, `gathered`, `adapter` and `merged`; `selection` picks one, or takes a class of the
-user's. `mapping` says which engine tensor holds which parameter, `proof` shows that it does.
+user's. `mapping` says which engine tensor holds which parameter, `proof` shows that it does, of most parameters at once
+by the changes that `signs` makes.
 """
 
 from .mapping import Slice
