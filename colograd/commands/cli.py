@@ -11,6 +11,7 @@ USAGE = """usage: colograd COMMAND ...
   doctor --config recipes/X.yaml [--any_flag value]   check a recipe on this machine, without training
   plan --model M --gpus N --gpu-memory GIB            say what fits such GPUs, in each way of sharding
   export CHECKPOINT FOLDER                            write its model as an ordinary folder, an adapter merged
+  replay RUN --step N [--to M] [--profile]            train recorded steps again, without an engine
   show RUN [--step N]                                 print a step's completions
   version                                             print the version
 """
@@ -35,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .export import main as export
 
         return export(rest)
+    if command == "replay":
+        from .replay import main as replay
+
+        return replay(rest)
     if command == "show":
         from .show import main as show
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -43,6 +43,11 @@ class Console(TrainerCallback):
     def warn(self, line: str) -> None:
         """Say what the user should look at."""
         self.say(line, logging.WARNING)
+
+    def warn_of_all(self, lines: Iterable[str]) -> None:
+        """Say what ranks have to say, the same only once."""
+        for line in sorted({line for line in lines if line}):
+            self.warn(line)
 
     def generation(self, groups: int, name: str = "generate") -> GenerationBar:
         """A bar over the groups of one generation."""
