@@ -1,4 +1,4 @@
-"""`colograd replay`: recorded steps trained again without an engine come out bit for bit, and leave the run as it was."""
+"""`colograd replay`: recorded steps come out bit for bit without an engine, and leave the run as it was."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_steps_come_out_bit_for_bit_and_the_run_stays_as_it_was(run: Path, capfd
     # ... and the profile holds the steps that were asked for, with their phases.
     events = json.loads((tmp_path / "replay-4-5" / "trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events]
-    assert names.count("optimizer") == names.count("train") == 2 and any("aten::" in name for name in names)
+    assert names.count("train") == 2 and "optimizer" in names and any("aten::" in name for name in names)
     assert "aten::" in (tmp_path / "replay-4-5" / "operators.txt").read_text()
 
 
@@ -126,7 +126,7 @@ def test_without_a_checkpoint_it_begins_at_the_model(run: Path, capfd: Any, tmp_
     shutil.copytree(run / FOLDER, tmp_path / "copy" / FOLDER)
     assert replay(tmp_path / "copy", "--step", "3") == 0
     said = capfd.readouterr().out
-    assert "steps 1 to 3 are trained again from the model on" in said
+    assert "steps 1 to 3 are trained again from the model on, of which step 3 is shown" in said
     assert [told for *_, told in STEP.findall(said)] == ["as recorded, bit for bit"]
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path, capfd: Any, tmp_path: Pa
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     weights = copy / "checkpoint-4" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     assert replay(copy, "--step", "5") == 0
     said = capfd.readouterr().out
     assert "checkpoint-4 is damaged and isn't taken" in said and "steps 3 to 5 are trained again" in said
