@@ -123,15 +123,11 @@ class Replayer(GRPOTrainer):
         return None
 
     def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
-        start, replay = checkpoints.step_of(checkpoint) if checkpoint else 0, self.replay
+        start = checkpoints.step_of(checkpoint) if checkpoint else 0
         with together("the journal"):
             self.rounds.check_settings(start)
             self.rounds.check_recorded(start, self.args)
-        before = f", of which {replay.shown} {'is' if replay.first == replay.last else 'are'} shown"
-        self.console.say(
-            f"replay: {replay.run}, steps {start + 1} to {replay.last} are trained again from {replay.name_of(start)} "
-            f"on{before if start + 1 < replay.first else ''}"
-        )
+        self.console.say(self.replay.plan(start))
 
 
 def _check_end(replay: Replay, args: GRPOConfig) -> None:

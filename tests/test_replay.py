@@ -98,7 +98,7 @@ def test_steps_come_out_bit_for_bit_and_the_run_stays_as_it_was(run: Path, capfd
     before = files(run)
     assert replay(run, "--step", "4", "--to", "5", "--profile") == 0
     said = capfd.readouterr().out
-    assert "steps 3 to 5 are trained again from checkpoint-2 on, of which steps 4 to 5 are shown" in said
+    assert re.search("steps 3 to 5 of .* are trained again from checkpoint-2 on, of which steps 4 to 5 are shown", said)
     assert [(int(step), told) for step, _, _, told in STEP.findall(said)] == [
         (4, "as recorded, bit for bit"),
         (5, "as recorded, bit for bit"),
@@ -126,7 +126,7 @@ def test_without_a_checkpoint_it_begins_at_the_model(run: Path, capfd: Any, tmp_
     shutil.copytree(run / FOLDER, tmp_path / "copy" / FOLDER)
     assert replay(tmp_path / "copy", "--step", "3") == 0
     said = capfd.readouterr().out
-    assert "steps 1 to 3 are trained again from the model on, of which step 3 is shown" in said
+    assert re.search("steps 1 to 3 of .* are trained again from the model on, of which step 3 is shown", said)
     assert [told for *_, told in STEP.findall(said)] == ["as recorded, bit for bit"]
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path, capfd: Any, tmp_path: Pa
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     assert replay(copy, "--step", "5") == 0
     said = capfd.readouterr().out
-    assert "checkpoint-4 is damaged and isn't taken" in said and "steps 3 to 5 are trained again" in said
+    assert "checkpoint-4 is damaged and isn't taken" in said and re.search("steps 3 to 5 of .* are trained again", said)
     assert [told for *_, told in STEP.findall(said)] == ["as recorded, bit for bit"]
 
 

@@ -36,7 +36,19 @@ class Replay:
     @property
     def shown(self) -> str:
         """Its steps, for people."""
-        return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        return steps_named(self.first, self.last)
+
+    def plan(self, start: int) -> str:
+        """A line on what is trained, and what of it is shown."""
+        be, also = ("is" if first == self.last else "are" for first in (start + 1, self.first))
+        shown = f", of which {self.shown} {also} shown" if start + 1 < self.first else ""
+        trained = steps_named(start + 1, self.last)
+        return f"replay: {trained} of {self.run} {be} trained again from {self.name_of(start)} on{shown}"
+
+
+def steps_named(first: int, last: int) -> str:
+    """For people."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 class RecordedRounds(Journal):
@@ -61,9 +73,7 @@ class RecordedRounds(Journal):
         for step in range(start, self.replay.last, args.round_length):
             found = len(self.positions(step))
             if found < wanted:
-                raise JournalError(
-                    self._lacking(start, f"steps {step + 1} to {step + args.round_length}", found, wanted)
-                )
+                raise JournalError(self._lacking(start, steps_named(step + 1, step + args.round_length), found, wanted))
 
     def _lacking(self, start: int, steps: str, found: int, wanted: int) -> str:
         is_there = f"has {found} of its {wanted} groups" if found else "isn't recorded"
@@ -125,7 +135,7 @@ class Comparison:
         was = self.recorded.get(step)
         line = f"replay: step {step}: {_shown(figures)}"
         if was is None:
-            return f"{line}; nothing is recorded of how it was trained first"
+            return f"{line}; nothing is recorded of how it was trained first" if self.recorded else line
         self.compared += 1
         apart = {name: abs(value - was.get(name, float("nan"))) for name, value in figures.items()}
         if not any(apart.values()):
