@@ -35,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    rows, names = read_log(steps[step])
+    try:
+        rows, names = read_log(steps[step])
+    except ValueError as error:
+        print(f"colograd show: {error}", file=sys.stderr)
+        return 2
     if options.best:
         rows.sort(key=lambda row: -row.advantage)
     print_table(rows, names, f"Step {step}", options.limit, options.unique_prompts)
