@@ -31,7 +31,7 @@ from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, 
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
-from .engine.building import check_vllm, untested_vllm
+from .engine.building import check_vllm
 from .engine.sampling import Sampling, check_sampling
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
@@ -65,13 +65,12 @@ from .training.assembly import (
     Prompts,
     assemble,
     choose_kernels,
-    dropped_prompts,
     rollout_source,
     settle_by_memory,
 )
 from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
-from .training.journaling import begin_records, journal_of
+from .training.journaling import journal_of
 from .training.loss_pass import loss_pass
 from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
@@ -145,8 +144,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_places(places)
             check_engines(args.layout, places)
             args.check_for_trainer(quantization_config=quantization_config)
-            check_vllm()
-            check_sampling(args)
+            self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
@@ -207,9 +205,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
-        if compiles(args):
-            self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
-        built = assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)
+        built = self.assemble(prompts)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
         self.sharding = way.for_run(self.model, args)
@@ -228,6 +224,18 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._describe(built, prompts)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
+    def check_engine(self, args: GRPOConfig) -> None:
+        """Whether there is a vLLM that can do what is asked."""
+        check_vllm()
+        check_sampling(args)
+
+    def assemble(self, prompts: Sequence[Prompts]) -> Assembly:
+        """Build the engine beside the policy. A collective. Overridden where nothing is sampled."""
+        args: GRPOConfig = self.args
+        if compiles(args):
+            self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
+        return assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)
+
     def _prove_rows(self) -> None:
         """Prove the rows where they will run: on the device's kernels, compiled where they are, under autocast. A
         collective."""
@@ -242,17 +250,11 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
         """Say what the user should know at start."""
         args: GRPOConfig = self.args
-        for line in (*untested_vllm(), *args.notes, *args.advice()):
-            self.console.warn(line)
         lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
         lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
         for line in filter(None, lines):
             self.console.say(line)
-        if args.cast_lm_head_to_fp32 and self.engine.head_dtype != torch.float32:
-            self.console.warn(
-                "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
-            )
-        for line in (*self.policy.warnings(args), *dropped_prompts(prompts)):
+        for line in built.warnings(args, self.policy, prompts):
             self.console.warn(line)
 
     # -- stages: a subclass replaces any of these
@@ -371,7 +373,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.publish()
         if not self.rules.max_tokens:
             self._measure_budget()
-        self._begin_records()
+        self.begin_records()
         drawn = scale(self._draw(prompts), self.estimator)
         self._log_completions(drawn)
         counts, masked = self._take_counts(), self.rules.mask_truncated
@@ -383,15 +385,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         ]
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         return self._schedule(steps)
-
-    def _begin_records(self, evaluation: str = "") -> None:
-        """Open the journal of the round, or of an evaluation in between, and read what it has of it."""
-        if not self.args.keeps_journal or not self.is_in_train:
-            return
-        with together("the journal"), self.times.phase("journal"):
-            problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
-        for line in sorted({line for line in gather(problem) if line}):
-            self.console.warn(line)
 
     def _draw(self, prompts: list[list[Prompt]]) -> list[DrawnStep]:
         """Generate, score, compute advantages."""
@@ -467,7 +460,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         with self.times.phase("sync"):
             self.sharding.sum_gradients()
             reduced = metrics.reduce()
-        loss = reduced.pop("loss")
+        loss = self.figures["loss"] = reduced.pop("loss")
         self.entropy.finish(reduced, loss)
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
@@ -619,7 +612,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
         with together("publishing"):
             self.publish()
-        self._begin_records(name)
+        self.begin_records(name)
         with self.device_turns.sampling(self.optimizer), together("the evaluation"):
             one_call = args.reward_call == "all"
             groups: list[ScoredGroup] = self.engine.lead(

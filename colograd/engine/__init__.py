@@ -4,5 +4,5 @@
 configuration as arguments of `vllm.LLM`, `sampling` as sampling parameters. `building` sees to what must hold while it
 is built, and replaces the parts of vLLM that are in the way; `closing` to what ends with it, and what doesn't.
 `queue_order` says which prompts start first. `leading` keeps the ranks of one engine in step: the first one decides,
-the others follow.
+the others follow. `absent` stands in its place where nothing is sampled.
 """

@@ -1,3 +1,3 @@
 """Tells what a run does: `metrics` as numbers, `console` as lines and bars, `completion_log` as files of completions,
-`completion_table` as tables of them, `model_card` as the README of the trained model.
+`completion_table` as tables of them, `model_card` as the README of the trained model, `tracing` as a profile of steps.
 """

@@ -112,7 +112,7 @@ def completions_table(
             *(_extra_cell(row.extra.get(name)) for name in extra),
             _number_text(row.advantage),
             str(row.completion_tokens),
-            row.finish_reason,
+            Text(_shorten(row.finish_reason, EXTRA_CHARACTERS)),
         )
     return table
 
@@ -160,7 +160,8 @@ def prompt_text(prompt: Any) -> str:
     """The prompt's text; of a conversation the last user message (or the last one, where no user speaks)."""
     if not isinstance(prompt, list):
         return str(prompt)
-    messages = [message for message in prompt if message.get("role") == "user"] or prompt or [{}]
+    said = [message for message in prompt if isinstance(message, dict)]
+    messages = [message for message in said if message.get("role") == "user"] or said or [{}]
     content = messages[-1].get("content")
     return "" if content is None else str(content)
 

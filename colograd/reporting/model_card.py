@@ -66,7 +66,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
-        copy = _without_secrets(recipe.read_text(encoding="utf-8"))
+        copy = without_secrets(recipe.read_text(encoding="utf-8"))
         (folder / "recipe.yaml").write_text(copy, encoding="utf-8")
     plot = reward_plot(run.history, folder / "reward.png")
     several = [name for name in run.reward_names if len(run.reward_names) > 1]
@@ -77,7 +77,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         datasets=", ".join(_linked(name, "datasets/") for name in run.datasets),
         recipe=run.recipe and _shown_path(run.recipe),
         has_recipe=recipe is not None,
-        command=_without_absolute_paths(_without_secrets(run.command)).strip(),
+        command=_without_absolute_paths(without_secrets(run.command)).strip(),
         weights=[(f"`{n}`", f"{w:g}") for n, w in zip(run.reward_names, run.reward_weights, strict=True)],
         settings=[
             (f"`{key}`", _without_absolute_paths(str(value)).replace("|", "\\|").replace("\n", " "))
@@ -141,7 +141,8 @@ def _reward_points(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [points[step] for step in sorted(points)]
 
 
-def _without_secrets(text: str) -> str:
+def without_secrets(text: str) -> str:
+    """The text of a recipe or a command without tokens and keys."""
     return _SECRET.sub(lambda match: f"{match.group(1) or ''}<removed>", text)
 
 
