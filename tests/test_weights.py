@@ -335,6 +335,7 @@ class TestProof:
             effects = proof.effects_on(proof.probe_ids(engine, proof.PROBE_TOKENS[0]), slices, policy)
             with monkeypatch.context() as patched:
                 patched.setattr(proof, "effects_on", lambda *_: effects)  # the policy's, which nobody has changed
+                patched.setattr(proof, "PROBE_TOKENS", (8,))
                 for part in slices:
                     with detached(engine, part):
                         assert part.name not in proof.read_together(slices, policy, engine, slices)

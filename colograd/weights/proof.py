@@ -166,7 +166,9 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
         tokens = torch.tensor([ids], device=next(iter(given)).device)
         with evaluation_mode(policy), torch.enable_grad():  # a dropout would change the output by itself
             logits = policy(tokens).logits[0, :-1].float()
-            logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum().backward()
+            said = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
+            if said.requires_grad:  # else it depends on none of them
+                said.backward()
     except torch.OutOfMemoryError:
         found = {}
     finally:
