@@ -31,7 +31,7 @@ from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, 
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
-from .engine.building import check_vllm, untested_vllm
+from .engine.building import check_vllm
 from .engine.sampling import Sampling, check_sampling
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
@@ -60,13 +60,11 @@ from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import (
-    Assembly,
-    Prompts,
     assemble,
     choose_kernels,
-    dropped_prompts,
     rollout_source,
     settle_by_memory,
+    start_lines,
 )
 from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
@@ -179,6 +177,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         )
         self.closing.callback(self.stop_signal.remove)
         self.closing.callback(self._finish_alone)
+        self.closing.callback(self.record.file.close)
         # Callbacks look at the datasets as they were given.
         self.train_dataset = self.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
@@ -222,7 +221,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.console.say(line)
         if not args.on_cpu or args.bf16 or args.torch_compile:  # else the rows were proved as they will run
             self._prove_rows()
-        self._describe(built, prompts)
+        for line, warns in start_lines(self, built, prompts):
+            (self.console.warn if warns else self.console.say)(line)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
     def _prove_rows(self) -> None:
@@ -235,22 +235,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if why != self.policy.why_padded:
             self.policy = dataclasses.replace(self.policy, why_padded=why)
             self.rules = dataclasses.replace(self.rules, share_prompts=not why)
-
-    def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
-        """Say what the user should know at start."""
-        args: GRPOConfig = self.args
-        for line in (*untested_vllm(), *args.notes, *args.advice()):
-            self.console.warn(line)
-        lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
-        lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
-        for line in filter(None, lines):
-            self.console.say(line)
-        if args.cast_lm_head_to_fp32 and self.engine.head_dtype != torch.float32:
-            self.console.warn(
-                "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
-            )
-        for line in (*self.policy.warnings(args), *dropped_prompts(prompts)):
-            self.console.warn(line)
 
     # -- stages: a subclass replaces any of these
 
@@ -287,6 +271,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
         entropy_gradient = self.loss.needs_entropy_gradient(micro_batch)
         logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, entropy_gradient)
+        self.record.keep(micro_batch, logprobs)
         return self.loss(logprobs, entropy, micro_batch)
 
     # -- what stages are made of
@@ -374,8 +359,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         counts, masked = self._take_counts(), self.rules.mask_truncated
         with together("the statistics"):
             statistics = round_statistics(drawn, counts, self.combine, masked, self.args.dynamic_sampling)
+            self.record.note(drawn, statistics, self.combine)
         steps = [
-            step_batch(step, found, self.rules, self._reward_names, self.times)
+            step_batch(step, found, self.rules, self._reward_names, self.times, self.record.sampled)
             for step, found in zip(drawn, statistics, strict=True)
         ]
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -403,7 +389,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            drawn = self.engine.lead(draw_all, others=[DrawnStep((), ()) for _ in prompts])
+            drawn = self.engine.lead(self.record.watching(draw_all), others=[DrawnStep((), ()) for _ in prompts])
         if self.journal is not None:
             self.times.move("reward", "journal", self.journal.take_seconds())
         return drawn
@@ -454,6 +440,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         while True:
             try:
                 step = self._with_entropy(inputs)
+                self.record.begin_step(step)
                 with together("training"), self.times.phase("train"):
                     metrics = self._loss_pass(model, step)
                 break
@@ -465,6 +452,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.sharding.sum_gradients()
             reduced = metrics.reduce()
         loss = reduced.pop("loss")
+        self.record.trained(loss)
         self.entropy.finish(reduced, loss)
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
@@ -537,7 +525,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded
-        return super().train(*args, **kwargs)
+        with self.record.run():
+            return super().train(*args, **kwargs)
 
     def at_boundary(self) -> bool:
         """Whether a round has ended: its rollouts aren't saved, so a run can't go on from its middle."""
@@ -623,6 +612,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
                 lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
             )
             counts = self._take_counts()
+        self.record.evaluated(groups, name)
         if self.completion_log is not None:
             self.completion_log.add_evaluation(groups, self.decode, self.state, name)
         metrics = evaluation_metrics(groups, counts, self._reward_names, self.combine, args)

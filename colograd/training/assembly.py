@@ -11,6 +11,7 @@ import torch
 
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptStream
+from ..engine.building import untested_vllm
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
 from ..memory import plan as memory
@@ -201,6 +202,18 @@ def dropped_prompts(prompts: Sequence[Prompts]) -> Iterator[str]:
         if isinstance(part, PromptDataset) and part.num_dropped:
             total = part.num_dropped + len(part)
             yield f"data: {part.num_dropped} of {total} prompts are too long and were dropped"
+
+
+def start_lines(trainer: Any, built: Assembly, prompts: Sequence[Prompts]) -> Iterator[tuple[str, bool]]:
+    """What the user should know at start, in lines, and which of them are warnings."""
+    args, policy = trainer.args, trainer.policy
+    yield from ((line, True) for line in (*untested_vllm(), *args.notes, *args.advice()))
+    lines = [*built.describe(), *trainer.scorer.notes, *(trainer.toolbox.notes if trainer.toolbox else [])]
+    lines += [*policy.describe(args, trainer.rules.max_tokens), trainer.sharding.describe()]
+    yield from ((line, False) for line in lines if line)
+    if args.cast_lm_head_to_fp32 and built.engine.head_dtype != torch.float32:
+        yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's", True
+    yield from ((line, True) for line in (*policy.warnings(args), *dropped_prompts(prompts)))
 
 
 def choose_kernels(

@@ -23,6 +23,7 @@ from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
 from ..weights import state_dict_on_host
+from .recording import Recorder
 from .resuming import ResumableTrainer
 
 
@@ -48,6 +49,8 @@ class PackedTrainer(ResumableTrainer):
             self.remove_callback(shown)
         self.add_callback(self.console)
         self.add_callback(Timekeeper(self.times, self._finish_step))
+        self.record = Recorder(self, self.is_world_process_zero())
+        self.add_callback(self.record)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """And this rank's history of lengths, which says what the engine's batches will be."""
@@ -75,6 +78,7 @@ class PackedTrainer(ResumableTrainer):
                 f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
                 "weights are touched. Lower learning_rate, or train with dtype: float32."
             )
+        self.record.gradient(norm)
         return norm
 
     def compute_loss_context_manager(self) -> Any:
@@ -166,6 +170,7 @@ class PackedTrainer(ResumableTrainer):
         explained = sum(value for name, value in entry.items() if name.startswith("time/"))
         entry["time/other"] = entry["step_time"] - explained
         self.console.step(self.state.global_step, self.state.max_steps, entry)
+        self.record.step(entry)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
