@@ -60,6 +60,8 @@ from .rollout.tool_format import with_messages
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import (
+    Assembly,
+    Prompts,
     assemble,
     choose_kernels,
     rollout_source,
@@ -221,8 +223,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.console.say(line)
         if not args.on_cpu or args.bf16 or args.torch_compile:  # else the rows were proved as they will run
             self._prove_rows()
-        for line, warns in start_lines(self, built, prompts):
-            (self.console.warn if warns else self.console.say)(line)
+        self._describe(built, prompts)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
     def _prove_rows(self) -> None:
@@ -235,6 +236,10 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if why != self.policy.why_padded:
             self.policy = dataclasses.replace(self.policy, why_padded=why)
             self.rules = dataclasses.replace(self.rules, share_prompts=not why)
+
+    def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
+        for line, warns in start_lines(self, built, prompts):
+            (self.console.warn if warns else self.console.say)(line)
 
     # -- stages: a subclass replaces any of these
 

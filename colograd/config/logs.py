@@ -27,7 +27,7 @@ class LogKnobs:
     report: bool = knob(
         True,
         "Record for the report of the run (`_report/` in its folder): metrics of every step, what happens inside "
-        "rollouts, some groups token by token, and alarms.",
+        "rollouts, some groups token by token, and alarms (see docs/alarms.md).",
     )
     report_groups: int = knob(
         2,

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +25,10 @@ from ..memory.shape import Shape
 from ..memory.table import GIB
 from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
+from ..reporting.advisor import Advisor
 from ..reporting.lanes import Lanes
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
-from ..reporting.run_record import SAMPLES, RunRecord, histogram, plain
+from ..reporting.run_record import SAMPLES, RunRecord, events_of, histogram, plain
 from ..reporting.samples import Pieces, chosen_groups, sample_entries
 from ..rollout.statistics import Combine, RolloutStatistics
 from .utilisation import Matrices, Work, peak_flops
@@ -74,6 +75,8 @@ class Recorder(TrainerCallback):
         self._matrices: Matrices | None = None
         self._peak = 0.0
         self._pieces: Pieces | None = None
+        self._advisor = Advisor({})
+        self._told: set[str] = set()  # rules whose alarms were said
 
     def give_up(self, error: Exception) -> None:
         """Record no more."""
@@ -116,14 +119,18 @@ class Recorder(TrainerCallback):
         self._matrices = Matrices.of(trainer.model)
         self._peak, source = peak_flops(args.device, torch.bfloat16 if args.bf16 else trainer.policy.model.dtype)
         self._pieces = Pieces(trainer.processing_class)
-        self.file.begin(state.global_step)
+        step, facts = state.global_step, run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
+        self._advisor = Advisor(facts["settings"])
+        if step:
+            self._advisor.restore(events_of(self.args.output_dir), step)
+        self.file.begin(step)
         self._is_open = True
         self.file.event(
             "start",
-            step=state.global_step,
+            step=step,
             max_steps=state.max_steps,
-            resumed=state.global_step > 0,
-            run=run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source},
+            resumed=step > 0,
+            run=facts,
             memory=[
                 {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
                 for part, sampling, training in trainer.memory.rows()
@@ -137,7 +144,7 @@ class Recorder(TrainerCallback):
             return
         if "train_runtime" in logs:
             logs = {name: value for name, value in logs.items() if name.startswith("train_")}
-        self.file.event("log", step=state.global_step, metrics=logs)
+        self._log(logs)
 
     # -- a round
 
@@ -179,6 +186,7 @@ class Recorder(TrainerCallback):
         for note in whole.notes:
             if note["rollout"] is not None:
                 self.file.event("rollout", step=step, **note["rollout"])
+                self._advisor.rollout({"step": step, **note["rollout"]})
         rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])
         self.file.event("groups", step=step, groups=rows[:MOST_GROUPS])
         spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
@@ -232,7 +240,20 @@ class Recorder(TrainerCallback):
         flops, seconds = found.pop("flops", 0.0), metrics.get("time/train", 0.0)
         if flops and seconds and self._peak:
             found["mfu"] = round(flops / (seconds * self._peak), 4)
-        self.file.event("log", step=self.trainer.state.global_step, metrics=found)
+        self._log(found)
+
+    def _log(self, metrics: Mapping[str, Any]) -> None:
+        """Write metrics, and the alarms that they raise or end."""
+        step = self.trainer.state.global_step
+        self.file.event("log", step=step, metrics=metrics)
+        begin, end = self._advisor.look(step, metrics)
+        for alarm in begin:
+            self.file.event("alarm", step=step, **dataclasses.asdict(alarm))
+            if alarm.rule not in self._told:
+                self._told.add(alarm.rule)
+                self.trainer.console.warn(alarm.line())
+        for name in end:
+            self.file.event("calm", step=step, rule=name)
 
     @_never_fails
     def evaluated(self, groups: Sequence[ScoredGroup], name: str) -> None:
