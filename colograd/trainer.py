@@ -188,7 +188,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = CompletionLog(args, self._reward_names) if args.log_completions else None
+        self.completion_log: CompletionLog | None = None
+        if args.log_completions:
+            self.completion_log = CompletionLog(args, self._reward_names, self.record.trackers)
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         self.journal = journal_of(args, self._reward_names)

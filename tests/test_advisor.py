@@ -34,6 +34,7 @@ WELL = {
     "learning_rate": 1e-6,
     "sampling/sampling_logp_difference/mean": 0.01,
     "sampling/masked_share": 0.02,
+    "sampling/masked_tokens_share": 0.03,
     "clip_ratio/region_mean": 0.0,
     "step_time": 10.0,
     "time/reward": 0.5,
@@ -114,8 +115,8 @@ RAISED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "clipped-away": (
         "severe",
-        {"steps": [{"sampling/masked_share": 0.7}] * 3},
-        "70% of the completions of the last steps were masked away",
+        {"steps": [{"sampling/masked_share": 0.2, "sampling/masked_tokens_share": 0.7}] * 3},
+        "70% of the tokens of the last steps were masked away",
     ),
     "no-effect": ("warning", {"steps": [{}] * 60}, r"after 50 steps reward \(0.5\), .* at a learning rate of 1e-06"),
     "engine-waits": ("warning", {"steps": [{}], "rollouts": rollouts(preemptions=4)}, "preempted 12 sequences"),
@@ -124,7 +125,7 @@ ALSO = {
     "failing-reward": {"steps": [{"rewards/right/errors": 2.0}] * 3},
     "duplicates": {"steps": [{"completions/duplicates": 0.6, "frac_reward_zero_std": 0.6}] * 3},
     "sampler-trainer-gap": {"steps": [{"sampling/sampling_logp_difference/mean": 0.2}] * 3},
-    "clipped-away": {"steps": [{"clip_ratio/region_mean": 0.4}] * 3},
+    "clipped-away": {"steps": [{"sampling/masked_share": 0.4, "sampling/masked_tokens_share": None}] * 3},
     "no-effect": {"steps": [{"learning_rate": 0.0}] * 3},
     "engine-waits": {"steps": [{}], "rollouts": rollouts(**FULL)},
 }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 
 from .knob import at_least, knob
+
+TRACKERS = ("wandb", "trackio", "tensorboard")  # whose packages have the names by which `report_to` knows them
 
 
 @dataclass
@@ -35,6 +39,15 @@ class LogKnobs:
         "the sampler and the trainer differ most. 0: none.",
     )
     verbose: bool = knob(False, "Let vLLM and transformers log as they like.")
+
+    def _check_trackers(self) -> None:
+        """Raises ValueError where one isn't installed: transformers would say so when the model is loaded."""
+        for name in getattr(self, "report_to", None) or ():
+            if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
+                raise ValueError(
+                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or take it "
+                    "out (report_to: none; the run's own report needs no tracker)."
+                )
 
     def _check_logs(self) -> None:
         at_least(self, 0, "report_groups")

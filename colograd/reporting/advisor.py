@@ -343,8 +343,8 @@ def sampler_trainer_gap(history: History) -> Seen | None:
 
 @rule(
     "clipped-away",
-    "More than 30 % of the tokens are clipped (`clip_ratio/region_mean`), or of the completions or tokens masked away "
-    "by the sampler's correction (`sampling/masked_share`); severe: 60 %",
+    "More than 30 % of the tokens are clipped (`clip_ratio/region_mean`), or masked away by the sampler's correction "
+    "(`sampling/masked_tokens_share`, of tokens one by one `sampling/masked_share`); severe: 60 %",
     "They have no gradient, and long completions go first.",
     "Clipped: lower `learning_rate`, `num_iterations` or `steps_per_generation`, or raise `epsilon` and "
     "`epsilon_high`. Masked: set `vllm_importance_sampling_mode: token_truncate`.",
@@ -353,14 +353,13 @@ def sampler_trainer_gap(history: History) -> Seen | None:
 def clipped_away(history: History) -> Seen | None:
     shares = {
         "clipped": history.recently("clip_ratio/region_mean"),
-        "masked away by the sampler's correction": history.recently("sampling/masked_share"),
+        "masked away by the sampler's correction": history.recently("sampling/masked_tokens_share")
+        or history.recently("sampling/masked_share"),
     }
     name, share = max(shares.items(), key=lambda entry: entry[1] or 0.0)
     if share is None or share <= 0.3:
         return None
-    mode = str(history.settings.get("vllm_importance_sampling_mode", ""))
-    what = "completions" if name != "clipped" and mode.startswith("sequence") else "tokens"
-    return Seen(f"{share:.0%} of the {what} of the last steps were {name}", severe=share > 0.6)
+    return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6)
 
 
 @rule(

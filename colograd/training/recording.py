@@ -30,6 +30,7 @@ from ..reporting.lanes import Lanes
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
 from ..reporting.run_record import SAMPLES, RunRecord, events_of, histogram, plain
 from ..reporting.samples import Pieces, chosen_groups, sample_entries
+from ..reporting.trackers import Trackers
 from ..rollout.statistics import Combine, RolloutStatistics
 from .utilisation import Matrices, Work, peak_flops
 
@@ -65,6 +66,7 @@ class Recorder(TrainerCallback):
         self.records: bool = self.args.report  # on all ranks
         self.writes = self.records and is_main
         self.file = RunRecord(str(self.args.output_dir), trainer.console.warn)
+        self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Lanes()
         self._rollout: dict[str, Any] | None = None  # of the present round
         self._next = 0  # the step whose statistics are told next
@@ -81,7 +83,7 @@ class Recorder(TrainerCallback):
     def give_up(self, error: Exception) -> None:
         """Record no more."""
         self.records = self.writes = self._is_open = False
-        self._kept = None
+        self._kept, self.trackers = None, Trackers(())
         self._drawn.clear()
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
@@ -137,9 +139,17 @@ class Recorder(TrainerCallback):
             ],
         )
 
+        self.trackers.overview(overview(facts))
+
+    def _writer(self) -> Any:
+        """TensorBoard's, once transformers' callback has made it."""
+        found = (getattr(each, "tb_writer", None) for each in self.trainer.callback_handler.callbacks)
+        return next((writer for writer in found if writer is not None), None)
+
     @_never_fails
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """What is no step's: an evaluation, and the summary at the end."""
+        """What is no step's: an evaluation, and the summary at the end. Trackers have the metrics by now."""
+        self.trackers.flush()
         if not self._is_open or not logs or "loss" in logs:
             return
         if "train_runtime" in logs:
@@ -167,9 +177,9 @@ class Recorder(TrainerCallback):
     @_never_fails
     def note(self, drawn: Sequence[DrawnStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
         """This rank's notes on a round, which travel with its statistics; the main process keeps what it may sample."""
+        self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
-        self._next = self.trainer.state.global_step + 1
         for step, found in zip(drawn, statistics, strict=True):
             rows = [group_row(scored, combine) for scored in step.sampled]
             found.notes.append({"groups": rows, "rollout": self._rollout})
@@ -181,6 +191,8 @@ class Recorder(TrainerCallback):
     def sampled(self, whole: RolloutStatistics) -> None:
         """The statistics of all ranks of the round's next step."""
         step, self._next = self._next, self._next + 1
+        if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
+            self.trackers.histograms(step, self._distributions(whole))
         if not self._is_open:
             return
         for note in whole.notes:
@@ -191,6 +203,18 @@ class Recorder(TrainerCallback):
         self.file.event("groups", step=step, groups=rows[:MOST_GROUPS])
         spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
         self.file.event("spread", step=step, **spread)
+
+    def _distributions(self, whole: RolloutStatistics) -> dict[str, list[float]]:
+        """Of all completions of a step, by the names that trackers get."""
+        found = {
+            "train/completions/lengths": [float(length) for length in whole.lengths],
+            "train/rewards": whole.totals,
+        }
+        names = self.trainer._reward_names
+        if len(names) > 1:
+            columns = zip(*whole.rewards, strict=True)
+            found |= {f"train/rewards/{n}/values": list(c) for n, c in zip(names, columns, strict=False)}
+        return found
 
     # -- a step
 
@@ -252,6 +276,8 @@ class Recorder(TrainerCallback):
             if alarm.rule not in self._told:
                 self._told.add(alarm.rule)
                 self.trainer.console.warn(alarm.line())
+                text = f"{alarm.seen}. {alarm.why} {alarm.remedy} {alarm.source}"
+                self.trackers.alarm(step, alarm.rule, text, severe=alarm.severity == "severe")
         for name in end:
             self.file.event("calm", step=step, rule=name)
 
@@ -268,7 +294,11 @@ class Recorder(TrainerCallback):
         judged = [(scored, self.trainer.combine(scored.rewards).tolist()) for scored in groups]
         chosen = chosen_groups(judged, trainer, self.args.report_groups)
         names, masked = self.trainer._reward_names, self.args.mask_truncated_completions
-        self.file.write(SAMPLES, sample_entries(chosen, step, purpose, names, trainer, self._pieces, masked))
+        entries = sample_entries(chosen, step, purpose, names, trainer, self._pieces, masked)
+        self.file.write(SAMPLES, entries)
+        every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)
+        if self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
+            self.trackers.traces(entries)
 
 
 def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:
@@ -313,6 +343,22 @@ def run_facts(trainer: Any) -> dict[str, Any]:
         "settings": settings,
         "changed": changed,
     }
+
+
+def overview(facts: Mapping[str, Any]) -> str:
+    """A run in a few lines of Markdown."""
+    rewards = zip(facts["reward_names"], facts["reward_weights"], strict=True)
+    rows = {
+        "Model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['trained_parameters']:,} trained",
+        "Data": ", ".join(facts["datasets"]),
+        "Rewards": ", ".join(f"{name} x {weight:g}" for name, weight in rewards),
+        "Ranks": f"{facts['ranks']} x {facts['device']}",
+        "Command": facts["command"],
+        "Settings": ", ".join(f"{name}: {facts['settings'].get(name)}" for name in facts["changed"]),
+        "Versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+    }
+    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value]
+    return "\n".join(["| | |", "| --- | --- |", *lines])
 
 
 def _versions() -> dict[str, str]:
