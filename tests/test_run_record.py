@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
-from colograd.batch import FinishReason, Group, RolloutId, ScoredGroup
+from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, RolloutId, ScoredGroup
 from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, load_of, watched
+from colograd.policy.logprobs import policy_logprobs
 from colograd.reporting import lanes as lanes_module
 from colograd.reporting.lanes import CALLS, POINTS, Lanes, curve, merged, tail
 from colograd.reporting.run_record import (
@@ -405,6 +407,43 @@ def test_how_a_run_ends_is_told_also_where_it_fails_or_is_stopped(recorded: Any,
     trainer.stop_signal.received = True
     assert ends(None)["status"] == "stopped"
     trainer.stop_signal.received = False
+
+
+class Reinforce(GRPOTrainer):
+    """With an objective of its own, of whose log-probabilities nobody hears."""
+
+    def compute_loss(self, model: Any, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
+        logprobs, _ = policy_logprobs(model, micro_batch, self.args.temperature)
+        return LossOutput(-(logprobs * micro_batch.advantages * micro_batch.loss_mask).sum(), {}, {}, {})
+
+
+class StopAfter(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 3
+
+
+@pytest.mark.engine
+def test_a_run_that_goes_on_goes_on_with_its_record(tiny_model: Path, tmp_path: Path, closing) -> None:
+    config = {"save_strategy": "steps", "save_steps": 2}
+    first = closing(
+        Reinforce(
+            str(tiny_model), tiny.vowels, tiny.config(tmp_path, **config), tiny.prompts(), callbacks=[StopAfter()]
+        )
+    )
+    first.train()
+    assert events_of(tmp_path)[-1]["status"] == "stopped"
+    assert all(entry["trainer"] is None and entry["sampler"] for entry in samples_of(tmp_path))
+    first.close()
+    second = closing(GRPOTrainer(str(tiny_model), tiny.vowels, tiny.config(tmp_path, **config), tiny.prompts()))
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    events = events_of(tmp_path)
+    again = [event for event in events if event["kind"] == "start"][-1]
+    assert (again["step"], again["resumed"]) == (2, True)
+    steps = [event["step"] for event in events if event["kind"] == "log" and "reward" in event["metrics"]]
+    assert steps == [1, 2, 3, 4] and events[-1]["status"] == "finished"
+    trained = {entry["step"]: entry["trainer"] is not None for entry in samples_of(tmp_path)}
+    assert trained == {1: False, 2: False, 3: True, 4: True}
+    assert len(second.record._advisor.history.steps) == 4, "the advisor remembers"
 
 
 def test_what_goes_wrong_in_recording_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
