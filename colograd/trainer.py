@@ -67,6 +67,7 @@ from .training.assembly import (
     choose_kernels,
     rollout_source,
     settle_by_memory,
+    start_lines,
 )
 from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
@@ -181,6 +182,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         )
         self.closing.callback(self.stop_signal.remove)
         self.closing.callback(self._finish_alone)
+        self.closing.callback(self.record.file.close)
         # Callbacks look at the datasets as they were given.
         self.train_dataset = self.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
@@ -189,7 +191,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = CompletionLog(args, self._reward_names) if args.log_completions else None
+        self.completion_log: CompletionLog | None = None
+        if args.log_completions:
+            self.completion_log = CompletionLog(args, self._reward_names, self.record.trackers)
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         self.journal = journal_of(args, self._reward_names)
@@ -248,14 +252,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.rules = dataclasses.replace(self.rules, share_prompts=not why)
 
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
-        """Say what the user should know at start."""
-        args: GRPOConfig = self.args
-        lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
-        lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
-        for line in filter(None, lines):
-            self.console.say(line)
-        for line in built.warnings(args, self.policy, prompts):
-            self.console.warn(line)
+        for line, warns in start_lines(self, built, prompts):
+            (self.console.warn if warns else self.console.say)(line)
 
     # -- stages: a subclass replaces any of these
 
@@ -292,6 +290,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
         entropy_gradient = self.loss.needs_entropy_gradient(micro_batch)
         logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, entropy_gradient)
+        self.record.keep(micro_batch, logprobs)
         return self.loss(logprobs, entropy, micro_batch)
 
     # -- what stages are made of
@@ -379,8 +378,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         counts, masked = self._take_counts(), self.rules.mask_truncated
         with together("the statistics"):
             statistics = round_statistics(drawn, counts, self.combine, masked, self.args.dynamic_sampling)
+            self.record.note(drawn, statistics, self.combine)
         steps = [
-            step_batch(step, found, self.rules, self._reward_names, self.times)
+            step_batch(step, found, self.rules, self._reward_names, self.times, self.record.sampled)
             for step, found in zip(drawn, statistics, strict=True)
         ]
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -399,7 +399,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            drawn = self.engine.lead(draw_all, others=[DrawnStep((), ()) for _ in prompts])
+            drawn = self.engine.lead(self.record.watching(draw_all), others=[DrawnStep((), ()) for _ in prompts])
         if self.journal is not None:
             self.times.move("reward", "journal", self.journal.take_seconds())
         return drawn
@@ -450,6 +450,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         while True:
             try:
                 step = self._with_entropy(inputs)
+                self.record.begin_step(step)
                 with together("training"), self.times.phase("train"):
                     metrics = self._loss_pass(model, step)
                 break
@@ -461,6 +462,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.sharding.sum_gradients()
             reduced = metrics.reduce()
         loss = self.figures["loss"] = reduced.pop("loss")
+        self.record.trained(loss)
         self.entropy.finish(reduced, loss)
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
@@ -533,7 +535,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded
-        return super().train(*args, **kwargs)
+        with self.record.run():
+            return super().train(*args, **kwargs)
 
     def at_boundary(self) -> bool:
         """Whether a round has ended: its rollouts aren't saved, so a run can't go on from its middle."""
@@ -619,6 +622,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
                 lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
             )
             counts = self._take_counts()
+        self.record.evaluated(groups, name)
         if self.completion_log is not None:
             self.completion_log.add_evaluation(groups, self.decode, self.state, name)
         metrics = evaluation_metrics(groups, counts, self._reward_names, self.combine, args)

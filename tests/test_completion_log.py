@@ -64,25 +64,14 @@ def test_prompts_of_different_shapes_are_written_as_json(tmp_path: Path) -> None
     assert [r.prompt for r in found] == ['[{"role": "user", "content": "question 0"}]', '"plain text"']
 
 
-def test_trackers_that_run_get_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    wandb = types.SimpleNamespace(run=object(), log=sent.append, Table=lambda dataframe: list(dataframe.columns))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    completion_log.send_to_trackers(["wandb"], [row(0)], ["right", "short"])
-    assert sent == [{"completions": [*completion_log.FIXED, "right", "short"]}]
-    wandb.run = None
-    completion_log.send_to_trackers(["wandb", "trackio"], [row(0)], ["right", "short"])
-    completion_log.send_to_trackers([], [row(0)], ["right", "short"])
-    assert len(sent) == 1, "not to one that isn't started, nor to one that isn't asked for"
-
-
 def test_what_is_shown_has_each_prompt_once_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A table per evaluation, and of training as often as it is printed."""
     sent: dict[str, list[int]] = {}
 
-    def log(values: dict[str, Any]) -> None:
+    def log(values: dict[str, Any], commit: bool) -> None:
+        assert not commit
         for key, rows in values.items():
             sent.setdefault(key, []).append(rows)
 

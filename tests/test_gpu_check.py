@@ -22,9 +22,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import gpu_check  # noqa: E402
 import gpu_page  # noqa: E402
 import training_path  # noqa: E402
-import utilisation  # noqa: E402
 from gpu_check import Check, Result  # noqa: E402
-from utilisation import Matrices, Work  # noqa: E402
+
+from colograd.training import utilisation  # noqa: E402
+from colograd.training.utilisation import Matrices, Work  # noqa: E402
 
 # -- FLOPs
 

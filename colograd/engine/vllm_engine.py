@@ -93,6 +93,7 @@ class Engine:
         self._adapter: Any = None  # the LoRARequest that every request carries
         self._requests = 0  # so far
         self._open: dict[str, None] = {}  # requests in flight
+        self.after_step: Callable[[], None] | None = None  # somebody watches: see `load.watched`
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
@@ -365,6 +366,8 @@ class Engine:
         watchdog.progress("a step of the engine")
         finished = [output for output in self.core.step() if output.finished]
         watchdog.progress("what follows a step of the engine")
+        if self.after_step is not None:
+            self.after_step()
         for output in finished:
             self._open.pop(output.request_id, None)
         return [(output.request_id, _sampled(output)) for output in finished]

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .completion_table import CompletionRow, as_utf8, chosen_rows, completion_rows, extra_names, print_table
+from .trackers import Trackers
 
 if TYPE_CHECKING:  # `colograd show` reads a log without torch and transformers
     from transformers import TrainerState
@@ -52,8 +52,9 @@ EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions log
 class CompletionLog:
     """Writes what ``log_completions`` asks for."""
 
-    def __init__(self, config: GRPOConfig, reward_names: Sequence[str]) -> None:
+    def __init__(self, config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers | None = None) -> None:
         self.config, self.names = config, list(reward_names)
+        self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
         self._texts: dict[int, list[bytes]] = {}  # of groups, by position, until they are logged
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
@@ -110,7 +111,8 @@ class CompletionLog:
         """Print the table, and send it to the trackers."""
         config = self.config
         sent = chosen_rows(rows, None, config.log_unique_prompts)
-        send_to_trackers(list(config.report_to or ()), sent, self.names, key)
+        if self.trackers:
+            self.trackers.table(key, columns(sent, self.names) | {TEXT: [row.completion for row in sent]})
         print_table(rows, self.names, title, config.num_completions_to_print, config.log_unique_prompts)
 
     def close(self) -> None:
@@ -262,16 +264,3 @@ def logged_steps(run_dir: Path) -> dict[int, Path]:
     """The steps whose completions a run has logged, in order."""
     paths = {path.stem.removeprefix("completions_"): path for path in (run_dir / FOLDER).glob("completions_*.parquet")}
     return dict(sorted((int(number), path) for number, path in paths.items() if number.isdigit()))
-
-
-def send_to_trackers(
-    report_to: Sequence[str], rows: Sequence[CompletionRow], reward_names: Sequence[str], key: str = "completions"
-) -> None:
-    """Log a table with wandb and trackio, where the run reports to them."""
-    import pandas as pd
-
-    for name in ("wandb", "trackio"):
-        tracker = sys.modules.get(name)  # transformers' callback has imported and started it
-        if name in report_to and tracker is not None and (name != "wandb" or tracker.run is not None):
-            data = columns(rows, reward_names) | {TEXT: [row.completion for row in rows]}
-            tracker.log({key: tracker.Table(dataframe=pd.DataFrame(data))})

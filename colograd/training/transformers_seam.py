@@ -23,6 +23,7 @@ from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
 from ..weights import state_dict_on_host
+from .recording import Recorder
 from .resuming import ResumableTrainer
 
 
@@ -49,6 +50,8 @@ class PackedTrainer(ResumableTrainer):
             self.remove_callback(shown)
         self.add_callback(self.console)
         self.add_callback(Timekeeper(self.times, self._finish_step))
+        self.record = Recorder(self, self.is_world_process_zero())
+        self.add_callback(self.record)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """And this rank's history of lengths, which says what the engine's batches will be."""
@@ -76,6 +79,7 @@ class PackedTrainer(ResumableTrainer):
                 f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
                 "weights are touched. Lower learning_rate, or train with dtype: float32."
             )
+        self.record.gradient(norm)
         return norm
 
     def compute_loss_context_manager(self) -> Any:
@@ -173,6 +177,7 @@ class PackedTrainer(ResumableTrainer):
         if self.journal is not None and self.args.layout.is_main:
             self.journal.note(self.state.global_step, self.figures)
         self.console.step(self.state.global_step, self.state.max_steps, entry)
+        self.record.step(entry)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:

@@ -6,7 +6,8 @@
 The real trainer for some steps, of which the first warms up. Without --sampled completions are made up, the same ones
 in every process, so that options can be compared: they are written as a run's journal, and replayed without an engine.
 With --sampled the engine writes them, and its log-probabilities are compared with the trainer's. With --set
-vllm_enable_sleep_mode=true it says what the sleep gives back. utilisation.py has the formula of the FLOPs.
+vllm_enable_sleep_mode=true it says what the sleep gives back. The formula of the FLOPs is in
+colograd/training/utilisation.py.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
 than planned or the sleep gave too little back.
@@ -36,7 +37,8 @@ from contestants import hash_reward  # noqa: E402
 from figures import GB, PeakMemory, machine, table, write  # noqa: E402
 from phases import versions  # noqa: E402
 from side_by_side import make_prompts  # noqa: E402
-from utilisation import Matrices, Work, peak_of  # noqa: E402
+
+from colograd.training.utilisation import Matrices, Work, peak_of  # noqa: E402
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 GIVEN_BACK = 0.9  # of the KV cache, at least, by a sleep
@@ -156,6 +158,7 @@ def make_config(options: argparse.Namespace, folder: str) -> Any:
         "max_steps": options.steps,
         "logging_steps": 1,
         "save_strategy": "no",
+        "report": False,
         "report_to": "none",
         "disable_tqdm": True,
     }
