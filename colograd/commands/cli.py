@@ -12,6 +12,8 @@ USAGE = """usage: colograd COMMAND ...
   plan --model M --gpus N --gpu-memory GIB            say what fits such GPUs, in each way of sharding
   export CHECKPOINT FOLDER                            write its model as an ordinary folder, an adapter merged
   show RUN [--step N]                                 print a step's completions
+  report RUN [RUN2 ...] [--out report.html]           write one HTML page of a run, or of several side by side
+  watch RUN [--port 8765]                             show the same page live, for a run in progress
   version                                             print the version
 """
 
@@ -39,6 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .show import main as show
 
         return show(rest)
+    if command == "report":
+        from .report import main as report
+
+        return report(rest)
+    if command == "watch":
+        from .watch import main as watch
+
+        return watch(rest)
     if command in ("version", "--version"):
         from .. import __version__
 

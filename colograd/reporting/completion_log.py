@@ -25,18 +25,10 @@ from ..batch import Group, ScoredGroup
 from ..config import GRPOConfig
 from ..parallel.ranks import gather
 from .completion_table import CompletionRow, as_utf8, chosen_rows, completion_rows, extra_names, print_table
+from .log_columns import EXTRA_KEY, FIXED, FOLDER, NAMES_KEY, TEXT, column_names
 
-FOLDER = "completions"
-TEXT = "completion"  # the column of what rows hold as UTF-8
-FIXED = tuple(
-    TEXT if field.name == "text" else field.name
-    for field in dataclasses.fields(CompletionRow)
-    if field.name not in ("rewards", "extra")
-)
 ROWS = 256  # that are packed and written together
 UPLOAD_MINUTES = 2  # as TRL
-NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
-EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
 
 
 class CompletionLog:
@@ -136,18 +128,12 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[
     """Rows as columns, texts as UTF-8; a reward function's column has its name, and so has one that was logged."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     extra = extra_names(rows)
-    of_rewards, of_extra = _column_names(reward_names, extra)
+    of_rewards, of_extra = column_names(reward_names, extra)
     for index, column in enumerate(of_rewards):
         found[column] = [row.rewards[index] for row in rows]
     for name, column in zip(extra, of_extra, strict=True):
         found[column] = _storable([row.extra.get(name) for row in rows])
     return found
-
-
-def _column_names(reward_names: Sequence[str], extra: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The columns of rewards and of what was logged: their names, unless an earlier column has it."""
-    rewards = [f"rewards/{name}" if name in FIXED else name for name in reward_names]
-    return rewards, [f"extra/{name}" if name in (*FIXED, *rewards) else name for name in extra]
 
 
 def _storable(values: list[Any]) -> list[Any]:
@@ -192,7 +178,7 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
     table = pq.read_table(path)
     metadata = table.schema.metadata or {}
     names, extra = (json.loads(metadata.get(key, b"[]")) for key in (NAMES_KEY, EXTRA_KEY))
-    of_rewards, of_extra = _column_names(names, extra)
+    of_rewards, of_extra = column_names(names, extra)
     return [
         CompletionRow(
             **{name: row[name] for name in FIXED if name != TEXT},
