@@ -27,10 +27,9 @@ def open_inside(folder: Path, name: str) -> BinaryIO | None:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a circle; ValueError: a zero byte
         return None
-    file = os.fdopen(number, "rb")
     if stat.S_ISREG(os.fstat(number).st_mode):
-        return file
-    file.close()
+        return os.fdopen(number, "rb")
+    os.close(number)
     return None
 
 

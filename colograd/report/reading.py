@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import zlib
 from array import array
@@ -221,14 +222,17 @@ class Run:
             if (file := open_inside(self.folder, name)) is None:
                 continue
             with file:
-                found = Path(f"/proc/self/fd/{file.fileno()}").stat()
+                found = os.fstat(file.fileno())
                 seen = (name, found.st_mtime_ns, found.st_size)
-                if seen == self._state_seen or found.st_size > MOST_STATE:
+                if seen == self._state_seen:
                     return False
-                self._state_seen = seen
+                state = None
                 with contextlib.suppress(ValueError, RecursionError):
-                    self._take_state(mapping(json.load(file)), finished=name == STATE)
-            return True
+                    state = json.load(file) if found.st_size <= MOST_STATE else None
+            if isinstance(state, dict):
+                self._state_seen = seen
+                self._take_state(state, finished=name == STATE)
+                return True
         return False
 
     def _state_names(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from .. import __version__
 from .page import compact, document
@@ -100,13 +100,16 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             self._refuse(HTTPStatus.FORBIDDEN, "Another site's page may not ask here.")
             return
-        found = urlsplit(self.path)
-        arguments = parse_qs(found.query, max_num_fields=4)
+        path, _, query = self.path.partition("?")
+        try:
+            arguments = parse_qs(query, keep_blank_values=True, max_num_fields=4)
+        except ValueError:
+            arguments = {}
         if self.path == "/":
             self._answer(self._page(), "text/html; charset=utf-8")
-        elif found.path == "/data" and (after := _number(arguments, "after")) is not None:
+        elif path == "/data" and (after := _number(arguments, "after")) is not None:
             self._answer(compact(self.server.watched.data(after)), "application/json")
-        elif found.path == "/step" and (step := _number(arguments, "step")) is not None:
+        elif path == "/step" and (step := _number(arguments, "step")) is not None:
             self._answer(compact(self.server.watched.step(step)), "application/json")
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "There is /, /data?after=N and /step?step=N.")

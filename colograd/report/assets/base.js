@@ -124,7 +124,7 @@ function table(head, rows, attributes = {}) {
     el(
       "table",
       attributes,
-      el("thead", {}, el("tr", {}, head.map((cell) => (cell instanceof Node ? cell : el("th", { scope: "col" }, cell))))),
+      head.some((cell) => cell !== "") && el("thead", {}, el("tr", {}, head.map((cell) => (cell instanceof Node ? cell : el("th", { scope: "col" }, cell))))),
       el("tbody", {}, rows.map((row) => (row instanceof Node ? row : el("tr", {}, row.map((cell) => (cell instanceof Node && cell.tagName === "TD" ? cell : el("td", {}, cell))))))),
     ),
   );

@@ -12,7 +12,7 @@ function head() {
   box.replaceChildren();
   add(
     box,
-    el("div.title", {}, el("span.brand", {}, "Colograd"), el("h1", {}, title), !several() && stateOf(runs[0]), page.live && el("span.pill", { id: "link", "data-state": "running" }, "live")),
+    el("div.title", {}, el("span.brand", {}, "Colograd"), el("h1", {}, title), !several() && stateOf(runs[0]), page.live && el("span.pill", { id: "link", "data-state": "running" }, "live"), el("button.quiet.theme", { title: "Light or dark", "aria-label": "Light or dark", onclick: () => change({ theme: isDark() ? "light" : "dark" }) }, "◐")),
     several() ? el("div.legend", {}, runs.map((run) => el("span", {}, dot(runColour(run.index)), run.name, " ", stateOf(run)))) : el("p.facts-line", {}, facts(runs[0]), progressWords(runs[0])),
     !several() && progressBar(runs[0]),
     runs.filter((run) => run.status.error).map((run) => el("p.error", {}, `${several() ? `${run.name}: ` : ""}${run.status.error}`)),
@@ -61,10 +61,9 @@ function bar() {
     if (steps.length) change({ step: steps[next] });
   };
   const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, id: "smoothing", "aria-label": "Smoothing", oninput: () => change({ smoothing: Number(smoothing.value) }) });
-  const theme = el("button.quiet", { title: "Light or dark", "aria-label": "Light or dark", onclick: () => change({ theme: isDark() ? "light" : "dark" }) }, "◐");
   document.getElementById("bar").append(
     list,
-    el("div.controls", {}, el("div.stepper", {}, el("button", { "aria-label": "Step before", onclick: () => go(-1) }, "‹"), stepSlider, el("button", { "aria-label": "Next step", onclick: () => go(1) }, "›"), stepText), el("label.smooth", {}, "Smoothing ", smoothing), theme),
+    el("div.controls", {}, el("div.stepper", {}, el("button", { "aria-label": "Step before", onclick: () => go(-1) }, "‹"), stepSlider, el("button", { "aria-label": "Next step", onclick: () => go(1) }, "›"), stepText), el("label.smooth", {}, "Smoothing ", smoothing)),
   );
 }
 
@@ -97,7 +96,10 @@ function build() {
 }
 
 function update(reasons) {
-  if (reasons.has("theme")) showTheme();
+  if (reasons.has("theme")) {
+    showTheme();
+    head(); // whose dots have colours of their own
+  }
   if (reasons.has("view") || reasons.has("run") || reasons.has("theme")) build();
   else current().update(reasons);
   if (reasons.has("view")) tabs.get(state.view).scrollIntoView({ block: "nearest", inline: "nearest" });
@@ -139,6 +141,7 @@ bar();
 head();
 build();
 marks();
+tabs.get(state.view).scrollIntoView({ block: "nearest", inline: "nearest" });
 foot();
 listeners.push(update);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
