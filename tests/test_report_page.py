@@ -91,7 +91,7 @@ def test_every_view_opens_by_a_click(page: browser.Browser, one: str, width: int
 
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
     page.open(one)
-    page.wait("document.querySelectorAll('.u-over').length > 10")
+    page.wait("document.querySelectorAll('.u-over').length > 2")
     page.click(".u-over")
     page.wait("document.querySelector('.step-panel')")
     step = texts(page, ".step-panel h3")[0]
@@ -109,9 +109,13 @@ def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) 
 
 def test_smoothing_draws_the_raw_values_behind(page: browser.Browser, one: str) -> None:
     page.open(one)
-    before = page.run("document.querySelectorAll('.u-series').length")
+    raw = "[...document.querySelectorAll('.u-label')].filter((e) => e.textContent === 'raw').length"
+    page.wait("document.querySelectorAll('.u-over').length > 2")
+    before = page.run(raw)
     page.fill("#smoothing", "0.8")
-    page.wait("document.querySelectorAll('.u-series').length !== " + str(before))
+    page.wait(f"{raw} > {before} + 2")
+    page.fill("#smoothing", "0")
+    page.wait(f"{raw} === {before}")
 
 
 def test_completions_are_filtered_and_sorted(page: browser.Browser, one: str) -> None:
@@ -165,7 +169,7 @@ def test_a_completion_is_seen_token_by_token(page: browser.Browser, one: str) ->
 
 def test_two_runs_stand_side_by_side(page: browser.Browser, two: str) -> None:
     page.open(two)
-    page.wait("document.querySelectorAll('.u-over').length > 10")
+    page.wait("document.querySelectorAll('.u-over').length > 2")
     legend = page.run("document.querySelector('.plot .u-legend').innerText")
     assert "first · reward" in legend and "second · reward" in legend
     table = page.run("document.querySelector('table').innerText")

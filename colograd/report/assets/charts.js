@@ -17,14 +17,25 @@ function smoothed(values, weight) {
 function curves(title, help, parts, options = {}) {
   const box = el("div.plot", { role: "img", "aria-label": `${title}: ${parts.map((part) => `${part.label} ${fmt(lastOf(part.values))}`).join(", ")} at the end` });
   const found = card(title, help, box);
-  const chart = { box, parts, options, plot: null, marker: null };
-  chart.draw = () => drawCurves(chart);
+  const chart = { box, parts, options, plot: null, marker: null, seen: false, stale: true };
+  // Drawn when it is scrolled into view: a moved slider draws what somebody sees.
+  chart.draw = () => {
+    chart.stale = !chart.seen;
+    if (chart.seen) drawCurves(chart);
+  };
   chart.mark = () => placeMarker(chart);
   live.add(chart);
+  box.seen = (seen) => {
+    chart.seen = seen;
+    if (seen && chart.stale) chart.draw();
+  };
+  sight.observe(box);
   watchWidth(box, () => (chart.plot ? chart.plot.setSize(sizeOf(box)) : chart.draw()));
   found.chart = chart;
   return found;
 }
+
+const sight = new IntersectionObserver((entries) => entries.forEach((entry) => entry.target.seen(entry.isIntersecting)), { rootMargin: "150px" });
 
 const sizeOf = (box) => ({ width: box.clientWidth, height: 190 });
 
@@ -122,7 +133,10 @@ function placeMarker(chart) {
 }
 
 function forgetCharts() {
-  for (const chart of live) if (chart.plot) chart.plot.destroy();
+  for (const chart of live) {
+    sight.unobserve(chart.box);
+    if (chart.plot) chart.plot.destroy();
+  }
   live.clear();
 }
 
