@@ -24,7 +24,7 @@ from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
 from .arguments import computes_float32_heads, engine_kwargs, lora_kwargs
-from .building import build_conditions, check_vllm, usual_algorithms
+from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
 from .sampling import Sampling, request_seed
@@ -146,6 +146,12 @@ class Engine:
             f"cache {self.kv_tokens:,} tokens, weights {self.weight_bytes / 2**30:.2f} GiB, ready in "
             f"{self.build_seconds:.0f} s"
         )
+
+    def warnings(self, config: GRPOConfig) -> Iterator[str]:
+        """What the user should look at, in lines."""
+        yield from untested_vllm()
+        if config.cast_lm_head_to_fp32 and self.head_dtype != torch.float32:
+            yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
 
     # -- weights
 
