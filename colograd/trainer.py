@@ -50,7 +50,7 @@ from .policy.logprobs import policy_logprobs, with_old_logprobs
 from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .policy.row_proof import choose_rows_where_it_trains
-from .reporting.completion_log import CompletionLog
+from .reporting.completion_log import completion_log_of
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
 from .rollout.rounds import draw, unjudged
@@ -67,7 +67,6 @@ from .training.assembly import (
     choose_kernels,
     rollout_source,
     settle_by_memory,
-    start_lines,
 )
 from .training.closing import closes_if_it_fails
 from .training.evaluating import EvaluatingTrainer
@@ -181,7 +180,6 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         )
         self.closing.callback(self.stop_signal.remove)
         self.closing.callback(self._finish_alone)
-        self.closing.callback(self.record.file.close)
         # Callbacks look at the datasets as they were given.
         self.train_dataset = self.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
@@ -190,9 +188,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log: CompletionLog | None = None
-        if args.log_completions:
-            self.completion_log = CompletionLog(args, self._reward_names, self.record.trackers)
+        self.completion_log = completion_log_of(args, self._reward_names, self.record.trackers)
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         self.journal = journal_of(args, self._reward_names)
@@ -249,8 +245,14 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             self.rules = dataclasses.replace(self.rules, share_prompts=not why)
 
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
-        for line, warns in start_lines(self, built, prompts):
-            (self.console.warn if warns else self.console.say)(line)
+        """Say what the user should know at start."""
+        args: GRPOConfig = self.args
+        lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
+        lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
+        for line in filter(None, lines):
+            self.console.say(line)
+        for line in built.warnings(args, self.policy, prompts):
+            self.console.warn(line)
 
     # -- stages: a subclass replaces any of these
 
@@ -447,8 +449,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         while True:
             try:
                 step = self._with_entropy(inputs)
-                self.record.begin_step(step)
-                with together("training"), self.times.phase("train"):
+                with together("training"), self.record.trains(step), self.times.phase("train"):
                     metrics = self._loss_pass(model, step)
                 break
             except torch.OutOfMemoryError as error:
@@ -459,7 +460,6 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             self.sharding.sum_gradients()
             reduced = metrics.reduce()
         loss = self.figures["loss"] = reduced.pop("loss")
-        self.record.trained(loss)
         self.entropy.finish(reduced, loss)
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):

@@ -43,7 +43,9 @@ def load_of(core: Any) -> Load | None:
 def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
     """While the context lasts, ``look`` is called after each of the engine's steps, and preemptions are counted."""
     found = Preemptions()
-    scheduler = getattr(getattr(engine.core.engine_core, "engine_core", None), "scheduler", None)
+    scheduler = None
+    with contextlib.suppress(AttributeError):
+        scheduler = engine.core.engine_core.engine_core.scheduler
     own = getattr(scheduler, "_preempt_request", None)
 
     def counted(*args: Any, **kwargs: Any) -> Any:

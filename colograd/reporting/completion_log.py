@@ -41,6 +41,11 @@ NONSENSE = (
 UPLOAD_MINUTES = 2  # as TRL
 
 
+def completion_log_of(config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers) -> CompletionLog | None:
+    """A run's; None where completions aren't logged."""
+    return CompletionLog(config, reward_names, trackers) if config.log_completions else None
+
+
 class CompletionLog:
     """Writes what ``log_completions`` asks for."""
 

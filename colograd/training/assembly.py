@@ -227,15 +227,6 @@ def rollout_source(
     return engine
 
 
-def start_lines(trainer: Any, built: Assembly, prompts: Sequence[Prompts]) -> Iterator[tuple[str, bool]]:
-    """What the user should know at start, in lines, and which of them are warnings."""
-    args, policy = trainer.args, trainer.policy
-    lines = [*built.describe(), *trainer.scorer.notes, *(trainer.toolbox.notes if trainer.toolbox else [])]
-    lines += [*policy.describe(args, trainer.rules.max_tokens), trainer.sharding.describe()]
-    yield from ((line, False) for line in lines if line)
-    yield from ((line, True) for line in built.warnings(args, policy, prompts))
-
-
 def choose_kernels(
     args: GRPOConfig,
     model: torch.nn.Module,

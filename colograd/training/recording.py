@@ -113,6 +113,8 @@ class Recorder(TrainerCallback):
             if self._is_open:
                 shown = without_absolute_paths(without_secrets(problem))[:ERROR_CHARACTERS]
                 self.file.event("end", step=self.trainer.state.global_step, status=status, error=shown)
+            self.file.close()
+            if self.writes:
                 self._write_report()
 
     @_never_fails
@@ -225,9 +227,19 @@ class Recorder(TrainerCallback):
 
     # -- a step
 
+    @contextlib.contextmanager
+    def trains(self, step: StepBatch) -> Iterator[None]:
+        """Around a step's loss pass; again, where it ran out of memory."""
+        self._begin_step(step)
+        try:
+            yield
+        except BaseException:
+            self._kept = None
+            raise
+        self._trained()
+
     @_never_fails
-    def begin_step(self, step: StepBatch) -> None:
-        """A step is trained; again, where it ran out of memory."""
+    def _begin_step(self, step: StepBatch) -> None:
         if not self._is_open:
             return
         self._kept = [] if step.version + 1 in self._drawn else None
@@ -242,21 +254,15 @@ class Recorder(TrainerCallback):
             self._kept.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
 
     @_never_fails
-    def trained(self, loss: float) -> None:
-        """The loss pass is over: samples are written."""
+    def _trained(self) -> None:
+        """Samples are written."""
         if not self._is_open:
             return
-        self._step["loss"] = loss
         kept, self._kept = self._kept, None
         step = self.trainer.state.global_step + 1
         groups = self._drawn.pop(step, ())
         if groups and kept is not None:
             self._write_samples(groups, step, "train", by_completion(kept))
-
-    @_never_fails
-    def gradient(self, norm: float) -> None:
-        """Its norm before it was clipped."""
-        self._step["grad_norm"] = norm
 
     @_never_fails
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -267,7 +273,7 @@ class Recorder(TrainerCallback):
         """A step has ended: its line."""
         if not self._is_open:
             return
-        found = {**metrics, **self._step}
+        found = {**metrics, **self.trainer.figures, **self._step}
         flops, seconds = found.pop("flops", 0.0), metrics.get("time/train", 0.0)
         if flops and seconds and self._peak:
             found["mfu"] = round(flops / (seconds * self._peak), 4)

@@ -79,7 +79,6 @@ class PackedTrainer(ResumableTrainer):
                 f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
                 "weights are touched. Lower learning_rate, or train with dtype: float32."
             )
-        self.record.gradient(norm)
         return norm
 
     def compute_loss_context_manager(self) -> Any:
