@@ -31,7 +31,7 @@ from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, 
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
-from .engine.building import check_vllm, untested_vllm
+from .engine.building import check_vllm
 from .engine.sampling import Sampling, check_sampling
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
@@ -57,6 +57,7 @@ from .rollout.rounds import draw, roll_out, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import round_statistics
 from .rollout.tool_format import with_messages
+from .runtime import process
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import (
@@ -64,13 +65,13 @@ from .training.assembly import (
     Prompts,
     assemble,
     choose_kernels,
-    dropped_prompts,
     rollout_source,
     settle_by_memory,
+    start_lines,
 )
 from .training.closing import closes_if_it_fails
 from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
-from .training.journaling import begin_records, journal_of
+from .training.journaling import journal_of
 from .training.loss_pass import loss_pass
 from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
@@ -103,7 +104,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
-        callbacks, optimizers: as in `transformers.Trainer`.
+        callbacks: as in `transformers.Trainer`.
+        optimizers: likewise: an optimizer and a schedule.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
@@ -116,6 +118,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     @closes_if_it_fails
     @ends_together("the start")
+    @process.collector_at_rest()
     def __init__(
         self,
         model: str | PreTrainedModel,
@@ -133,6 +136,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
         watchdog.set_limit(args.rank_timeout)
         expand_segments(args)
@@ -141,8 +145,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_places(places)
             check_engines(args.layout, places)
             args.check_for_trainer(quantization_config=quantization_config)
-            check_vllm()
-            check_sampling(args)
+            self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
@@ -179,6 +182,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         )
         self.closing.callback(self.stop_signal.remove)
         self.closing.callback(self._finish_alone)
+        self.closing.callback(self.record.file.close)
         # Callbacks look at the datasets as they were given.
         self.train_dataset = self.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
@@ -187,7 +191,9 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = CompletionLog(args, self._reward_names) if args.log_completions else None
+        self.completion_log: CompletionLog | None = None
+        if args.log_completions:
+            self.completion_log = CompletionLog(args, self._reward_names, self.record.trackers)
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         self.journal = journal_of(args, self._reward_names)
@@ -197,16 +203,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._loss_is_affordable: bool | None = None  # in an evaluation, where nobody asked for it; None: not known yet
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
-        started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
         settle_by_memory(args, self.policy, prompts, self.toolbox)
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
-        if compiles(args):
-            self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
-        built = assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)
+        built = self.assemble(prompts)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
         self.sharding = way.for_run(self.model, args)
@@ -225,6 +228,18 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._describe(built, prompts)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
+    def check_engine(self, args: GRPOConfig) -> None:
+        """Whether there is a vLLM that can do what is asked."""
+        check_vllm()
+        check_sampling(args)
+
+    def assemble(self, prompts: Sequence[Prompts]) -> Assembly:
+        """Build the engine beside the policy. A collective. Overridden where nothing is sampled."""
+        args: GRPOConfig = self.args
+        if compiles(args):
+            self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
+        return assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)
+
     def _prove_rows(self) -> None:
         """Prove the rows where they will run: on the device's kernels, compiled where they are, under autocast. A
         collective."""
@@ -237,20 +252,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.rules = dataclasses.replace(self.rules, share_prompts=not why)
 
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
-        """Say what the user should know at start."""
-        args: GRPOConfig = self.args
-        for line in (*untested_vllm(), *args.notes, *args.advice()):
-            self.console.warn(line)
-        lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
-        lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
-        for line in filter(None, lines):
-            self.console.say(line)
-        if args.cast_lm_head_to_fp32 and self.engine.head_dtype != torch.float32:
-            self.console.warn(
-                "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
-            )
-        for line in (*self.policy.warnings(args), *dropped_prompts(prompts)):
-            self.console.warn(line)
+        for line, warns in start_lines(self, built, prompts):
+            (self.console.warn if warns else self.console.say)(line)
 
     # -- stages: a subclass replaces any of these
 
@@ -287,6 +290,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
         entropy_gradient = self.loss.needs_entropy_gradient(micro_batch)
         logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, entropy_gradient)
+        self.record.keep(micro_batch, logprobs)
         return self.loss(logprobs, entropy, micro_batch)
 
     # -- what stages are made of
@@ -368,27 +372,19 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.publish()
         if not self.rules.max_tokens:
             self._measure_budget()
-        self._begin_records()
+        self.begin_records()
         drawn = scale(self._draw(prompts), self.estimator)
         self._log_completions(drawn)
         counts, masked = self._take_counts(), self.rules.mask_truncated
         with together("the statistics"):
             statistics = round_statistics(drawn, counts, self.combine, masked, self.args.dynamic_sampling)
+            self.record.note(drawn, statistics, self.combine)
         steps = [
-            step_batch(step, found, self.rules, self._reward_names, self.times)
+            step_batch(step, found, self.rules, self._reward_names, self.times, self.record.sampled)
             for step, found in zip(drawn, statistics, strict=True)
         ]
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         return self._schedule(steps)
-
-    def _begin_records(self, evaluation: str = "") -> None:
-        """Open the journal of the round, or of an evaluation in between, and read what it has of it."""
-        if not self.args.keeps_journal or not self.is_in_train:
-            return
-        with together("the journal"), self.times.phase("journal"):
-            problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
-        for line in sorted({line for line in gather(problem) if line}):
-            self.console.warn(line)
 
     def _draw(self, prompts: list[list[Prompt]]) -> list[DrawnStep]:
         """Generate, score, compute advantages."""
@@ -403,7 +399,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            drawn = self.engine.lead(draw_all, others=[DrawnStep((), ()) for _ in prompts])
+            drawn = self.engine.lead(self.record.watching(draw_all), others=[DrawnStep((), ()) for _ in prompts])
         if self.journal is not None:
             self.times.move("reward", "journal", self.journal.take_seconds())
         return drawn
@@ -454,6 +450,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         while True:
             try:
                 step = self._with_entropy(inputs)
+                self.record.begin_step(step)
                 with together("training"), self.times.phase("train"):
                     metrics = self._loss_pass(model, step)
                 break
@@ -464,7 +461,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         with self.times.phase("sync"):
             self.sharding.sum_gradients()
             reduced = metrics.reduce()
-        loss = reduced.pop("loss")
+        loss = self.figures["loss"] = reduced.pop("loss")
+        self.record.trained(loss)
         self.entropy.finish(reduced, loss)
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
@@ -537,7 +535,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded
-        return super().train(*args, **kwargs)
+        with self.record.run():
+            return super().train(*args, **kwargs)
 
     def at_boundary(self) -> bool:
         """Whether a round has ended: its rollouts aren't saved, so a run can't go on from its middle."""
@@ -616,13 +615,14 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
         with together("publishing"):
             self.publish()
-        self._begin_records(name)
+        self.begin_records(name)
         with self.device_turns.sampling(self.optimizer), together("the evaluation"):
             one_call = args.reward_call == "all"
             groups: list[ScoredGroup] = self.engine.lead(
                 lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
             )
             counts = self._take_counts()
+        self.record.evaluated(groups, name)
         if self.completion_log is not None:
             self.completion_log.add_evaluation(groups, self.decode, self.state, name)
         metrics = evaluation_metrics(groups, counts, self._reward_names, self.combine, args)

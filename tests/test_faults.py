@@ -62,6 +62,8 @@ def test_a_rank_that_nothing_wakes_is_ended_by_force() -> None:
 def test_ranks_that_fail_alike_and_catch_it_go_on_together() -> None:
     for status, said in run("caught"):
         assert status == 0 and said.count("goes on after: ") == 2, said
+        # Else a thread of gloo's may be left that drops the last exchange's tensor when there is no interpreter.
+        assert "at its end: has parted" in said, said
 
 
 @pytest.mark.slow  # they take the same ways

@@ -2,61 +2,57 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import sys
 from collections.abc import Sequence
 
-USAGE = """usage: colograd COMMAND ...
-
-  train --config recipes/X.yaml [--any_flag value]    train by a recipe
-  doctor --config recipes/X.yaml [--any_flag value]   check a recipe on this machine, without training
-  plan --model M --gpus N --gpu-memory GIB            say what fits such GPUs, in each way of sharding
-  export CHECKPOINT FOLDER                            write its model as an ordinary folder, an adapter merged
-  show RUN [--step N]                                 print a step's completions
-  report RUN [RUN2 ...] [--out report.html]           write one HTML page of a run, or of several side by side
-  watch RUN [--port 8765]                             show the same page live, for a run in progress
-  version                                             print the version
-"""
+# Each command's arguments, what it does, and the module whose ``main(argv)`` does it: imported when it is asked for.
+COMMANDS = {
+    "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init"),
+    "train": ("--config recipes/X.yaml [--any_flag value]", "train by a recipe", "..train"),
+    "doctor": ("--config recipes/X.yaml [--any_flag value]", "check a recipe on this machine", ".doctor"),
+    "plan": ("--model M --gpus N --gpu-memory GIB", "say what fits such GPUs, in each way of sharding", ".plan"),
+    "export": ("CHECKPOINT FOLDER", "write its model as an ordinary folder, an adapter merged", ".export"),
+    "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay"),
+    "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions", ".show"),
+    "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or one of several runs", ".report"),
+    "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".watch"),
+    "version": ("", "print the version", ""),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if command == "train":
-        from ..train import main as train
-
-        return train(rest)
-    if command == "doctor":
-        from .doctor import main as doctor
-
-        return doctor(rest)
-    if command == "plan":
-        from .plan import main as plan
-
-        return plan(rest)
-    if command == "export":
-        from .export import main as export
-
-        return export(rest)
-    if command == "show":
-        from .show import main as show
-
-        return show(rest)
-    if command == "report":
-        from .report import main as report
-
-        return report(rest)
-    if command == "watch":
-        from .watch import main as watch
-
-        return watch(rest)
-    if command in ("version", "--version"):
+    command = "version" if command == "--version" else command
+    if command in ("", "-h", "--help"):
+        print(usage(), end="", file=sys.stdout if command else sys.stderr)
+        return 0 if command else 2
+    if command not in COMMANDS:
+        print(unknown(command), file=sys.stderr)
+        return 2
+    if command == "version":
         from .. import __version__
 
         print(__version__)
         return 0
-    asked = command in ("-h", "--help")
-    print(USAGE, end="", file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    module = importlib.import_module(COMMANDS[command][2], __package__)
+    return int(module.main(rest))
+
+
+def usage() -> str:
+    """What the command line can do, a line each."""
+    lines = [(f"{name} {arguments}".strip(), does) for name, (arguments, does, _) in COMMANDS.items()]
+    width = max(len(line) for line, _ in lines)
+    return "usage: colograd COMMAND ...\n\n" + "".join(f"  {line:<{width}}   {does}\n" for line, does in lines)
+
+
+def unknown(command: str) -> str:
+    """A line on a command that there isn't, with the one that was probably meant."""
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    meant = f" Did you mean `colograd {near[0]}`?" if near else ""
+    return f"colograd: {command!r} is no command.{meant} There are {', '.join(COMMANDS)}; `colograd --help` says more."
 
 
 if __name__ == "__main__":

@@ -3,43 +3,87 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..reporting.completion_log import logged_steps, read_log
-from ..reporting.completion_table import print_table
+from ..reporting.completion_table import CompletionRow, print_table, prompt_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit status."""
+    options = _parser().parse_args(argv)
+    steps = logged_steps(options.run)
+    if not steps:
+        return _refuse(
+            f"{options.run} holds no completions: train with log_completions: true, and give the run's output_dir."
+        )
+    step = max(steps) if options.step is None else options.step
+    if step not in steps:
+        return _refuse(f"step {step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
+    try:
+        rows, names = read_log(steps[step])
+    except ValueError as error:
+        return _refuse(str(error))
+    found = chosen(rows, options.group, options.grep, options.worst, options.best)
+    if not found:
+        groups = sorted({row.position for row in rows})
+        return _refuse(f"none of the {len(rows)} completions of step {step} fits; its groups are {_ranges(groups)}.")
+    shown = "" if len(found) == len(rows) else f", {len(found)} of {len(rows)} completions"
+    print_table(found, names, f"Step {step}{shown}", options.limit, options.unique_prompts, options.width)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="colograd show", description="Completions of one step of a run, as a table.")
     parser.add_argument("run", type=Path, help="a run's output_dir")
     parser.add_argument("--step", type=int, help="optimizer step, from 1; default: the last one logged")
+    parser.add_argument("--group", type=int, help="one prompt's completions, by its place in the stream of prompts")
+    parser.add_argument("--grep", type=_pattern, help="a regular expression that prompt or completion contains")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="highest advantages first")
+    order.add_argument("--worst", action="store_true", help="lowest advantages first")
     parser.add_argument("--limit", type=int, help="rows at most, one of each prompt before the second of any")
     parser.add_argument("--unique-prompts", action="store_true", help="one completion per prompt")
-    parser.add_argument("--best", action="store_true", help="highest advantages first")
-    options = parser.parse_args(argv)
-    steps = logged_steps(options.run)
-    if not steps:
-        print(
-            f"colograd show: {options.run} holds no completions: train with log_completions: true, and give the run's "
-            "output_dir.",
-            file=sys.stderr,
-        )
-        return 2
-    step = max(steps) if options.step is None else options.step
-    if step not in steps:
-        print(
-            f"colograd show: step {step} isn't in the log of {options.run}, which has {_ranges(steps)}.",
-            file=sys.stderr,
-        )
-        return 2
-    rows, names = read_log(steps[step])
-    if options.best:
-        rows.sort(key=lambda row: -row.advantage)
-    print_table(rows, names, f"Step {step}", options.limit, options.unique_prompts)
-    return 0
+    parser.add_argument("--width", type=int, help="characters; default: the terminal's, also in a pager")
+    return parser
+
+
+def chosen(
+    rows: Sequence[CompletionRow],
+    group: int | None = None,
+    pattern: re.Pattern[str] | None = None,
+    worst: bool = False,
+    best: bool = False,
+) -> list[CompletionRow]:
+    """The rows of a group, or those in which a pattern is found; by advantage where asked for, else as they are."""
+    found = [row for row in rows if group is None or row.position == group]
+    if pattern is not None:
+        found = [row for row in found if pattern.search(row.completion) or pattern.search(prompt_text(row.prompt))]
+    if worst or best:  # those of an evaluation have no advantage: the sum of their rewards stands for it
+        found.sort(key=_merit, reverse=best)
+    return found
+
+
+def _merit(row: CompletionRow) -> float:
+    if not math.isnan(row.advantage):
+        return row.advantage
+    return sum(reward for reward in row.rewards if not math.isnan(reward))
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({error})") from None
+
+
+def _refuse(why: str) -> int:
+    print(f"colograd show: {why}", file=sys.stderr)
+    return 2
 
 
 def _ranges(steps: Iterable[int]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from ..parallel.ranks import join
+from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process
 from .advantages import AdvantageKnobs
 from .engine import EngineKnobs
@@ -117,6 +117,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
             join(timedelta(seconds=self.ddp_timeout))  # transformers drops the limit on a CPU
+        elif attempt() and torch.cuda.is_available():  # accelerate would find the addresses of the attempt before
+            join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._settle_best_metric()
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
@@ -178,6 +180,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         for name, value in later.items():
             if value is not None:
                 raise ValueError(f"GRPOTrainer's argument {name!r} isn't available in this version: leave it out.")
+        self._check_trackers()
         if self.n_gpu > 1:
             raise ValueError(
                 f"{self.n_gpu} GPUs are visible to one process, but each needs a rank of its own: start with "

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from ..runtime import process
 from . import watchdog
-from .ranks import RankError, rank, time_limit, world_size
+from .ranks import RankError, part, rank, time_limit, world_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,6 +87,8 @@ def waiting(what: str) -> AbstractContextManager[None]:
     if world_size() == 1:
         return _alone.inside(what)
     if _present is None:
+        atexit.unregister(part)  # once, and before the watch's: what is registered last is called first
+        atexit.register(part)
         _present = Watch()
         atexit.register(_present.leave)
     return _present.body(what)

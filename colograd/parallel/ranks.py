@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,11 +28,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join(limit: timedelta) -> None:
-    """Have the ranks on a CPU find each other; does nothing where there is one rank, or where they have.
+def join(limit: timedelta, backend: str = "gloo") -> None:
+    """Have the ranks find each other; does nothing where there is one rank, or where they have.
 
     Args:
         limit: how long a rank waits for another, here and in each exchange.
+        backend: of their exchanges; gloo is that of CPUs.
 
     Raises:
         RuntimeError: some didn't come.
@@ -39,7 +41,11 @@ def join(limit: timedelta) -> None:
     if int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized():
         return
     try:
-        dist.init_process_group("gloo", timeout=limit)
+        store, place, size = next(dist.rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+        # torchrun keeps one store over its restarts: the addresses in it may be those of processes that are gone.
+        store = dist.PrefixStore(f"attempt-{attempt()}", store)
+        dist.init_process_group(backend, store=store, rank=place, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
         raise RuntimeError(
             f"Not all {os.environ['WORLD_SIZE']} ranks came to {os.environ.get('MASTER_ADDR')}:"
@@ -47,6 +53,21 @@ def join(limit: timedelta) -> None:
             f"each other: look at the other ranks' output and at MASTER_ADDR, and name the network interface in "
             f"GLOO_SOCKET_IFNAME. ({error})"
         ) from error
+
+
+def attempt() -> int:
+    """How many times torchrun has started the ranks anew (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def part() -> None:
+    """Let go of each other at the end of the process; does nothing after an exception, when others may still wait.
+
+    Without it gloo's threads may outlive the interpreter: one that drops the last tensor of the last exchange then asks
+    for Python's lock, and the process aborts (status -6) although all went well.
+    """
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def time_limit() -> timedelta:

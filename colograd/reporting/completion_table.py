@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import math
-import shutil
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..batch import ScoredGroup
+if TYPE_CHECKING:  # `colograd show` does without torch, whose import takes longer than the table
+    from ..batch import ScoredGroup
 
 DEFAULT_WIDTH = 120  # characters
 TEXT_LINES = 6  # lines a cell of text is meant to have
@@ -105,13 +106,13 @@ def completions_table(
         table.add_column(name, justify="right", no_wrap=True)
     for row in chosen_rows(rows, limit, unique_prompts):
         table.add_row(
-            Text(_shorten(_prompt_text(row.prompt), prompt_limit)),
+            Text(_shorten(prompt_text(row.prompt), prompt_limit)),
             Text(_shorten(row.completion, completion_limit)),
             *(_number_text(value) for value in row.rewards),
             *(_extra_cell(row.extra.get(name)) for name in extra),
             _number_text(row.advantage),
             str(row.completion_tokens),
-            row.finish_reason,
+            Text(_shorten(row.finish_reason, EXTRA_CHARACTERS)),
         )
     return table
 
@@ -124,10 +125,10 @@ def print_table(
     unique_prompts: bool,
     width: int | None = None,
 ) -> None:
-    """Write `completions_table` to standard output, as wide as the terminal (120 characters in a log file)."""
+    """Write `completions_table` to standard output, as wide as the terminal, also through a pager; 120 characters
+    where there is none."""
     terminal = sys.stdout.isatty()
-    if width is None:
-        width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns if terminal else DEFAULT_WIDTH
+    width = width or terminal_width()
     table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
     buffer = io.StringIO()
     Console(file=buffer, width=width, force_terminal=terminal).print(table)
@@ -135,6 +136,16 @@ def print_table(
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     sys.stdout.write(buffer.getvalue().encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
+
+
+def terminal_width() -> int:
+    """In characters, by COLUMNS or what the output, or else the errors beside a pipe to a pager, are shown on."""
+    if os.environ.get("COLUMNS", "").isdigit():
+        return int(os.environ["COLUMNS"]) or DEFAULT_WIDTH
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            return os.get_terminal_size(descriptor).columns or DEFAULT_WIDTH
+    return DEFAULT_WIDTH
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
@@ -145,11 +156,12 @@ def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts
     return [rows[index] for index in sorted(chosen)]
 
 
-def _prompt_text(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
     """The prompt's text; of a conversation the last user message (or the last one, where no user speaks)."""
     if not isinstance(prompt, list):
         return str(prompt)
-    messages = [message for message in prompt if message.get("role") == "user"] or prompt or [{}]
+    said = [message for message in prompt if isinstance(message, dict)]
+    messages = [message for message in said if message.get("role") == "user"] or said or [{}]
     content = messages[-1].get("content")
     return "" if content is None else str(content)
 
@@ -168,7 +180,7 @@ def _mean_advantages(scored: ScoredGroup) -> list[float]:
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     if len(scored.advantages) == len(lengths):
         return scored.advantages.tolist()
-    return [float(part.mean()) for part in torch.split(scored.advantages, lengths)]
+    return [float(part.mean()) for part in scored.advantages.split(lengths)]
 
 
 def extra_names(rows: Sequence[CompletionRow]) -> list[str]:

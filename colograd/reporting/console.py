@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timedelta
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -22,6 +24,8 @@ PHASES = (
     "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
+RECENT = 20  # steps from which it is told when a run will end
+
 LOGGER = logging.getLogger("colograd")
 
 
@@ -32,6 +36,7 @@ class Console(TrainerCallback):
         self.enabled = enabled
         self.bars = enabled and bars and sys.stderr.isatty()
         self._training: Any = tqdm(disable=True)
+        self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # when the last steps ended, and their numbers
 
     def say(self, line: str, level: int = logging.INFO) -> None:
         """Print a line without tearing a bar, and log it."""
@@ -43,6 +48,11 @@ class Console(TrainerCallback):
     def warn(self, line: str) -> None:
         """Say what the user should look at."""
         self.say(line, logging.WARNING)
+
+    def warn_of_all(self, lines: Iterable[str]) -> None:
+        """Say what ranks have to say, the same only once."""
+        for line in sorted({line for line in lines if line}):
+            self.warn(line)
 
     def generation(self, groups: int, name: str = "generate") -> GenerationBar:
         """A bar over the groups of one generation."""
@@ -60,6 +70,8 @@ class Console(TrainerCallback):
         if metrics.get("time/train") and trained:
             rates.append(f"trained {trained / metrics['time/train']:,.0f} tok/s")
         tail = [", ".join(rates)] if rates else []
+        if left := self._time_left(step, max_steps):
+            tail.append(left)
         if not trained:
             tail.append("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
         reward = f"{metrics['reward']:.3f}" if metrics.get("reward") is not None else "-"
@@ -67,7 +79,20 @@ class Console(TrainerCallback):
         length = f"length {metrics.get('completions/mean_length', 0.0):.0f}"
         self.say(" | ".join([f"step {step}/{max_steps}", f"reward {reward}", length, times, *tail]))
 
+    def _time_left(self, step: int, max_steps: int) -> str:
+        """When the run will end, by its last steps and what came between them; empty at its end."""
+        if self._ended and step < self._ended[-1][1]:  # another training
+            self._ended.clear()
+        self._ended.append((time.monotonic(), step))
+        (first, first_step), (last, _) = self._ended[0], self._ended[-1]
+        if step >= max_steps or step == first_step:
+            return ""
+        seconds = (last - first) / (step - first_step) * (max_steps - step)
+        return f"{duration(seconds)} left, until {until(seconds)}"
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ended.clear()
+        self._ended.append((time.monotonic(), state.global_step))
         bar = {"total": state.max_steps, "initial": state.global_step, "unit": "step", "desc": "train"}
         self._training = tqdm(**bar, disable=not self.bars)
 
@@ -80,6 +105,24 @@ class Console(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training.close()
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 40 s, 12 min, 3 h 20 min, 2 d 4 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def until(seconds: float, now: datetime | None = None) -> str:
+    """The time of day in so many seconds, with the date where it is another day."""
+    now = now or datetime.now()
+    then = now + timedelta(seconds=seconds)
+    return then.strftime("%H:%M" if then.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
 class GenerationBar:

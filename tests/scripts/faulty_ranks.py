@@ -10,6 +10,7 @@ in good order while the first still writes (`leaves`); all say in FOLDER that th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -79,6 +80,7 @@ def save() -> None:
 
 
 def main() -> None:
+    atexit.register(lambda: print(f"at its end: {'waits' if dist.is_initialized() else 'has parted'}"))
     process.prepare_network()
     join(timedelta(seconds=LIMIT))
     begin()

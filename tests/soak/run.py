@@ -1,6 +1,8 @@
 """A small run that writes down what it samples and scores, and is killed. Started by kill.py.
 
-python run.py MODEL RUN_DIR KILL        KILL: JSON, null or {victim, seconds} or {victim, event}
+python run.py MODEL RUN_DIR KILL
+
+KILL: JSON, null or {victim, seconds} or {victim, event}; or a list of these, one for each of torchrun's attempts.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import tiny
 from colograd import GRPOTrainer
 
 MODEL, RUN_DIR, KILL = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+if isinstance(KILL, list):
+    KILL = dict(enumerate(KILL)).get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 RANK = int(os.environ.get("RANK", "0"))
 STEPS = 16
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")  # as sys.audit names them

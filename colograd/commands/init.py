@@ -1,0 +1,297 @@
+"""``colograd init [FOLDER]``: a first recipe and a reward function of one's own, by a few questions or by flags."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import keyword
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..runtime import gpus
+
+RECIPE, TASK, EXAMPLE = "recipe.yaml", "mytask.py", "prompts.jsonl"
+QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
+PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # columns' usual names, the first wins
+ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
+READ = 50  # rows that are looked at
+
+
+class Refusal(ValueError):
+    """What was asked for can't be: the value, the rule, the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is written."""
+
+    model: str
+    data: str  # a file, a Hub id, or an import path
+    prompt: str  # its columns
+    answer: str
+    reward: str  # `number`: the last number is the answer; `own`: a function to be changed
+    has_gpu: bool
+    run: str  # output_dir
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the files and say what to run; the exit status."""
+    options = _parser().parse_args(argv)
+    folder: Path = options.folder
+    try:
+        there = [name for name in (RECIPE, TASK) if (folder / name).exists()]
+        if there:
+            raise Refusal(f"{folder / there[0]} is there, and is never overwritten: name another FOLDER.")
+        asks = sys.stdin.isatty() and not options.yes
+        plan = settle(options, asks)
+        written = write(folder, plan)
+    except (Refusal, OSError) as error:
+        print(f"colograd init: {error}", file=sys.stderr)
+        return 2
+    except (EOFError, KeyboardInterrupt):
+        print("\ncolograd init: nothing was written", file=sys.stderr)
+        return 130
+    print(f"wrote {', '.join(str(path) for path in written)}")
+    change = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    print(f"check it:  {change}colograd doctor --config {RECIPE}")
+    print(f"train:     {change}colograd train --config {RECIPE}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="colograd init", description="Write a first recipe and reward function. What no flag says is asked for."
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="default: here")
+    parser.add_argument("--model", help="a Hub id or a folder")
+    parser.add_argument("--data", help="a .jsonl, .json, .csv or .parquet file, or a Hub id; none: an example is made")
+    parser.add_argument("--prompt-column", help="the column that holds the prompt")
+    parser.add_argument("--answer-column", help="the column that the reward compares with")
+    parser.add_argument("--reward", choices=("number", "own"), help="the last number is the answer; or your function")
+    parser.add_argument("--yes", action="store_true", help="ask nothing, take what is usual")
+    return parser
+
+
+def settle(options: argparse.Namespace, asks: bool) -> Plan:
+    """What the flags say, then what the answers to questions say, else what is usual.
+
+    Raises:
+        Refusal: no such file, or no such column in it.
+    """
+    has_gpu = bool(gpus.nodes())
+    usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else _small_model()
+    model = options.model or _ask(asks, "Model (a Hub id or a folder)", usual)
+    data = options.data or _ask(asks, "Data (a file or a Hub id; empty: an example)", "")
+    rows = [{"prompt": "", "answer": "0"}] if not data else first_rows(Path(data))
+    prompt = _column(options.prompt_column, rows, PROMPTS, data, asks, "the prompt")
+    answer = _column(options.answer_column, rows, ANSWERS, data, asks, "what the reward compares with", but=prompt)
+    likely = "number" if rows and all(_ends_in_number(row.get(answer)) for row in rows) else "own"
+    reward = options.reward or _ask(asks, "Reward: `number` (the last number is the answer) or `own`", likely)
+    if reward not in ("number", "own"):
+        raise Refusal(f"the reward is {reward!r}, but must be `number` or `own`.")
+    # A path that is given here is read from FOLDER later.
+    data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
+    model = str(Path(model).resolve()) if Path(model).exists() else model
+    return Plan(model, data, prompt, answer, reward, has_gpu, f"runs/{Path(model).name}")
+
+
+def _small_model() -> str:
+    return str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def _ask(asks: bool, question: str, usual: str) -> str:
+    if not asks:
+        return usual
+    shown = f" [{usual}]" if usual else ""
+    return input(f"{question}{shown}: ").strip() or usual
+
+
+def first_rows(path: Path) -> list[dict[str, Any]]:
+    """Some rows of a local file; none of what isn't one.
+
+    Raises:
+        Refusal: no such file, or it can't be read.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (".jsonl", ".json", ".csv", ".parquet"):
+        return []
+    if not path.is_file():
+        raise Refusal(f"there is no file {path}: give a file that is there, or a Hub id.")
+    try:
+        if suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            batches = pq.ParquetFile(path).iter_batches(READ)
+            found: Any = next(batches).to_pylist()
+        else:
+            with path.open(encoding="utf-8", newline="") as file:
+                if suffix == ".csv":
+                    found = [row for row, _ in zip(csv.DictReader(file), range(READ), strict=False)]
+                else:
+                    found = _json_rows(file.read())
+    except (ValueError, StopIteration, UnicodeDecodeError) as error:
+        raise Refusal(f"{path} can't be read as {suffix[1:]} ({error}).") from error
+    if not found or not all(isinstance(row, dict) for row in found):
+        raise Refusal(f"{path} has no rows, but needs one object with the same keys per row.")
+    return list(found)
+
+
+def _json_rows(text: str) -> list[Any]:
+    """Of a list of objects, or of one object per line."""
+    if text.lstrip().startswith("["):
+        whole: list[Any] = json.loads(text)
+        return whole[:READ]
+    lines = (line for line in text.splitlines() if line.strip())
+    return [json.loads(line) for line, _ in zip(lines, range(READ), strict=False)]
+
+
+def _column(
+    given: str | None,
+    rows: Sequence[dict[str, Any]],
+    usual: Sequence[str],
+    data: str,
+    asks: bool,
+    what: str,
+    but: str = "",
+) -> str:
+    """The name of the column that holds ``what``; of data that can't be looked at, the first usual name.
+
+    Args:
+        but: another column, which it isn't.
+
+    Raises:
+        Refusal: the data has no such column.
+    """
+    there = [name for name in (rows[0] if rows else {}) if name != but]
+    likely = next((name for name in usual if name in there), "" if there else usual[0])
+    name = given or (likely if likely and not asks else _ask(asks, f"Column that holds {what}", likely))
+    if there and name not in there:
+        raise Refusal(
+            f"{data} has no column {name!r} for {what}; it has {', '.join(map(repr, there))}: name one "
+            "(--prompt-column, --answer-column)."
+        )
+    return name
+
+
+def _ends_in_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or str(value).strip().rstrip(".")[-1:].isdigit()
+
+
+def write(folder: Path, plan: Plan) -> list[Path]:
+    """The recipe, the reward where it is one's own, the example where there is no data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {RECIPE: recipe(plan)}
+    if plan.reward == "own" or plan.answer != "answer":
+        if not plan.answer.isidentifier() or keyword.iskeyword(plan.answer):
+            raise Refusal(f"the column {plan.answer!r} can't be a parameter of a function: rename it in the data.")
+        files[TASK] = TASK_TEXT.format(answer=plan.answer, body=NUMBER if plan.reward == "number" else CONTAINED)
+    if plan.data == EXAMPLE:
+        files[EXAMPLE] = "".join(
+            json.dumps({"prompt": f"What is {a} + {b}? Give only the number.", plan.answer: str(a + b)}) + "\n"
+            for a in range(10)
+            for b in range(10)
+        )
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in files]
+
+
+def recipe(plan: Plan) -> str:
+    """The text of a recipe whose batch suits a GPU, or two CPU cores."""
+    reward = "last_number" if plan.reward == "number" and plan.answer == "answer" else "mytask:right"
+    size = ON_GPU if plan.has_gpu else ON_CPU
+    column = "" if plan.prompt == "prompt" else f"dataset_prompt_column: {_yaml(plan.prompt)}\n"
+    return RECIPE_TEXT.format(
+        model=_yaml(plan.model),
+        data=_yaml(plan.data),
+        column=column,
+        system=SYSTEM if _chats(plan.model) else "",
+        reward=reward,
+        run=_yaml(plan.run),
+        **size,
+    )
+
+
+def _chats(model: str) -> bool:
+    """Whether the model expects a conversation: its folder has a chat template, or its name says so."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return re.search(r"instruct|chat|-it\b", model, re.IGNORECASE) is not None
+    settings = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").exists() or (
+        settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
+    )
+
+
+def _yaml(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+ON_GPU = {"group": 8, "prompts": 32, "length": 512, "rate": "1.0e-6", "steps": 200}
+ON_CPU = {"group": 8, "prompts": 8, "length": 48, "rate": "2.0e-5", "steps": 30}
+
+# Of texts it makes conversations, without which a chat model only continues the text.
+SYSTEM = """system_prompt: "You are a helpful assistant."  # makes a conversation of a prompt that is a text
+"""
+
+RECIPE_TEXT = """# Every key is described in docs/configuration.md; any is a flag too: --learning_rate 2e-6
+
+# Model
+model_name_or_path: {model}
+
+# Data: each row's other columns reach the reward function
+dataset_name: {data}
+{column}{system}
+# Rewards: names, or module:function
+reward_funcs:
+  - {reward}
+
+# Rollouts: each step samples {prompts} prompts, {group} completions of each
+num_generations: {group}
+prompts_per_step: {prompts}
+max_completion_length: {length}
+temperature: 1.0
+
+# Training
+learning_rate: {rate}
+lr_scheduler_type: constant_with_warmup
+warmup_steps: 2
+max_steps: {steps}
+seed: 42
+
+# The run
+output_dir: {run}
+logging_steps: 1
+log_completions: true
+log_completions_steps: 10
+num_completions_to_print: 8
+save_strategy: steps
+save_steps: 20
+save_total_limit: 2
+resume_from_checkpoint: auto
+report_to: none
+"""
+
+TASK_TEXT = '''"""The reward function of {{recipe}}: change it to what you want the model to learn."""
+
+from __future__ import annotations
+
+import re
+
+
+def right(completions, {answer}, **kwargs):
+    """One number per completion; None where there is no opinion. Every column of the data arrives as a list.
+
+    A completion is a text, or of a conversation a list of messages.
+    """
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [{body} for text, wanted in zip(texts, {answer})]
+'''.replace("{{recipe}}", RECIPE)
+NUMBER = 'float(re.findall(r"-?\\d+", text)[-1:] == re.findall(r"-?\\d+", str(wanted))[-1:])'
+CONTAINED = 'float(re.search(rf"\\b{re.escape(str(wanted))}\\b", text) is not None)'
