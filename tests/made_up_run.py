@@ -31,6 +31,55 @@ HOSTILE = (
     "javascript:window.hacked=1",
 )
 
+# Lines that no run should have written: of events.jsonl, and of samples.jsonl.
+WRONG = [
+    b"",
+    b"\n",
+    b"null\n",
+    b"[1]\n",
+    b"{}\n",
+    b'{"kind": 5}\n',
+    b"\xff\xfe\x00\n",
+    b"[" * 5000 + b"\n",
+    b'{"kind": "log"}\n',
+    b'{"kind": "log", "step": -1, "metrics": {"reward": 1}}\n',
+    b'{"kind": "log", "step": 1e400, "metrics": {"reward": 1}}\n',
+    b'{"kind": "log", "step": true, "metrics": {"reward": 1}}\n',
+    b'{"kind": "log", "step": 3, "metrics": [1]}\n',
+    b'{"kind": "log", "step": 3, "metrics": {"reward": NaN, '
+    b'"kl": "x", "loss": Infinity, "entropy": null, "grad_norm": {}}}\n',
+    b'{"kind": "start", "step": 0, "run": [], "memory": {"a": 1}, "max_steps": "many"}\n',
+    b'{"kind": "start", "step": 0, "run": {"settings": 4, '
+    b'"model": {"a": [1]}}, "memory": [1, {"part": 2, "sampling": "x"}]}\n',
+    b'{"kind": "start", "step": 0, "run": {"datasets": "x", "reward_names": [1], "reward_weights": {}, "versions": [1],'
+    b' "changed": 4, "ranks": "two", "parameters": [], "settings": {"a": {"b": [null]}}}, "memory": "x"}\n',
+    b'{"kind": "rollout", "step": 1, "rank": "first"}\n',
+    b'{"kind": "rollout", "step": 1, "rank": 99999999}\n',
+    b'{"kind": "rollout", "step": 1, "rank": 0, "running": [[1], '
+    b'"x", [NaN, 2], [1, 2, 3]], "rewards": [["a"], [1, 2, 3], 5]}\n',
+    b'{"kind": "spread", "step": 1, "rewards": {"edges": [0, 1], "counts": [1, 2]}, "lengths": 7}\n',
+    b'{"kind": "groups", "step": 1, "groups": [[1, 2], ["k"], ["k", null, null, null, null, null, null], 4]}\n',
+    b'{"kind": "alarm", "step": 1, "rule": 4, "severity": [], "seen": {"a": 1}}\n',
+    b'{"kind": "calm", "step": 1}\n',
+    b'{"kind": "end", "step": 1, "status": "exploded", "error": 5}\n',
+    b'{"kind": "unknown", "step": 1}\n',
+    b'{"kind": "log", "step": 1, "metrics": {"reward": ' + b"9" * 5000 + b"}}\n",
+]
+WRONG_SAMPLES = [
+    b"{}\n",
+    b"[]\n",
+    b'{"step": 1}\n',
+    b'{"step": 1, "tokens": 5}\n',
+    b'{"step": 1, "tokens": [1, 2]}\n',
+    b'{"step": 1, "tokens": ["a"], "sampler": [], "trainer": "x", "advantage": "y", "mask": [null], "rewards": [1]}\n',
+    b'{"step": 1, "tokens": ["a", "b"], "sampler": [NaN, '
+    b'-1e300], "trainer": [1, 2], "advantage": [1], "messages": [1, {}]}\n',
+    b'{"step": 1, "position": -4, "index": "x", "prompt": {"a": 1}, '
+    b'"tokens": ["\\ud800"], "purpose": 7, "extra": [1]}\n',
+    b'{"tokens": ["{\\"step\\": 5}"], "step": 2}\n',
+    b'{"step": 1, "tok',
+]
+
 
 @dataclass
 class MadeUp:

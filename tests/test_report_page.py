@@ -10,7 +10,7 @@ from typing import Any
 
 import browser
 import pytest
-from made_up_run import MadeUp
+from made_up_run import WRONG, WRONG_SAMPLES, MadeUp
 
 from colograd.report import write_report
 from colograd.report.serving import Server
@@ -218,6 +218,20 @@ def test_old_and_empty_runs_are_shown(page: browser.Browser, folder: Path) -> No
         for view in VIEWS:
             page.open(f"{uri}#view={view}&step=5")
             assert page.run("document.querySelector('#main').innerText.length") > 30, view
+
+
+def test_what_no_run_should_have_written_is_survived(page: browser.Browser, folder: Path) -> None:
+    run = MadeUp(steps=3, alarms=True).write(folder / "wrong")
+    for name, lines in (("events.jsonl", WRONG), ("samples.jsonl", WRONG_SAMPLES)):
+        with (run / "_report" / name).open("ab") as file:
+            file.writelines(lines)
+    page.open(write_report(run).as_uri())
+    for view in VIEWS:
+        for step in (1, 2, 3):
+            page.open(f"{(run / 'report.html').as_uri()}#view={view}&step={step}")
+            page.run("new Promise((done) => setTimeout(done, 60))")
+            if view == "completions":
+                page.run("document.querySelectorAll('button.open').forEach((e) => e.click())")
 
 
 def begun(folder: Path) -> Path:

@@ -28,6 +28,7 @@ MOST_STATE = 2**29  # bytes of a trainer_state.json
 MOST_NAMES = 600  # metrics
 MOST_PROMPTS = 200_000  # whose history is kept
 MOST_ALARMS = 500
+MOST_KNOBS = 2000
 GROUP_WIDTH = 7  # numbers of a group: prompt, position, G, mean reward, spread, truncated share, carries signal
 TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # one of them marks a training step's entry
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -277,13 +278,26 @@ _HANDLERS: dict[str, Callable[[Run, int, dict[str, Any]], None]] = {
 
 
 def _described(run: Any) -> dict[str, Any]:
-    """A start's `run`, bounded."""
+    """A start's `run`: what a page shows of it, each of the type that it should have, and the knobs."""
     given = mapping(run)
-    found = {text(str(name), 200): plain(value) for name, value in list(given.items())[:64] if name != "settings"}
-    found["settings"] = {
-        text(str(name), 200): plain(value) for name, value in list(mapping(given.get("settings")).items())[:2000]
+    texts = {name: text(given.get(name)) for name in ("model", "device", "command", "peak_source")}
+    numbers = ("parameters", "trained_parameters", "layers", "hidden", "ranks", "peak_flops")
+    names = {
+        name: [text(item, 500) for item in items(given.get(name))[:256] if isinstance(item, str)]
+        for name in ("datasets", "reward_names")
     }
-    return found
+    changed = [text(item, 200) for item in items(given.get("changed"))[:MOST_KNOBS] if isinstance(item, str)]
+    versions = list(mapping(given.get("versions")).items())[:64]
+    settings = list(mapping(given.get("settings")).items())[:MOST_KNOBS]
+    return {
+        **texts,
+        **{name: number(given.get(name)) for name in numbers},
+        **names,
+        "changed": changed,
+        "reward_weights": [number(item) for item in items(given.get("reward_weights"))[:256]],
+        "versions": {text(name, 200): text(version, 200) for name, version in versions},
+        "settings": {text(name, 200): plain(value) for name, value in settings},
+    }
 
 
 def _pairs(value: Any, most: int = 100) -> list[list[float]]:

@@ -106,7 +106,7 @@ function drawCurves(chart) {
 function within(plot, low, high) {
   if (low === null || high === null || !Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
   const room = high - low || Math.abs(high) || 1;
-  const down = low >= 0 && low < 0.35 * high ? 0 : low - 0.06 * room;
+  const down = low >= 0 && low <= 0.35 * high ? 0 : low - 0.06 * room;
   return [down, high + 0.06 * room];
 }
 

@@ -6,7 +6,7 @@ function phasesOf(run) {
   const there = Object.keys(run.columns).filter((name) => name.startsWith("time/")).map((name) => name.slice(5));
   const known = PHASES.filter((name) => there.includes(name));
   const rest = there.filter((name) => !known.includes(name) && name !== "other").sort();
-  return [...known, ...rest, ...(there.includes("other") ? ["other"] : [])].map((name, place) => ({ name, values: run.columns[`time/${name}`], colour: seriesColour(place) }));
+  return [...known, ...rest, ...(there.includes("other") ? ["other"] : [])].map((name, place) => ({ name, values: run.columns[`time/${name}`], colour: name === "other" ? css("--faint") : seriesColour(place) }));
 }
 
 function stackedBars(run) {
