@@ -114,7 +114,7 @@ class Recorder(TrainerCallback):
                 shown = without_absolute_paths(without_secrets(problem))[:ERROR_CHARACTERS]
                 self.file.event("end", step=self.trainer.state.global_step, status=status, error=shown)
             self.file.close()
-            if self.writes:
+            if self._is_open:
                 self._write_report()
 
     @_never_fails
