@@ -19,7 +19,7 @@ VIEWS = ("overview", "time", "completions", "groups", "advisor", "settings")
 
 pytestmark = [
     pytest.mark.skipif(browser.found() is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is installed"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(900),
 ]
 
 
