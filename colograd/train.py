@@ -67,7 +67,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
     import yaml
 
     from colograd.config import given_settings, parse_arguments
-    from colograd.reporting.model_card import without_secrets
+    from colograd.reporting.redaction import without_secrets
 
     script, config, model, recipe = parse_arguments(argv)
     if model.model_name_or_path is None:

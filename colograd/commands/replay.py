@@ -31,7 +31,7 @@ NOT_TAKEN = (  # what names of settings begin with that say what is written, or 
     "do_", "resume_from_checkpoint", "output_dir", "report_to",
 )  # fmt: skip
 SET = {
-    "report_to": "none", "report": False, "save_strategy": "no", "journal": "keep", "disable_tqdm": True,
+    "report_to": "none", "save_strategy": "no", "journal": "keep", "report": False, "disable_tqdm": True,
     "reward_workers": 0,
 }  # fmt: skip
 

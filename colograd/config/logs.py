@@ -31,7 +31,8 @@ class LogKnobs:
     report: bool = knob(
         True,
         "Record for the report of the run (`_report/` in its folder): metrics of every step, what happens inside "
-        "rollouts, some groups token by token, and alarms (see docs/alarms.md).",
+        "rollouts, some groups token by token, and alarms (see docs/alarms.md). When training ends, `report.html` is "
+        "made of it; `colograd watch` shows it meanwhile (see docs/report.md).",
     )
     report_groups: int = knob(
         2,

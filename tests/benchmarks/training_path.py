@@ -158,6 +158,7 @@ def make_config(options: argparse.Namespace, folder: str) -> Any:
         "max_steps": options.steps,
         "logging_steps": 1,
         "save_strategy": "no",
+        "report": False,
         "report_to": "none",
         "disable_tqdm": True,
     }
