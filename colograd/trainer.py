@@ -188,7 +188,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = completion_log_of(args, self._reward_names, self.record.trackers)
+        self.completion_log = completion_log_of(args, self._reward_names, self.run_record.trackers)
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         self.journal = journal_of(args, self._reward_names)
@@ -289,7 +289,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
         entropy_gradient = self.loss.needs_entropy_gradient(micro_batch)
         logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, entropy_gradient)
-        self.record.keep(micro_batch, logprobs)
+        self.run_record.keep(micro_batch, logprobs)
         return self.loss(logprobs, entropy, micro_batch)
 
     # -- what stages are made of
@@ -377,9 +377,9 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         counts, masked = self._take_counts(), self.rules.mask_truncated
         with together("the statistics"):
             statistics = round_statistics(drawn, counts, self.combine, masked, self.args.dynamic_sampling)
-            self.record.note(drawn, statistics, self.combine)
+            self.run_record.note(drawn, statistics, self.combine)
         steps = [
-            step_batch(step, found, self.rules, self._reward_names, self.times, self.record.sampled)
+            step_batch(step, found, self.rules, self._reward_names, self.times, self.run_record.sampled)
             for step, found in zip(drawn, statistics, strict=True)
         ]
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -398,7 +398,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
 
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            drawn = self.engine.lead(self.record.watching(draw_all), others=[DrawnStep((), ()) for _ in prompts])
+            drawn = self.engine.lead(self.run_record.watching(draw_all), others=[DrawnStep((), ()) for _ in prompts])
         if self.journal is not None:
             self.times.move("reward", "journal", self.journal.take_seconds())
         return drawn
@@ -449,7 +449,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         while True:
             try:
                 step = self._with_entropy(inputs)
-                with together("training"), self.record.trains(step), self.times.phase("train"):
+                with together("training"), self.run_record.trains(step), self.times.phase("train"):
                     metrics = self._loss_pass(model, step)
                 break
             except torch.OutOfMemoryError as error:
@@ -532,7 +532,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded
-        with self.record.run():
+        with self.run_record.run():
             return super().train(*args, **kwargs)
 
     def at_boundary(self) -> bool:

@@ -116,7 +116,7 @@ class EvaluatingTrainer(PackedTrainer):
                 lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
             )
             counts = self._take_counts()
-        self.record.evaluated(groups, name)
+        self.run_record.evaluated(groups, name)
         if self.completion_log is not None:
             self.completion_log.add_evaluation(groups, self.decode, self.state, name)
         metrics = evaluation_metrics(groups, counts, self._reward_names, self.combine, args)

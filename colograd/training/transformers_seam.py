@@ -50,8 +50,8 @@ class PackedTrainer(ResumableTrainer):
             self.remove_callback(shown)
         self.add_callback(self.console)
         self.add_callback(Timekeeper(self.times, self._finish_step))
-        self.record = Recorder(self, self.is_world_process_zero())
-        self.add_callback(self.record)
+        self.run_record = Recorder(self, self.is_world_process_zero())
+        self.add_callback(self.run_record)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """And this rank's history of lengths, which says what the engine's batches will be."""
@@ -176,7 +176,7 @@ class PackedTrainer(ResumableTrainer):
         if self.journal is not None and self.args.layout.is_main:
             self.journal.note(self.state.global_step, self.figures)
         self.console.step(self.state.global_step, self.state.max_steps, entry)
-        self.record.step(entry)
+        self.run_record.step(entry)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
