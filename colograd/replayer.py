@@ -17,6 +17,7 @@ from .config import GRPOConfig
 from .parallel.ranks import gather, together
 from .reporting.tracing import StepProfile
 from .rewards.functions import as_list
+from .rollout.journal import Journal
 from .trainer import GRPOTrainer
 from .training import checkpoints
 from .training.assembly import Assembly, Prompts, assemble_alone
@@ -63,10 +64,13 @@ class Replayer(GRPOTrainer):
     ) -> None:
         self.replay, self.profile, self.flags = replay, profile, flags
         with together("the journal"):
-            rounds = RecordedRounds(replay, args.layout.rank, {})
+            recorded = Journal(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
+            names = [*map(str, recorded)] if isinstance(recorded, list) else []
+            rewards = _unasked(as_list(reward_funcs), names)
             _check_end(replay, args)
-            rounds.check_recorded(replay.starts()[0], args)
-            rewards = _unasked(as_list(reward_funcs), rounds.recorded_settings().get("reward_funcs"))
+            rounds, start = RecordedRounds(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
+            rounds.check_settings(start)
+            rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
         self.source = self.engine
@@ -138,10 +142,9 @@ def _check_end(replay: Replay, args: GRPOConfig) -> None:
         )
 
 
-def _unasked(functions: Sequence[Any], names: Any) -> list[Unasked]:
+def _unasked(functions: Sequence[Any], names: Sequence[str]) -> list[Unasked]:
     """Of as many functions as the run's recipe names; environments that reward themselves come with them."""
-    known = [*names] if isinstance(names, list) else []
-    return [Unasked(str(name)) for name in [*known, *("reward" for _ in functions)][: len(functions)]]
+    return [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
 
 
 class _EndAfter(TrainerCallback):
