@@ -217,12 +217,13 @@ class SegmentLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepEntropy:
-    """What the entropy's terms must know of the whole step (see `losses.entropy`)."""
+    """What the terms of the entropy and of routers must know of the whole step (see `losses.entropy`)."""
 
     coefficient: float = 0.0  # of the bonus, in this step
     denominator: float = 1.0  # the step's, by which the trainer will divide the sum
     threshold: float | None = None  # of the top-entropy quantile, nats; None: the micro-batch is the whole step
     tokens: float | None = None  # that the bonus is a mean over; None: likewise
+    sequence_tokens: float | None = None  # of all sequences, each with its prompt; None: likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,12 @@ class PackedRow:
     def num_tokens(self) -> int:
         """T: the length of the row."""
         return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of its completions, each with its prompt."""
+        rollouts = (rollout for part in self.parts for rollout in part.rollouts)
+        return sum(len(rollout.input) + len(rollout.completion_ids) for rollout in rollouts)
 
     @property
     def rollouts(self) -> tuple[RolloutId, ...]:

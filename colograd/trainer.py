@@ -46,7 +46,7 @@ from .parallel.ranks import gather, together
 from .policy.layers import check_compiled
 from .policy.liger import check_liger
 from .policy.loading import load_policy
-from .policy.logprobs import policy_logprobs, with_old_logprobs
+from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .policy.row_proof import choose_rows_where_it_trains
@@ -161,6 +161,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
             check_split(args, self.policy.model.config)
+            self.loss = dataclasses.replace(self.loss, router_coef=self.policy.router_coef(args))
             check_reference(args, self.policy)
             check_compiled(args, self.policy.why_padded)
             args.settle_precision(self.policy.model.dtype)
@@ -288,9 +289,13 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
         entropy_gradient = self.loss.needs_entropy_gradient(micro_batch)
-        logprobs, entropy = policy_logprobs(model, micro_batch, self.args.temperature, entropy_gradient)
+        temperature, routing = self.args.temperature, None
+        if self.policy.tells_routing:
+            logprobs, entropy, routing = routed_logprobs(model, micro_batch, temperature, entropy_gradient)
+        else:
+            logprobs, entropy = policy_logprobs(model, micro_batch, temperature, entropy_gradient)
         self.run_record.keep(micro_batch, logprobs)
-        return self.loss(logprobs, entropy, micro_batch)
+        return self.loss(logprobs, entropy, micro_batch, routing)
 
     # -- what stages are made of
 
@@ -460,7 +465,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             self.sharding.sum_gradients()
             reduced = metrics.reduce()
         loss = self.figures["loss"] = reduced.pop("loss")
-        self.entropy.finish(reduced, loss)
+        self.entropy.finish(reduced, loss - self.loss.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
             self.console.warn(line)

@@ -46,7 +46,7 @@ LIMITED = {
 }
 
 # Metrics that TRL logs and this version doesn't, with the reason.
-OTHER_METRICS = {"aux_loss": "auxiliary losses of mixtures of experts aren't computed"}
+OTHER_METRICS: dict[str, str] = {}
 # What is to be said of metrics that have TRL's name.
 METRIC_NOTES = {
     "frac_reward_zero_std": "By group, whatever `scale_rewards` says (TRL: of the whole batch with `batch`)",
@@ -54,6 +54,7 @@ METRIC_NOTES = {
     "completions/mean_terminated_length": "Left out where none ended (TRL logs 0)",
     "completions/min_terminated_length": "Left out where none ended (TRL logs 0)",
     "completions/max_terminated_length": "Left out where none ended (TRL logs 0)",
+    "aux_loss": "Of micro-batches, by their tokens; also where its coefficient is 0",
     "step_time": "The whole step; `time/*` are its phases",
 }
 

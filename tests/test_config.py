@@ -599,25 +599,22 @@ def test_what_trl_takes_and_is_rarely_meant_gets_a_line(given: dict[str, Any], s
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))
 
 
-def test_a_mixture_of_experts_is_told_that_its_balance_is_left_alone() -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
+def test_the_coefficient_of_the_routers_is_the_configurations_or_else_the_models_own() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     from colograd.policy.loading import Policy
 
     shape = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "vocab_size": 8,
-    }
-    for coefficient, said in ((0.1, True), (0.0, False)):
-        experts = MixtralConfig(
-            **shape,
-            num_key_value_heads=1,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            router_aux_loss_coef=coefficient,
-        )
-        lines = Policy(MixtralForCausalLM(experts), None, "", False, "").warnings(config())
-        assert any("load-balancing loss isn't added" in line for line in lines) == said
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "vocab_size": 8,
+    }  # fmt: skip
+    routed = MixtralConfig(**shape, num_local_experts=2, num_experts_per_tok=1, router_aux_loss_coef=0.1)
+    experts = Policy(MixtralForCausalLM(routed), None, "", False, "")
+    plain = Policy(LlamaForCausalLM(LlamaConfig(**shape)), None, "", False, "")
+    for asked, found in ((None, 0.1), (0.0, 0.0), (0.3, 0.3)):
+        settings = config(router_aux_loss_coef=asked)
+        assert experts.router_coef(settings) == found
+        assert any("load-balancing" in line for line in experts.describe(settings, 1)) == bool(found)
+    assert plain.router_coef(config()) == plain.router_coef(config(router_aux_loss_coef=0.0)) == 0.0
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.3, but LlamaForCausalLM has no routers .*remove"):
+        plain.router_coef(config(router_aux_loss_coef=0.3))

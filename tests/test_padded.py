@@ -32,6 +32,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 PADDED: dict[str, tuple[Callable[[], Any], str]] = {
     "state space": (
@@ -58,6 +59,10 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=2.0)),
         "soft-capping or sinks",
     ),
+    "sinks": (
+        lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
+        "soft-capping or sinks",
+    ),
     "a window that the attention isn't told": (
         lambda: hf.Qwen2MoeForCausalLM(
             hf.Qwen2MoeConfig(
@@ -76,6 +81,16 @@ PACKED: dict[str, Callable[[], Any]] = {
         )
     ),
     "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SHAPE, logits_scaling=4.0)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SHAPE, **EXPERTS)),
+    "glm4_moe": lambda: hf.Glm4MoeForCausalLM(
+        hf.Glm4MoeConfig(
+            **SHAPE, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+            n_shared_experts=1, first_k_dense_replace=1,
+        )
+    ),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
 }  # fmt: skip
 

@@ -73,16 +73,58 @@ def make_model(
         model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape))
     elif family == "qwen3":
         model = hf.Qwen3ForCausalLM(hf.Qwen3Config(head_dim=32, **shape))
+    elif family in EXPERTS:
+        model = EXPERTS[family](shape)
     else:
         assert family == "gemma3", family
         window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
         model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(head_dim=32, query_pre_attn_scalar=32, **window, **shape))
     with torch.no_grad():  # the usual 0.02 gives flat distributions: make samples depend on the weights
         for parameter in model.parameters():
-            parameter.mul_(3.0) if parameter.dim() == 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
+            parameter.mul_(3.0) if parameter.dim() >= 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _qwen3_moe(shape: dict[str, Any]) -> Any:
+    """The first layer without experts, as some checkpoints have it."""
+    import transformers as hf
+
+    routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(head_dim=32, **routing, **shape))
+
+
+def _mixtral(shape: dict[str, Any]) -> Any:
+    import transformers as hf
+
+    routing = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(head_dim=32, **routing, **shape))
+
+
+def _glm4_moe(shape: dict[str, Any]) -> Any:
+    """Sigmoid scores with a correction that isn't trained, a shared expert, and a first layer without experts."""
+    import transformers as hf
+
+    routing = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    model = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(head_dim=32, partial_rotary_factor=0.5, **routing, **shape))
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.uniform_(-0.1, 0.1)
+    return model
+
+
+def _gpt_oss(shape: dict[str, Any]) -> Any:
+    """Sinks in its attention, windows in every other layer, biases in its experts."""
+    import transformers as hf
+
+    routing = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128}
+    return hf.GptOssForCausalLM(hf.GptOssConfig(head_dim=32, **routing, **shape))
+
+
+EXPERTS = {"qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "glm4_moe": _glm4_moe, "gpt_oss": _gpt_oss}
 
 
 def prompts(size: int = 16) -> Dataset:

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 # TRL 1.16 fields that this version refuses, each with the reason and what to use instead.
 REFUSED: dict[str, str] = {
-    "router_aux_loss_coef": "mixture-of-experts auxiliary losses aren't computed (TRL adds the model's own where "
-    "nothing is said); remove it",
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
     "transformers_continuous_batching_config": "generation always runs in vLLM; remove it",
@@ -23,7 +21,6 @@ REFUSED: dict[str, str] = {
 
 # Values with which a refused field asks for nothing, so that a file may keep them.
 INERT: dict[str, tuple[Any, ...]] = {
-    "router_aux_loss_coef": (None, 0),
     "cache_implementation": (None,),
     "use_transformers_continuous_batching": (False,),
     "transformers_continuous_batching_config": (None,),

@@ -51,6 +51,11 @@ class ObjectiveKnobs(SamplingKnobs):
     entropy_coef_max: float = knob(1.0, "Upper bound of the adaptive coefficient.")
     entropy_coef_delta: float = knob(0.005, "By how much it moves in a step.")
     entropy_target: float = knob(0.2, "Mean entropy of a token, in nats, below which the adaptive bonus acts.")
+    router_aux_loss_coef: float | None = knob(
+        None,
+        "Coefficient of a mixture of experts' load-balancing loss; default: the model's own (0.001, mostly). With 0, "
+        "groups without a reward difference aren't trained.",
+    )
     vllm_importance_sampling_correction: bool = knob(
         True, "Weigh the loss by trainer over sampler probability, to undo their mismatch."
     )
@@ -79,7 +84,7 @@ class ObjectiveKnobs(SamplingKnobs):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be positive: 1.0 is usual.")
         at_least(self, 0, "delta", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")
-        at_least(self, 0, "entropy_coef_delta")
+        at_least(self, 0, "entropy_coef_delta", "router_aux_loss_coef")
         if not 0 <= self.top_entropy_quantile <= 1:
             raise ValueError(
                 f"top_entropy_quantile is {self.top_entropy_quantile}, but must be a share from 0 to 1: 1.0 turns it "

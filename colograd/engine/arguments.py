@@ -15,6 +15,8 @@ from ..policy.lora import Adapter
 CPU_BLOCK = 32
 MOST_SEQUENCES = 1024  # decoded at once: vLLM's own number on the largest GPUs
 VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and then splits it
+# vLLM's kernel for a mixture's experts that reads them as they are in a checkpoint. Others swap or permute them.
+KEEPS_EXPERTS = "triton"
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
@@ -68,6 +70,7 @@ def engine_kwargs(
         # With a size given, the share decides nothing, but vLLM still refuses to start where less of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
+        kwargs |= dict.fromkeys(_accepted("moe_backend"), KEEPS_EXPERTS)
         if sequences:
             kwargs |= _batch_kwargs(config, sequences)
     return {name: value for name, value in kwargs.items() if value is not None} | given

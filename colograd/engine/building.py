@@ -6,6 +6,7 @@ To that end parts of vLLM are replaced: what moves or hides the weights, and CPU
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import sys
@@ -18,6 +19,7 @@ import torch
 from packaging.version import Version
 
 from ..runtime import process
+from .experts import apply_experts
 
 # First and last release: of those that the tests were run with, and of those whose source has what is used here.
 TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
@@ -77,6 +79,7 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
         if on_cpu:
             ranks_without_compiling()
             while_built.enter_context(live_weights())
+            while_built.enter_context(live_experts())
             while_built.enter_context(one_draw_per_token())
             while_built.enter_context(kernels_found_once())
         if on_cpu and ranks > 1:
@@ -171,6 +174,22 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
         layer.cpu_linear = torch.nn.functional.linear
 
     return replaced(utils, "dispatch_cpu_unquantized_gemm", keep)
+
+
+def live_experts() -> contextlib.AbstractContextManager[None]:
+    """While an engine is built on a CPU, keep the weights of a mixture's experts in place, likewise.
+
+    vLLM packs them into the layout of a kernel that computes all experts at once.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:  # a vLLM that has them elsewhere: the map of the weights finds no place for them
+        return contextlib.nullcontext()
+
+    def keep(self: Any, layer: torch.nn.Module) -> None:
+        self.apply = functools.partial(apply_experts, self)
+
+    return replaced(CPUUnquantizedExperts, "process_weights_after_loading", keep)
 
 
 def ranks_without_compiling() -> None:

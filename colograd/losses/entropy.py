@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from ..batch import MicroBatch, StepBatch, StepEntropy
 from ..config import GRPOConfig
 from ..parallel.ranks import gather, together
-from ..policy.packing import lay_out
+from ..policy.packing import is_dummy, lay_out
 from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
@@ -47,7 +47,10 @@ def with_step_entropy(
         everywhere = torch.cat(gather(own))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
-    entropy = StepEntropy(coefficient, objective.denominator(step), threshold, tokens)
+    sequence_tokens = None
+    if objective.router_coef:
+        sequence_tokens = float(max(1, sum(gather(sum(row.sequence_tokens for row in step.rows if not is_dummy(row))))))
+    entropy = StepEntropy(coefficient, objective.denominator(step), threshold, tokens, sequence_tokens)
     rows = tuple(dataclasses.replace(row, step_entropy=entropy) for row in step.rows)
     return dataclasses.replace(step, rows=rows)
 
@@ -84,7 +87,7 @@ class EntropyController(TrainerCallback):
         """Write `policy_loss`, the loss without the bonus, into the metrics of a step, or of an evaluation.
 
         Args:
-            loss: with the bonus.
+            loss: with the bonus, and without what else isn't of the policy.
 
         Returns:
             The mean entropy that the bonus acted on, in nats; None: there is no bonus, or there was no token.

@@ -12,6 +12,7 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
+from ..policy.routing import Routing
 from .mismatch import Bounds, observe
 from .token_losses import Extremes, Means, TokenLoss, Tokens, find_loss, per_sequence_sum, sequence_mean_weights
 
@@ -67,6 +68,7 @@ class Objective:
     beta: float = 0.0
     unbiased_kl: bool = True  # the KL term times the ratio: DeepSeek-V3.2, likewise
     entropy_bonus: bool = False
+    router_coef: float = 0.0  # of a mixture's load-balancing loss, see `Routing.balance_loss`
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
@@ -95,7 +97,8 @@ class Objective:
     @property
     def every_group(self) -> bool:
         """Whether groups without a reward difference matter: by a gradient of theirs, or by their tokens' entropies."""
-        return self.loss.every_group or self.beta != 0 or self.entropy_bonus or self.top_entropy_quantile < 1
+        terms = self.beta != 0 or self.entropy_bonus or self.router_coef != 0
+        return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
     def needs_entropy_gradient(self, batch: MicroBatch) -> bool:
         """Whether the micro-batch's loss needs the entropies' gradient: not in a step without a bonus."""
@@ -105,10 +108,15 @@ class Objective:
         """What the step's sum is divided by."""
         return self.loss.denominator(step)
 
-    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch) -> LossOutput:
+    def __call__(
+        self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch, routing: Routing | None = None
+    ) -> LossOutput:
         """Loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats.
 
         On-policy the old log-probabilities are the new ones, detached: the ratio is 1, its gradient that of log pi.
+
+        Args:
+            routing: of a mixture of experts.
         """
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         tokens = self._tokens(logprobs, old, batch)
@@ -135,7 +143,14 @@ class Objective:
             of_step = batch.step_entropy
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
-        return LossOutput(loss, *self._observe(tokens, entropy.detach(), old, kl, chosen))
+        sums, minima, maxima = self._observe(tokens, entropy.detach(), old, kl, chosen)
+        if routing is not None:
+            balance, of_step = routing.balance_loss, batch.step_entropy
+            if self.router_coef != 0:
+                of_all = routing.tokens.clamp(min=1) if of_step.sequence_tokens is None else of_step.sequence_tokens
+                loss = loss + (self.router_coef * of_step.denominator * routing.tokens / of_all) * balance
+            sums = {**sums, **_observe_routing(routing, balance.detach())}
+        return LossOutput(loss, sums, minima, maxima)
 
     def _tokens(self, logprobs: torch.Tensor, old: torch.Tensor, batch: MicroBatch) -> Tokens:
         # What another wrote may be so unlikely that a ratio overflows, and 0 * inf would spoil the sum.
@@ -200,6 +215,17 @@ class Objective:
             minima = {**minima, f"{name}/min": correction.where(counted, torch.inf).min()}
             maxima = {**maxima, f"{name}/max": correction.where(counted, -torch.inf).max()}
         return sums | of_loss, minima, maxima
+
+
+@torch.no_grad()
+def _observe_routing(routing: Routing, balance: torch.Tensor) -> Means:
+    """Of the micro-batches, by their tokens."""
+    tokens = routing.tokens
+    return {
+        "aux_loss": (balance * tokens, tokens),
+        "router/load_max": (routing.largest_load * tokens, tokens),
+        "router/entropy": (routing.mean_entropy * tokens, tokens),
+    }
 
 
 def top_threshold(entropies: torch.Tensor, share: float) -> float:

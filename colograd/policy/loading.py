@@ -18,6 +18,7 @@ from ..config import GRPOConfig
 from ..parallel.ranks import world_size
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
+from .routing import tells_routing
 from .row_proof import choose_rows
 
 
@@ -49,6 +50,27 @@ class Policy:
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
     @property
+    def tells_routing(self) -> bool:
+        """Whether it is a mixture of experts whose forward can tell what its routers did."""
+        return tells_routing(unwrap(self.model))
+
+    def router_coef(self, config: GRPOConfig) -> float:
+        """The coefficient of the routers' load-balancing loss: the configuration's, else the model's own.
+
+        Raises:
+            ValueError: one is asked for, and the model has no such loss.
+        """
+        text, asked = self.model.config.get_text_config(), config.router_aux_loss_coef
+        if self.tells_routing:
+            return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)
+        if asked:
+            raise ValueError(
+                f"router_aux_loss_coef is {asked}, but {type(unwrap(self.model)).__name__} has no routers whose logits "
+                "transformers returns, and so no load-balancing loss: remove it."
+            )
+        return 0.0
+
+    @property
     def end_tokens(self) -> set[int | None]:
         """Tokens that end a completion: the tokenizer's, and those that the checkpoint names."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
@@ -67,15 +89,17 @@ class Policy:
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
             f"{_recomputed(config.checkpointing)}"
         ]
+        if coefficient := self.router_coef(config):
+            lines.append(
+                f"experts: {coefficient:g} of the routers' load-balancing loss is added (router_aux_loss_coef), for "
+                "which groups without a reward difference are trained too"
+            )
         if self.why_padded:
             lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
         return lines
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
         """What TRL does and isn't done here, or rarely does what was meant, in lines."""
-        text: Any = self.model.config.get_text_config()
-        if hasattr(text, "output_router_logits") and float(getattr(text, "router_aux_loss_coef", 0.0)):
-            yield "experts: the router's load-balancing loss isn't added (TRL adds the model's own)"
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim != "adamw_split":
             yield (

@@ -9,7 +9,7 @@ the vocabulary nor the number of labels, but for one number per label (two where
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from ..parallel import watchdog
 from . import attention, padded
 from .lora import unwrap
 from .packing import lay_out
+from .routing import Routing, routing_of
 
 # Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
 # tiles would leave it waiting for launches; 32 MiB on a CPU, whose allocator doesn't reuse all that is freed.
@@ -39,7 +40,15 @@ def policy_logprobs(
     Returns:
         logprobs (N,) float32, nats, differentiable; entropy (N,) float32, nats, with a gradient if it is asked for.
     """
-    return PolicyForward(model, temperature, entropy_gradient)(micro_batch)
+    return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
+
+
+def routed_logprobs(
+    model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, Routing]:
+    """`policy_logprobs`, and what the routers did, of a mixture of experts that tells (`routing.tells_routing`)."""
+    logprobs, entropy, *routing = PolicyForward(model, temperature, entropy_gradient, routing=True)(micro_batch)
+    return logprobs, entropy, Routing(*routing)
 
 
 @torch.no_grad()
@@ -66,18 +75,23 @@ class PolicyForward:
     model: torch.nn.Module  # or a wrapper around it, such as a PeftModel
     temperature: float
     entropy_gradient: bool = False
+    routing: bool = False
 
-    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) log-probabilities and (N,) entropies; see `policy_logprobs`."""
+    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """(N,) log-probabilities and (N,) entropies (see `policy_logprobs`); the fields of a `Routing`, if asked for.
+        Tensors alone: hooks of a sharded model look for them."""
         watchdog.progress()  # of a pass over many rows each is one
         around = getattr(self.model, "around_forward", nullcontext)
         with calls(self.model, self._compute), around():
-            logprobs, entropy = self.model(micro_batch)
-        return logprobs, entropy
+            found: tuple[torch.Tensor, ...] = self.model(micro_batch)
+        return found
 
-    def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         model = unwrap(self.model)
-        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.predictors)
+        states, routers = _states_and_routers(
+            model, micro_batch, **({"output_router_logits": True} if self.routing else {})
+        )
+        hidden = states[0].index_select(0, micro_batch.predictors)
         head = model.get_output_embeddings()
 
         def logprobs(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +107,11 @@ class PolicyForward:
             )
 
         with calls(head, logprobs):
-            found: tuple[torch.Tensor, torch.Tensor] = head(hidden)
+            found: tuple[torch.Tensor, ...] = head(hidden)
+        if self.routing:
+            chosen = model.config.get_text_config().num_experts_per_tok
+            routing = routing_of(routers, chosen, micro_batch)
+            found += tuple(getattr(routing, field.name) for field in dataclasses.fields(routing))
         return found
 
 
@@ -125,9 +143,17 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """The last hidden states of a packed row, (1, T, hidden), of all of the model but its head. A model with any other
     attention than the packed one runs its sequences padded."""
+    return _states_and_routers(model, micro_batch)[0]
+
+
+def _states_and_routers(
+    model: Any, micro_batch: MicroBatch, **asked: bool
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """`hidden_states`, and of each layer with experts its router's logits (T, E), where ``asked`` has the model return
+    them."""
     body = model.base_model if model.base_model is not model else model.get_decoder()
     if model.config._attn_implementation != attention.NAME:
-        return padded.hidden_states(body, micro_batch)
+        return padded.hidden_states(body, micro_batch, **asked)
     with attention.packed_rows():
         output = body(
             input_ids=micro_batch.input_ids,
@@ -137,8 +163,10 @@ def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
             position_ids=micro_batch.position_ids,
             layout=micro_batch.layout,
             use_cache=False,
+            **asked,
         )
-    return output.last_hidden_state
+    routers = getattr(output, "router_logits", None) or ()
+    return output.last_hidden_state, [logits.flatten(0, -2) for logits in routers]
 
 
 def label_logprobs(

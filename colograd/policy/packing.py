@@ -91,6 +91,10 @@ def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((
     return PackedRow(tuple(parts), False, device)
 
 
+def is_dummy(row: PackedRow) -> bool:
+    return all(identity.position == NOBODY for identity in row.rollouts)
+
+
 class PackedSequence(NamedTuple):
     """A completion in a packed row."""
 

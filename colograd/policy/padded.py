@@ -50,10 +50,18 @@ def rows_of(layout: SegmentLayout) -> Rows:
     return Rows(tokens, torch.tensor([len(row) for row in rows]), places)
 
 
-def hidden_states(decoder: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+def hidden_states(
+    decoder: torch.nn.Module, micro_batch: MicroBatch, **asked: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The decoder's last hidden states, computed on padded rows, in the packed row's order: (1, T, hidden).
 
     A prompt's states are those of its first completion's row: the others' are the same function of the weights.
+
+    Args:
+        asked: further arguments of the decoder; ``output_router_logits`` has it return those too.
+
+    Returns:
+        And of each layer with experts its router's logits, likewise (T, E), if they were asked for.
     """
     rows, device = rows_of(micro_batch.layout), micro_batch.input_ids.device
     tokens, lengths = sent(rows.tokens, device), sent(rows.lengths, device)
@@ -64,11 +72,16 @@ def hidden_states(decoder: torch.nn.Module, micro_batch: MicroBatch) -> torch.Te
         "position_ids": torch.arange(tokens.shape[1], device=device).expand_as(tokens),
         "use_cache": False,
         "return_dict": True,
+        **asked,
     }
     kind: Any = type(decoder)
     accepted = _parameters(kind)
-    hidden = decoder(**{name: value for name, value in inputs.items() if name in accepted}).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, sent(rows.places, device))[None]
+    output = decoder(**{name: value for name, value in inputs.items() if name in accepted or name in asked})
+    places = sent(rows.places, device)
+    hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
+    return hidden, [
+        logits.flatten(0, -2).index_select(0, places) for logits in getattr(output, "router_logits", None) or ()
+    ]
 
 
 @functools.cache

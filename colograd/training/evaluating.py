@@ -157,6 +157,6 @@ class EvaluatingTrainer(PackedTrainer):
             with together("the evaluation's forward"), torch.no_grad():
                 metrics = self._loss_pass(self.model, step, backward=False)
         reduced = metrics.reduce()
-        self.entropy.show(reduced, reduced["loss"])
+        self.entropy.show(reduced, reduced["loss"] - self.loss.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
         return reduced

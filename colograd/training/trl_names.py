@@ -27,8 +27,6 @@ OF_ARGUMENTS = (
 )  # fmt: skip
 # Attributes that say of TRL's trainer what is so here in any run.
 ALWAYS = {
-    "aux_loss_enabled": False,
-    "router_aux_loss_coef": 0.0,
     "chat_template": None,
     "use_transformers_continuous_batching": False,
     "continuous_batching_config": None,
@@ -140,6 +138,8 @@ _FOUND = {
     "generation_kwargs": lambda trainer: trainer.args.generation_kwargs or {},
     "eos_token_ids": _end_tokens,
     "epsilon_low": lambda trainer: trainer.args.epsilon,
+    "router_aux_loss_coef": lambda trainer: trainer.loss.router_coef,
+    "aux_loss_enabled": lambda trainer: trainer.loss.router_coef != 0,
     "entropy_coef": lambda trainer: trainer.entropy.coefficient,
     "reward_funcs": lambda trainer: [reward.function for reward in trainer.rewards],
     "reward_func_names": lambda trainer: [reward.name for reward in trainer.rewards],

@@ -2,7 +2,8 @@
 
 vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The model class names its fusions
 in ``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``; shapes decide the rest, also which part of a
-parameter a rank has of an engine that it shares with others.
+parameter a rank has of an engine that it shares with others. A mixture's experts are one tensor per kind on both sides,
+under names and in modules of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from ..policy.lora import base_name
+
+# All experts of a block, (E, 2I, H) and (E, H, I) and their biases, as transformers and as vLLM name them. A policy may
+# have them transposed: (E, H, 2I) and (E, I, H).
+EXPERTS = {
+    "gate_up_proj": "w13_weight", "down_proj": "w2_weight", "gate_up_proj_bias": "w13_bias", "down_proj_bias": "w2_bias"
+}  # fmt: skip
+WITHIN = ("", "routed_experts.")  # of vLLM's module of the experts, where their tensors are
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # transformers calls a mixture's block as any other, vLLM some by the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +71,14 @@ def map_parameters(
     """
     targets, sources = _base_parameters(engine_model), _base_parameters(policy)
     own_names = {base_name(name): name for name, _ in policy.named_parameters()}
+    for name, buffer in policy.named_buffers():  # what the engine has as a parameter: a router's correction, say
+        if (base := base_name(name)) in targets and base not in sources:
+            sources[base], own_names[base] = buffer, name
     slices, missing = [], []
     for name, source in sources.items():
+        if (experts := _experts(name, targets, engine_model)) is not None:
+            slices.append(Slice(own_names[name], source, _turned(experts, source, policy, own_names[name])))
+            continue
         found = _whereabouts(name, sources, targets, engine_model)
         if found and ranks > 1 and name.split(".")[-2] in fusions(engine_model):
             found = None  # fused in the checkpoint already: where its parts end, no shape tells
@@ -90,8 +105,9 @@ def _whereabouts(
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
     """The engine's tensor that holds a parameter, the parameters that are fused in it, and which of them it is."""
     mapped = renamed(name, engine_model)
-    if mapped in targets:
-        return targets[mapped], [sources[name]], 0
+    for found in (mapped, mapped.replace(*BLOCKS)):
+        if found in targets:
+            return targets[found], [sources[name]], 0
     for fused, parts in fusions(engine_model).items():
         for index, part in enumerate(parts):
             target = targets.get(mapped.replace(f".{part}.", f".{fused}."))
@@ -101,6 +117,32 @@ def _whereabouts(
                     return None
                 return target, [sources[sibling] for sibling in siblings if sibling in sources], index
     return None
+
+
+def _experts(name: str, targets: dict[str, torch.Tensor], engine_model: torch.nn.Module) -> torch.Tensor | None:
+    """The engine's tensor of a block's experts; None: the parameter is none of a mixture's experts."""
+    head, _, last = name.rpartition(".")
+    if not head.endswith(".experts") or last not in EXPERTS:
+        return None
+    head = renamed(f"{head}.weight", engine_model).removesuffix("weight")
+    places = (f"{block}{within}{EXPERTS[last]}" for block in (head, head.replace(*BLOCKS)) for within in WITHIN)
+    return next((targets[place] for place in places if place in targets), None)
+
+
+def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> torch.Tensor:
+    """
+    Raises:
+        UnmappedParameter: the engine's tensor of the experts has another shape.
+    """
+    target = target.detach()
+    if target.dim() == 3 and getattr(policy.get_submodule(name.rpartition(".")[0]), "is_transposed", False):
+        target = target.transpose(1, 2)
+    if target.shape != source.shape:
+        raise UnmappedParameter(
+            f"The engine keeps {name} as {tuple(target.shape)}, the policy as {tuple(source.shape)}: its kernel for "
+            "experts has a layout of its own. Leave moe_backend out of vllm_engine_kwargs."
+        )
+    return target
 
 
 def fusions(engine_model: torch.nn.Module) -> dict[str, list[str]]:

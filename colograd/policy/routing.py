@@ -1,0 +1,91 @@
+"""What the routers of a mixture of experts did with a row: how its tokens were spread, and the gradient of that.
+
+A completion is counted with its prompt, so a prompt that a row holds once counts once per completion: as if each
+sequence had a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..batch import MicroBatch
+from .packing import NOBODY
+from .sending import sent
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Sums over a row's tokens. L layers have E experts each."""
+
+    tokens: torch.Tensor  # () of all its sequences
+    loads: torch.Tensor  # (L, E) how many of them each expert got
+    probabilities: torch.Tensor  # (E,) the routers' probabilities, over the layers too; differentiable
+    entropy: torch.Tensor  # () of their distributions, nats, likewise over the layers
+
+    @property
+    def balance_loss(self) -> torch.Tensor:
+        """E times the sum over experts of the share of tokens that each got and its mean probability: K for K experts
+        per token and an even spread. All layers are pooled, as transformers' `load_balancing_loss_func` has it.
+
+        Switch Transformer, arXiv 2101.03961, equations 4 to 6. Differentiable by the probabilities.
+        """
+        rows = self._rows
+        return self.loads.shape[1] * (self.loads.sum(0) / rows * self.probabilities / rows).sum()
+
+    @property
+    def largest_load(self) -> torch.Tensor:
+        """() of a layer's experts, the load of the one that got the most by their mean; the layers' mean. 1: even."""
+        loads = self.loads
+        return (loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)).mean()
+
+    @property
+    def mean_entropy(self) -> torch.Tensor:
+        """() nats, of a token in a layer."""
+        return self.entropy / self._rows
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        return (self.tokens * len(self.loads)).clamp(min=1)
+
+
+def tells_routing(model: Any) -> bool:
+    """Whether the model can return what its routers said."""
+    return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
+        getattr(model, "_can_record_outputs", None) or {}
+    )
+
+
+def routing_of(router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch) -> Routing:
+    """
+    Args:
+        router_logits: of each layer with experts, (T, E), in the packed row's order.
+        chosen: experts per token.
+    """
+    weights = token_weights(micro_batch)
+    loads, probabilities, entropy = [], [], []
+    for logits in router_logits:
+        logprobs = logits.float().log_softmax(-1)
+        of_experts = logprobs.exp()
+        probabilities.append(weights @ of_experts)
+        with torch.no_grad():
+            picked = of_experts.topk(chosen, dim=-1).indices
+            counts = torch.zeros_like(of_experts[0]).index_add(0, picked.flatten(), weights.repeat_interleave(chosen))
+            loads.append(counts)
+            entropy.append(weights @ torch.special.entr(of_experts).sum(-1))
+    return Routing(weights.sum(), torch.stack(loads), torch.stack(probabilities).sum(0), torch.stack(entropy).sum())
+
+
+def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
+    """(T,) float32: of how many of the row's sequences each token is a part. Dummies are none."""
+    layout, identities = micro_batch.layout, iter(micro_batch.rollouts)
+    counts = [0] * len(layout.lengths)
+    for completion, seen in enumerate(layout.sees):
+        if seen and next(identities).position != NOBODY:
+            for segment in (*seen, completion):
+                counts[segment] += 1
+    weights = torch.tensor(counts, dtype=torch.float32).repeat_interleave(torch.tensor(layout.lengths))
+    return sent(weights, micro_batch.input_ids.device)
