@@ -148,8 +148,8 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
     A gradient is freed when it has been looked at. None are known where the memory doesn't suffice for one.
     """
     found: dict[str, float] = {}
-    asked = {part.source: part for part in slices}
     given = {parameter: parameter.requires_grad for parameter in policy.parameters()}
+    asked = {part.source: part for part in slices if part.source in given}  # a buffer gets no gradient
 
     def look(parameter: torch.Tensor) -> None:
         part, gradient = asked[parameter], parameter.grad
