@@ -31,7 +31,7 @@ from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, 
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
-from .engine.building import check_vllm, untested_vllm
+from .engine.building import check_experts, check_vllm, untested_vllm
 from .engine.sampling import Sampling, check_sampling
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
@@ -49,7 +49,9 @@ from .policy.loading import load_policy
 from .policy.logprobs import evaluation_mode, policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .policy.routing import num_experts
 from .policy.row_proof import choose_rows_where_it_trains
+from .policy.supported import check_supported
 from .reporting.completion_log import CompletionLog
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
@@ -141,6 +143,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_places(places)
             check_engines(args.layout, places)
             args.check_for_trainer(quantization_config=quantization_config)
+            check_supported(model, args)
             check_vllm()
             check_sampling(args)
             check_sharding(args, optimizers[0])
@@ -160,6 +163,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
             check_split(args, self.policy.model.config)
+            check_experts(num_experts(self.policy.model.config), args.on_cpu)
             self.loss = dataclasses.replace(self.loss, router_coef=self.policy.router_coef(args))
             check_reference(args, self.policy)
             check_compiled(args, self.policy.why_padded)

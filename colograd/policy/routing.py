@@ -52,6 +52,14 @@ class Routing:
         return (self.tokens * len(self.loads)).clamp(min=1)
 
 
+def num_experts(model_config: Any) -> int:
+    """Experts of a layer among which routers choose; 0: it is no mixture."""
+    text = model_config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = max((int(getattr(text, name, None) or 0) for name in names), default=0)
+    return found if getattr(text, "num_experts_per_tok", None) or found > 1 else 0
+
+
 def tells_routing(model: Any) -> bool:
     """Whether the model can return what its routers said."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
