@@ -231,3 +231,27 @@ def test_dropout_before_experts_is_refused_with_the_remedy(models, tmp_path: Pat
     adapter = peft.LoraConfig(target_parameters=ON_EXPERTS, lora_dropout=0.05, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match=re.escape("lora_dropout is 0.05") + r".*set lora_dropout: 0"):
         build(models["mixtral"], tmp_path, adapter)
+
+
+def small_letters(completions: list[Any], **kwargs: Any) -> list[float]:
+    """The share of a completion's 16 places that hold a small letter: a tenth at random."""
+    return [sum("a" <= char <= "z" for char in completion[0]["content"]) / 16 for completion in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixture_learns(family: str, models, tmp_path: Path, closing) -> None:
+    """From random weights to small letters, with the routers' load-balancing loss: about half a minute on two cores."""
+    changes = {
+        "max_steps": 80, "learning_rate": 3e-3, "num_generations": 8, "prompts_per_step": 8,
+        "max_completion_length": 16, "lr_scheduler_type": "constant", "router_aux_loss_coef": None,
+    }  # fmt: skip
+    args = tiny.config(tmp_path / "run", **changes)
+    trainer = closing(GRPOTrainer(str(models[family]), small_letters, args, tiny.prompts()))
+    started = time.perf_counter()
+    trainer.train()
+    rewards = [step["reward"] for step in steps(trainer)]
+    first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
+    print(f"{family}: {first:.2f} -> {last:.2f} in {time.perf_counter() - started:.0f} s")
+    assert first < 0.3 and last > 0.7
