@@ -31,7 +31,7 @@ from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, 
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
-from .engine.building import check_vllm
+from .engine.building import check_experts, check_vllm
 from .engine.sampling import Sampling, check_sampling
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
@@ -49,7 +49,9 @@ from .policy.loading import load_policy
 from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .policy.routing import num_experts
 from .policy.row_proof import choose_rows_where_it_trains
+from .policy.supported import check_supported
 from .reporting.completion_log import completion_log_of
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
@@ -143,6 +145,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             check_places(places)
             check_engines(args.layout, places)
             args.check_for_trainer(quantization_config=quantization_config)
+            check_supported(model, args)
             self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)
@@ -230,6 +233,8 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
     def assemble(self, prompts: Sequence[Prompts]) -> Assembly:
         """Build the engine beside the policy. A collective. Overridden where nothing is sampled."""
         args: GRPOConfig = self.args
+        with together("the engine's experts"):
+            check_experts(num_experts(self.policy.model.config), args.on_cpu)
         if compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
         return assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)

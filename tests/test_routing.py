@@ -19,7 +19,7 @@ from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.policy.logprobs import routed_logprobs
 from colograd.policy.packing import dummy, lay_out, plan_rows
-from colograd.policy.routing import Routing, token_weights
+from colograd.policy.routing import Routing, active_parameters, token_weights
 from colograd.policy.row_proof import choose_rows
 
 ROUTED = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
@@ -138,6 +138,13 @@ def test_tokens_count_by_the_sequences_that_they_are_a_part_of() -> None:
     lengths = batch.layout.lengths
     expected = [float(len(lengths) - 1)] * lengths[0] + [1.0] * sum(lengths[1:])
     assert token_weights(batch).tolist() == expected and sum(expected) == row.sequence_tokens
+
+
+def test_a_token_goes_through_the_experts_that_it_is_sent_to() -> None:
+    model, expert = make(FAMILIES["mixtral"]), 3 * 64 * 96
+    assert active_parameters(model) == model.num_parameters() - 2 * 2 * expert, "of 4 experts in 2 layers 2"
+    dense = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE))
+    assert active_parameters(dense) == dense.num_parameters()
 
 
 def test_an_even_spread_is_the_least_and_a_single_expert_the_most() -> None:

@@ -40,7 +40,9 @@ class ModelConfig:
         "value projections).",
     )
     lora_target_parameters: list[str] | None = knob(
-        None, "TRL's field for parameters that are no layer. Not available in this version."
+        None,
+        "Names of parameters to adapt that are no layer's: a mixture's experts, `mlp.experts.gate_up_proj` and "
+        "`mlp.experts.down_proj` (the engine then gets merged copies; needs `lora_dropout: 0`).",
     )
     lora_modules_to_save: list[str] | None = knob(
         None, "Modules trained whole beside the adapter (the engine then gets merged copies)."

@@ -49,6 +49,27 @@ def check_vllm() -> None:
         )
 
 
+def check_experts(experts: int, on_cpu: bool) -> None:
+    """Raise where a mixture's ``experts`` would be packed away, out of reach of a publish.
+
+    Raises:
+        RuntimeError: with the version found and the remedy.
+    """
+    if not experts or not on_cpu:
+        return
+    try:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    except ImportError:
+        cpu_moe = None
+    if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
+        from vllm import __version__ as found
+
+        raise RuntimeError(
+            f"The model is a mixture of experts, whose weights vLLM {found} packs away on a CPU: install 0.31, or "
+            "train it on a GPU."
+        )
+
+
 def untested_vllm() -> Iterator[str]:
     """A line where the vLLM that is there was never run with this version."""
     from vllm import __version__ as found
@@ -183,7 +204,7 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:  # a vLLM that has them elsewhere: the map of the weights finds no place for them
+    except ImportError:  # a vLLM that has them elsewhere, see `check_experts`
         return contextlib.nullcontext()
 
     def keep(self: Any, layer: torch.nn.Module) -> None:

@@ -19,7 +19,7 @@ LARGEST_RANK = 512  # that vLLM has slots for
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 # Fields of peft's LoraConfig that change what a layer computes, beyond the formula of `AdaptedLayer`.
 UNSUPPORTED = (
-    "lora_bias", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",
 )  # fmt: skip
 
@@ -38,31 +38,42 @@ class Adapter:
 class AdaptedLayer:
     """An adapted layer: y = W x + scaling * B A x, and with DoRA each row of that matrix scaled to a trained length.
 
+    Of a mixture's experts peft adapts the parameter that holds all E of them, each by matrices of its own: A then has
+    E times as many rows, B as many columns.
+
     LoRA: arXiv 2106.09685. DoRA: arXiv 2402.09353, equation 5.
     """
 
-    name: str  # in the model without adapters: model.layers.0.self_attn.q_proj
+    name: str  # in the model without adapters: model.layers.0.self_attn.q_proj, or ... .mlp.experts.down_proj
+    parameter: str  # what it adapts: model.layers.0.self_attn.q_proj.weight; of experts as ``name``
     module: Any  # peft's layer around the base's
     lora_a: torch.Tensor  # A, (rank, in); of an embedding (rank, vocabulary)
     lora_b: torch.Tensor  # B, (out, rank)
     scaling: float  # alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA
     magnitude: torch.Tensor | None  # DoRA's row lengths, (out,); None without
     is_embedding: bool
+    experts: int = 0  # E; 0: a layer
 
     @classmethod
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
         """The layer that carries peft's ``adapter``. Its tensors are the parameters themselves."""
+        parameter = f"{name}.weight"
+        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests one of these in another
+            name = parameter = ".".join([*(part for part in name.split(".") if part != "base_layer"), own])
         scaling, magnitudes = float(module.scaling[adapter]), getattr(module, "lora_magnitude_vector", None) or {}
         magnitude = magnitudes[adapter].weight if adapter in magnitudes else None
         if adapter in module.lora_embedding_A:
             a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
-            return cls(name, module, a, b, scaling, magnitude, is_embedding=True)
+            return cls(name, parameter, module, a, b, scaling, magnitude, is_embedding=True)
         a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        return cls(name, module, a, b, scaling, magnitude, is_embedding=False)
+        experts = 0 if own is None else module.num_experts
+        return cls(name, parameter, module, a, b, scaling, magnitude, is_embedding=False, experts=experts)
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
         """The matrix that this layer amounts to, as a new float32 tensor in the base weight's layout."""
+        if self.experts:
+            return self._merged_experts()
         base = self.module.get_base_layer().weight
         turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # stored as (in, out)
         delta = (self.lora_b.float() @ self.lora_a.float()).mul_(self.scaling)
@@ -70,6 +81,15 @@ class AdaptedLayer:
         if self.magnitude is not None:
             weight.mul_((self.magnitude.float() / torch.linalg.norm(weight, dim=1))[:, None])
         return weight.t() if turned else weight
+
+    def _merged_experts(self) -> torch.Tensor:
+        base = self.module.get_param()
+        a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # (E, rank, in)
+        b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # (E, out, rank)
+        delta = torch.bmm(b, a).mul_(self.scaling).view(-1, len(self.lora_b), self.lora_a.shape[1])
+        if getattr(self.module.get_base_layer(), "is_transposed", False):
+            delta = delta.transpose(1, 2)
+        return (delta if base.dim() == 3 else delta[0]).add_(base)
 
 
 def is_adapted(model: Any) -> bool:
@@ -127,6 +147,11 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
             return peft.get_peft_model(model, peft_config).eval()  # as from_pretrained leaves a model
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
+            if "lora_dropout" in reason:  # peft turns gate_proj and its like into parameters where they are experts'
+                raise ValueError(
+                    f"lora_dropout is {peft_config.lora_dropout}, but peft has no dropout before a LoRA on parameters, "
+                    "as a mixture's experts are: set lora_dropout: 0, or adapt the attention's layers alone."
+                ) from None
             raise ValueError(
                 f"peft can't adapt {type(model).__name__} ({reason}) Set lora_target_modules (the LoraConfig's "
                 "target_modules) to names of its linear layers, or to all-linear."
@@ -184,12 +209,13 @@ def describe_adapter(model: Any) -> Adapter:
     trained_base = _trained_base(model)
     retrained = sorted({copy.rpartition(".")[0].rpartition(".")[2] for copy, _ in trained_copies(model)})
     embeddings = sorted({layer.name.rpartition(".")[2] for layer in layers if layer.is_embedding})
-    rank = max(layer.lora_a.shape[0] for layer in layers)
+    rank = max(layer.lora_a.shape[0] // max(layer.experts, 1) for layer in layers)
     unserved = {
         "DoRA": any(layer.magnitude is not None for layer in layers),
         f"modules_to_save ({', '.join(retrained)})": bool(retrained),
         f"bias: {config.bias}": bool(trained_base),
         f"a LoRA on {', '.join(embeddings)}": bool(embeddings),
+        "a LoRA on experts (target_parameters)": any(layer.experts for layer in layers),
         f"rank {rank}, over {LARGEST_RANK}": rank > LARGEST_RANK,
     }
     why = ", ".join(reason for reason, applies in unserved.items() if applies)

@@ -52,6 +52,23 @@ class Routing:
         return (self.tokens * len(self.loads)).clamp(min=1)
 
 
+def num_experts(model_config: Any) -> int:
+    """Experts of a layer among which routers choose; 0: it is no mixture."""
+    text = model_config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = max((int(getattr(text, name, None) or 0) for name in names), default=0)
+    return found if getattr(text, "num_experts_per_tok", None) or found > 1 else 0
+
+
+def active_parameters(model: Any) -> int:
+    """Parameters that a token goes through: of a mixture's experts as many as it is sent to."""
+    total, experts = int(model.num_parameters()), num_experts(model.config)
+    if not experts:
+        return total
+    idle = 1 - model.config.get_text_config().num_experts_per_tok / experts
+    return total - int(idle * sum(p.numel() for name, p in model.named_parameters() if ".experts." in name))
+
+
 def tells_routing(model: Any) -> bool:
     """Whether the model can return what its routers said."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (

@@ -1,10 +1,15 @@
-"""A saved model's files, of which each rank reads its own rows."""
+"""A saved model's files, of which each rank reads its own rows.
+
+transformers saves a mixture's experts one by one, under the names that the architecture's checkpoints have, and stacks
+them again when it loads a model; its Trainer, which loads a checkpoint by the parameters' names, doesn't.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,6 +18,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..parallel import watchdog
 from ..parallel.ranks import rank
 from .rows import Cut
+
+# What an expert's saved matrices are called, in the order in which a parameter has them one below the other.
+PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # of a mixture, here and in some checkpoints
 
 
 class WeightFiles:
@@ -25,6 +34,7 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._places = _places(folder)  # by a tensor's name, the file that has it
+        self._opened: dict[str, Any] = {}  # a mixture has a hundred thousand tensors, and each file a list of its own
 
     @torch.no_grad()
     def read(self, names: Sequence[str], cut: Cut) -> None:
@@ -36,20 +46,94 @@ class WeightFiles:
         Raises:
             ValueError: there is no such parameter, or one of another shape.
         """
-        name = next((name for name in names if name in self._places), None)
-        if name is None:
-            raise ValueError(f"{str(self.folder)!r} has no weights of {names[0]}: it is of another model.")
+        self.copy(names, cut.local, cut.shape, cut.rows_of(rank()))
+
+    @torch.no_grad()
+    def copy(self, names: Sequence[str], place: torch.Tensor, shape: torch.Size, rows: range) -> None:
+        """Likewise, ``rows`` of a parameter of this ``shape`` into ``place``."""
+        saved = (name.replace(*BLOCKS) if other else name for name in names for other in (False, True))
+        name = next((name for name in saved if name in self._places), None)
         watchdog.progress()
-        with safe_open(self.folder / self._places[name], framework="pt", device="cpu") as file:
-            saved = file.get_slice(name)
-            if tuple(saved.get_shape()) != tuple(cut.shape):
-                raise ValueError(
-                    f"{name} has shape {tuple(saved.get_shape())} in {str(self.folder)!r} and {tuple(cut.shape)} in "
-                    "the policy: it is of another model."
-                )
-            rows = cut.rows_of(rank())
-            if rows:
-                cut.local.copy_(saved[rows.start : rows.stop])
+        if name is None:
+            experts = next(filter(None, (self._experts(name) for name in names)), None)
+            if experts is None:
+                raise ValueError(f"{str(self.folder)!r} has no weights of {names[0]}: it is of another model.")
+            self._check(names[0], (len(experts), *shape[1:]), shape)
+            for own, expert in zip(place, rows, strict=False):
+                whole = torch.cat([self._tensor(part) for part in experts[expert]])
+                self._check(names[0], tuple(whole.shape), shape[1:])
+                own.copy_(whole)
+            return
+        tensor = self._file(name).get_slice(name)
+        self._check(name, tensor.get_shape(), shape)
+        if rows:
+            place.copy_(tensor[rows.start : rows.stop] if shape else self._tensor(name))
+
+    def float32_experts(self, name: str) -> torch.Tensor | None:
+        """All experts of a block, if they were saved one by one and in float32."""
+        experts = self._experts(name)
+        if experts is None or self._tensor(experts[0][0]).dtype != torch.float32:
+            return None
+        return torch.stack([torch.cat([self._tensor(part) for part in parts]) for parts in experts])
+
+    def _experts(self, name: str) -> list[list[str]] | None:
+        """Of a parameter that holds all experts of a block: of each the names of its saved parts, in their order."""
+        head, _, last = name.rpartition(".experts.")
+        for block in (f"{head}.", f"{head}.".replace(*BLOCKS)):
+            for spelled in PARTS.get(last, ()):
+                found: list[list[str]] = []
+                while self._places.keys() >= {*(parts := [f"{block}experts.{len(found)}.{p}.weight" for p in spelled])}:
+                    found.append(parts)
+                if found:
+                    return found
+        return None
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        """The open file that has a tensor."""
+        file = self._places[name]
+        if file not in self._opened:
+            self._opened[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+        return self._opened[file]
+
+    def _check(self, name: str, saved: Sequence[int], shape: Sequence[int]) -> None:
+        if tuple(saved) != tuple(shape):
+            raise ValueError(
+                f"{name} has shape {tuple(saved)} in {str(self.folder)!r} and {tuple(shape)} in the policy: it is of "
+                "another model."
+            )
+
+
+def load_mixture(model: torch.nn.Module, folder: Path) -> bool:
+    """Give a whole model with experts what a folder has for its parameters, in place. False: it has no experts that are
+    saved one by one, and can be loaded by its parameters' names.
+
+    Raises:
+        ValueError: a parameter isn't there, or of another shape.
+    """
+    aliases, parameters = dict[int, list[str]](), dict(model.named_parameters(remove_duplicate=False))
+    if not any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters):
+        return False
+    for name, parameter in parameters.items():
+        aliases.setdefault(id(parameter), []).append(name)
+    files = WeightFiles(folder)
+    for names in aliases.values():
+        parameter = parameters[names[0]].detach()
+        files.copy(names, parameter, parameter.shape, range(len(parameter)) if parameter.dim() else range(1))
+    return True
+
+
+def stacked_masters(names: Iterable[str], folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of parameters that hold a mixture's experts, those that were saved in float32: name and value, one at a time."""
+    asked = [name for name in names if ".experts." in name and name.rpartition(".")[2] in PARTS]
+    files = WeightFiles(folder) if asked else None
+    for name in asked:
+        assert files is not None
+        if (found := files.float32_experts(name)) is not None:
+            yield name, found
 
 
 def _places(folder: Path) -> Mapping[str, str]:

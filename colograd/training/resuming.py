@@ -13,6 +13,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..data import PromptStream
 from ..parallel.ranks import gather, rank, together, world_size
+from ..sharding.weight_files import load_mixture, stacked_masters
 from . import checkpoints, manifest, reading
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .journaling import begin_records, end_records, keep_recipe, open_journal
@@ -180,15 +181,21 @@ class ResumableTrainer(SavingTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """As in transformers; of a policy that is cut, each rank reads its part."""
         with together("loading the weights"), reading.reading(resume_from_checkpoint, "the model"):
-            if not self.sharding.load_weights(Path(resume_from_checkpoint)):
+            if not self._read_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Likewise."""
         best = str(self.state.best_model_checkpoint)
         with together("loading the best model"), reading.reading(best, "the model"):
-            if not self.sharding.load_weights(Path(best)):
+            if not self._read_weights(Path(best)):
                 super()._load_best_model()
+
+    def _read_weights(self, folder: Path) -> bool:
+        """Read what transformers' Trainer doesn't: of a policy that is cut, or of a mixture of experts."""
+        if self.sharding.load_weights(folder):
+            return True
+        return self.policy.adapter is None and load_mixture(self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As in transformers; from any number of ranks and any way of sharding. A float32 checkpoint goes on with split
@@ -203,7 +210,11 @@ class ResumableTrainer(SavingTrainer):
             self.lr_scheduler.load_state_dict(_read(checkpoint, SCHEDULER_NAME))
             join_remainders(optimizer)
             if isinstance(optimizer, AdamWSplit):
-                adopt_masters(optimizer, self.sharding.owned(), checkpoints.float32_weights(checkpoint))
+                owned = self.sharding.owned()
+                adopt_masters(optimizer, owned, checkpoints.float32_weights(checkpoint))
+                if self.policy.adapter is None:
+                    names = dict.fromkeys(piece.name for piece in owned)
+                    adopt_masters(optimizer, owned, stacked_masters(names, Path(checkpoint)))
         self.sharding.gather_weights()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -14,6 +14,7 @@ from ..parallel.balance import balance, pair_cost
 from ..parallel.ranks import gather
 from ..policy.loading import Policy
 from ..policy.packing import PackingRules, has_signal, loss_tokens, pack_step
+from ..policy.routing import active_parameters
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import RolloutStatistics
 
@@ -31,7 +32,7 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
         share_prompts=not policy.why_padded,
         balance_ranks=config.balance_ranks and config.layout.data_size > 1,
         equal_counts=equal_counts,
-        pair_cost=pair_cost(policy.model.config, policy.model.num_parameters()),
+        pair_cost=pair_cost(policy.model.config, active_parameters(policy.model)),
         device=config.device,
         ranks_per_engine=config.layout.ranks_per_engine,
     )

@@ -149,7 +149,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
 def _holder_and_part(layer: AdaptedLayer, engine: Engine) -> tuple[Any, int]:
     """vLLM's layer with the slots, and the part of it; (None, 0) where there is none."""
     modules = engine.lora_modules
-    name = renamed(f"{layer.name}.weight", engine.model).removesuffix(".weight")
+    name = renamed(layer.parameter, engine.model).removesuffix(".weight")
     last = name.rpartition(".")[2]
     for fused, parts in ((last, [last]), *fusions(engine.model).items()):
         holder = modules.get(name.removesuffix(last) + fused)

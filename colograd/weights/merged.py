@@ -30,7 +30,7 @@ class MergedWeights(PlannedWay):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.why = why
-        adapted = {f"{layer.name}.weight": layer for layer in adapted_layers(policy)}
+        adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
         places = {base_name(part.name) or part.name: part for part in slices}
         whole = {name: part for name, part in places.items() if part.source.requires_grad and name not in adapted}
         whole |= {
@@ -69,5 +69,5 @@ class MergedWeights(PlannedWay):
         names = [part.name for part in (*self._still, *self._whole) if not part.equal()]
         for layer, part in self._merged:
             if not torch.equal(part.destination, part.part_of(layer.merged()).to(part.destination.dtype)):
-                names.append(f"{layer.name}.weight")
+                names.append(layer.parameter)
         return names

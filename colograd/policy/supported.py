@@ -1,0 +1,62 @@
+"""What of a mixture of experts can't be trained, said from its configuration alone: before weights are read, and long
+before an engine would find no place for them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import AutoConfig
+
+from ..config import GRPOConfig
+from .lora import adapter_folder, unwrap
+from .routing import num_experts
+
+# Model types whose experts the engine has a place for; docs/models.md says what was tried of each.
+FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+
+
+def check_supported(model: Any, config: GRPOConfig) -> None:
+    """
+    Args:
+        model: its name, or itself.
+
+    Raises:
+        ValueError: it is a mixture of experts that can't be trained, or not with these settings, with the remedy.
+    """
+    model_config = _configuration(model, config)
+    if model_config is None or not num_experts(model_config):
+        return
+    kind = model_config.get_text_config().model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{kind} is a mixture of experts that wasn't tried in this version, and perhaps has experts that can't be "
+            f"given to vLLM: choose one of {', '.join(FAMILIES)}."
+        )
+    if config.vllm_tensor_parallel_size > 1:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {config.vllm_tensor_parallel_size}, but {kind} is a mixture of experts, "
+            "whose engine can't be split over ranks in this version: set it to 1 (each rank has a whole engine)."
+        )
+    noise = float(getattr(model_config.get_text_config(), "router_jitter_noise", None) or 0.0)
+    if noise:
+        raise ValueError(
+            f"{kind} has router_jitter_noise {noise:g}: its training forward would send tokens to other experts than "
+            "the sampler did. Set model_init_kwargs: {router_jitter_noise: 0.0}."
+        )
+
+
+def _configuration(model: Any, config: GRPOConfig) -> Any:
+    """Of the model, or of an adapter's base; None: there is none to be read, of which loading will tell."""
+    if not isinstance(model, str | os.PathLike):
+        return getattr(unwrap(model), "config", None)
+    given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    path = str((adapter_folder(str(model)) or {}).get("base_model_name_or_path") or model)
+    trust = given.get("trust_remote_code", config.trust_remote_code)
+    try:
+        found = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
+    except (OSError, ValueError):
+        return None
+    if "router_jitter_noise" in given:
+        found.router_jitter_noise = given["router_jitter_noise"]
+    return found
