@@ -150,8 +150,12 @@ NOT_RAISED: dict[str, list[dict[str, Any]]] = {
         {"steps": [{"completions/mean_length": 100 + 20 * n, "reward": 0.2 + n / 30} for n in range(20)]},
         {"steps": [{"completions/mean_length": 4.0 + n / 2} for n in range(20)]},
     ],
-    "duplicates": [{"steps": [{"completions/duplicates": 0.6}] * 5}],
+    "duplicates": [
+        {"steps": [{"completions/duplicates": 0.6}] * 5},
+        {"steps": [{"reward": 0.3}] * 5 + [{"reward": 0.95, "completions/duplicates": 0.9}] * 5},  # it is solved
+    ],
     "entropy-collapse": [
+        {"steps": [{"reward": 0.3}] * 5 + [{"reward": 0.95, "entropy": 0.02}] * 10},
         {"steps": [{"entropy": 0.08 - number / 400} for number in range(20)]},
         {"steps": [{"entropy": 3.0 * 0.9**number} for number in range(24)]},
     ],

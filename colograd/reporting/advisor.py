@@ -70,6 +70,15 @@ class History:
         return _mean(values) if len(values) >= LEAST else None
 
     @property
+    def is_solved(self) -> bool:
+        """Whether the reward has come up to that of a pass: a policy that is sure of itself then is what was wanted."""
+        at_first, now = self.at_first("reward"), self.recently("reward")
+        wanted = self.settings.get("pass_threshold_eval", 1.0)
+        if at_first is None or now is None or not _is_number(wanted):
+            return False
+        return now >= wanted - 0.1 * abs(wanted) and now - at_first >= 0.5 * (self.at_first("reward_std") or 0.0) > 0
+
+    @property
     def reward_names(self) -> list[str]:
         """Of functions that the last steps tell of."""
         names = (re.fullmatch(r"rewards/(.+)/abstained", name) for _, m in list(self.steps)[-WINDOW:] for name in m)
@@ -142,6 +151,10 @@ def no_reward_difference(history: History) -> Seen | None:
         return None
     reward = history.recently("reward")
     shown = "" if reward is None else f", at a mean reward of {reward:.3g}"
+    if history.is_solved:
+        return Seen(
+            f"{share:.0%} of the last steps' groups have no reward difference{shown}: the task is nearly solved"
+        )
     return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
 
 
@@ -274,14 +287,15 @@ def length_running_away(history: History) -> Seen | None:
 
 @rule(
     "duplicates",
-    "`completions/duplicates` is 0.8 or more on average, or 0.5 where half of the groups have no reward difference",
+    "`completions/duplicates` is 0.8 or more on average, or 0.5 where half of the groups have no reward difference, "
+    "and the task isn't solved",
     "Completions that are the same token by token are worth one: the group explores nothing.",
     "Raise `temperature`, `top_p` or `top_k`; if the entropy has fallen, raise `epsilon_high` or set `entropy_coef`.",
     "https://arxiv.org/abs/2503.14476",
 )
 def duplicates(history: History) -> Seen | None:
     share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std") or 0.0
-    if share is None or share < (0.5 if flat >= 0.5 else 0.8):
+    if share is None or share < (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
         return None
     return Seen(f"{share:.0%} of the last steps' completions equal another one of their group token by token")
 
@@ -291,7 +305,7 @@ def duplicates(history: History) -> Seen | None:
 
 @rule(
     "entropy-collapse",
-    "`entropy` is below a tenth of what it was in the first steps, and below 0.1 nats",
+    "`entropy` is below a tenth of what it was in the first steps, and below 0.1 nats, and the task isn't solved",
     "A policy that is sure of every token samples the same completions again and again, and learns no more.",
     "Raise `epsilon_high` (0.28, say), set `use_adaptive_entropy: true` or `entropy_coef`, raise `temperature`, or "
     "lower `learning_rate`.",
@@ -300,6 +314,8 @@ def duplicates(history: History) -> Seen | None:
 def entropy_collapse(history: History) -> Seen | None:
     before, now = history.at_first("entropy"), history.recently("entropy")
     if len(history.steps) < 2 * WINDOW or before is None or now is None or now >= min(0.1 * before, 0.1):
+        return None
+    if history.is_solved:
         return None
     return Seen(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
 
