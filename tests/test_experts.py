@@ -8,6 +8,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launcher
@@ -23,7 +24,7 @@ from colograd.engine import building
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
 from colograd.weights import proof
-from colograd.weights.mapping import UnmappedParameter
+from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.merged import MergedWeights
 from colograd.weights.shared import SharedWeights
 
@@ -196,6 +197,21 @@ def test_experts_that_the_engine_packed_away_are_an_error_with_the_reason(models
         building.check_experts(8, on_cpu=True)
     building.check_experts(0, on_cpu=True)
     building.check_experts(8, on_cpu=False)
+
+
+def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
+    """Where policy and engine have other dtypes, equal values couldn't prove the layout."""
+    policy, engine = torch.nn.Module(), torch.nn.Module()
+    for owner, name in ((policy, "gate_up_proj"), (engine, "w13_weight")):
+        owner.mlp, owner.mlp.experts = torch.nn.Module(), torch.nn.Module()
+        owner.mlp.experts.register_parameter(name, torch.nn.Parameter(torch.randn(4, 6, 8)))
+        owner.model, owner.mlp = torch.nn.ModuleDict({"mlp": owner.mlp}), None
+    for backend in ("TRITON", "CPU"):
+        engine.model.mlp.experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend))
+        assert [part.name for part in map_parameters(policy, engine)] == ["model.mlp.experts.gate_up_proj"]
+    engine.model.mlp.experts.quant_method.unquantized_backend.name = "FLASHINFER_CUTLASS"
+    with pytest.raises(UnmappedParameter, match=r"\(FLASHINFER_CUTLASS\) wants it, in another layout"):
+        map_parameters(policy, engine)
 
 
 @pytest.mark.parametrize(

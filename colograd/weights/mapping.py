@@ -22,6 +22,7 @@ from ..policy.lora import base_name
 EXPERTS = {
     "gate_up_proj": "w13_weight", "down_proj": "w2_weight", "gate_up_proj_bias": "w13_bias", "down_proj_bias": "w2_bias"
 }  # fmt: skip
+AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts as checkpoints have them
 WITHIN = ("", "routed_experts.")  # of vLLM's module of the experts, where their tensors are
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # transformers calls a mixture's block as any other, vLLM some by the second
 
@@ -126,7 +127,26 @@ def _experts(name: str, targets: dict[str, torch.Tensor], engine_model: torch.nn
         return None
     head = renamed(f"{head}.weight", engine_model).removesuffix("weight")
     places = (f"{block}{within}{EXPERTS[last]}" for block in (head, head.replace(*BLOCKS)) for within in WITHIN)
-    return next((targets[place] for place in places if place in targets), None)
+    place = next((place for place in places if place in targets), None)
+    if place is None:
+        return None
+    _check_kernel(engine_model, place)
+    return targets[place]
+
+
+def _check_kernel(engine_model: torch.nn.Module, place: str) -> None:
+    """
+    Raises:
+        UnmappedParameter: the engine's kernel for experts has them in a layout of its own, perhaps of the same shape.
+    """
+    modules = {base_name(f"{name}.weight"): module for name, module in engine_model.named_modules()}
+    method = getattr(modules.get(f"{place.rpartition('.')[0]}.weight"), "quant_method", None)
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", AS_SAVED[0])
+    if backend not in AS_SAVED:
+        raise UnmappedParameter(
+            f"The engine keeps {place} as its kernel for experts ({backend}) wants it, in another layout than a "
+            "checkpoint's: leave what chooses kernels for experts out of vllm_engine_kwargs and the environment."
+        )
 
 
 def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> torch.Tensor:
@@ -140,7 +160,7 @@ def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module,
     if target.shape != source.shape:
         raise UnmappedParameter(
             f"The engine keeps {name} as {tuple(target.shape)}, the policy as {tuple(source.shape)}: its kernel for "
-            "experts has a layout of its own. Leave moe_backend out of vllm_engine_kwargs."
+            "experts has a layout of its own."
         )
     return target
 
