@@ -17,7 +17,7 @@ import plain_vllm
 import pytest
 import tiny
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, JetMoeConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeConfig, MixtralConfig
 
 from colograd import GRPOTrainer
 from colograd.engine import building
@@ -217,11 +217,12 @@ def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model_config", "ranks", "said"),
     [
-        (MixtralConfig(), 2, r"vllm_tensor_parallel_size is 2, but mixtral is a mixture .*set it to 1"),
+        (GptOssConfig(), 2, r"vllm_tensor_parallel_size is 2, but the engine of gpt_oss, a mixture .*set it to 1"),
+        (MixtralConfig(intermediate_size=99), 2, r"must divide the size of mixtral's experts, which is 99: choose"),
         (MixtralConfig(router_jitter_noise=0.1), 1, r"router_jitter_noise 0.1: .* model_init_kwargs: {router_jitter"),
         (JetMoeConfig(), 1, r"jetmoe is a mixture of experts that wasn't tried .* choose one of .*mixtral.*qwen3_moe"),
     ],
-    ids=["tensor parallel", "noise", "another family"],
+    ids=["tensor parallel", "a size", "noise", "another family"],
 )
 def test_what_a_mixture_cant_do_is_said_from_its_configuration_alone(model_config, ranks, said, tmp_path) -> None:
     """There are no weights in the folder: it is a 47B model's configuration."""

@@ -78,7 +78,13 @@ def map_parameters(
     slices, missing = [], []
     for name, source in sources.items():
         if (experts := _experts(name, targets, engine_model)) is not None:
-            slices.append(Slice(own_names[name], source, _turned(experts, source, policy, own_names[name])))
+            own = own_names[name]
+            parts = (
+                _parts(experts, source, place, ranks, own)
+                if ranks > 1
+                else [(_turned(experts, source, policy, own), ())]
+            )
+            slices += [Slice(own, source, *part) for part in parts]
             continue
         found = _whereabouts(name, sources, targets, engine_model)
         if found and ranks > 1 and name.split(".")[-2] in fusions(engine_model):
@@ -163,6 +169,30 @@ def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module,
             "experts has a layout of its own."
         )
     return target
+
+
+def _parts(
+    target: torch.Tensor, source: torch.Tensor, place: int, ranks: int, name: str
+) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
+    """Of all experts a rank's part: some gates and the ups that belong to them, or some columns. Each view of the
+    engine's tensor with what it holds of the parameter.
+
+    Raises:
+        UnmappedParameter: the engine's tensor has another shape.
+    """
+    target, everything = target.detach(), slice(None)
+    halves = 2 if name.endswith(".gate_up_proj") else 1
+    size = source.shape[1 if halves == 2 else 2] // halves  # I, of all ranks
+    own = size // ranks
+    shape = (source.shape[0], 2 * own, source.shape[2]) if halves == 2 else (*source.shape[:2], own)
+    if tuple(target.shape) != shape:
+        raise UnmappedParameter(f"The engine's rank keeps {name} as {tuple(target.shape)}, and not as {shape}.")
+    if halves == 1:
+        return [(target, (everything, everything, slice(place * own, (place + 1) * own)))]
+    return [
+        (target[:, half * own : (half + 1) * own], (everything, slice(start, start + own)))
+        for half, start in enumerate((place * own, size + place * own))
+    ]
 
 
 def fusions(engine_model: torch.nn.Module) -> dict[str, list[str]]:
