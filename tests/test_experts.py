@@ -29,6 +29,7 @@ from colograd.weights.merged import MergedWeights
 from colograd.weights.shared import SharedWeights
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
+FURTHER = ("qwen2_moe", "olmoe")
 RANKS = Path(__file__).parent / "scripts" / "two_ranks.py"
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -36,7 +37,7 @@ ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("experts")
-    return {family: tiny.make_model(folder / family, family, tied=False) for family in FAMILIES}
+    return {family: tiny.make_model(folder / family, family, tied=False) for family in (*FAMILIES, *FURTHER)}
 
 
 def build(model: Path, tmp_path: Path, peft_config: Any = None, **changes: Any) -> GRPOTrainer:
@@ -67,7 +68,7 @@ def train_and_compare(trainer: GRPOTrainer) -> list[int]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(further, marks=pytest.mark.slow) for further in FURTHER)])
 def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     family: str, models, tmp_path: Path, closing
 ) -> None:
@@ -75,7 +76,7 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     assert isinstance(trainer.weights, SharedWeights)
     apart = {part.name.rpartition(".")[2] for part, _ in trainer.weights.copied}
     assert apart == ({"gate_up_proj", "down_proj"} if family == "gpt_oss" else set())  # which has them transposed
-    assert bool(trainer.policy.why_padded) == (family == "gpt_oss")  # whose attention has sinks
+    assert bool(trainer.policy.why_padded) == (family in ("gpt_oss", "qwen2_moe"))  # sinks; a mask with a window of 0
     before = [p.detach().clone() for p in trainer.model.parameters()]
     moved = train_and_compare(trainer)
     assert (set(moved) == {0}) == (family != "gpt_oss")

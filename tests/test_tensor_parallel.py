@@ -93,7 +93,7 @@ def test_other_shapes_and_engines_train_as_one_rank_does(
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("changes", [{}, {"lora": True}, {"sharding": "fsdp"}], ids=["whole", "adapter", "in rows"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe"])
 def test_a_mixture_of_experts_in_parts_is_the_same(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Without its load-balancing loss, which is a product of means over what a rank trains."""
     model = tiny.make_model(tmp_path / "model", family, tied=False)

@@ -14,7 +14,7 @@ from .routing import num_experts
 
 # Model types whose experts the engine has a place for; docs/models.md says what was tried of each.
 FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-WHOLE = ("gpt_oss", "olmoe", "qwen2_moe")  # whose engines weren't split among ranks
+WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 
 
 def check_supported(model: Any, config: GRPOConfig) -> None:
