@@ -8,6 +8,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launcher
@@ -16,18 +17,19 @@ import plain_vllm
 import pytest
 import tiny
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, JetMoeConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeConfig, MixtralConfig
 
 from colograd import GRPOTrainer
 from colograd.engine import building
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
 from colograd.weights import proof
-from colograd.weights.mapping import UnmappedParameter
+from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.merged import MergedWeights
 from colograd.weights.shared import SharedWeights
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
+FURTHER = ("qwen2_moe", "olmoe")
 RANKS = Path(__file__).parent / "scripts" / "two_ranks.py"
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -35,7 +37,7 @@ ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("experts")
-    return {family: tiny.make_model(folder / family, family, tied=False) for family in FAMILIES}
+    return {family: tiny.make_model(folder / family, family, tied=False) for family in (*FAMILIES, *FURTHER)}
 
 
 def build(model: Path, tmp_path: Path, peft_config: Any = None, **changes: Any) -> GRPOTrainer:
@@ -66,7 +68,7 @@ def train_and_compare(trainer: GRPOTrainer) -> list[int]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(further, marks=pytest.mark.slow) for further in FURTHER)])
 def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     family: str, models, tmp_path: Path, closing
 ) -> None:
@@ -74,7 +76,7 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     assert isinstance(trainer.weights, SharedWeights)
     apart = {part.name.rpartition(".")[2] for part, _ in trainer.weights.copied}
     assert apart == ({"gate_up_proj", "down_proj"} if family == "gpt_oss" else set())  # which has them transposed
-    assert bool(trainer.policy.why_padded) == (family == "gpt_oss")  # whose attention has sinks
+    assert bool(trainer.policy.why_padded) == (family in ("gpt_oss", "qwen2_moe"))  # sinks; a mask with a window of 0
     before = [p.detach().clone() for p in trainer.model.parameters()]
     moved = train_and_compare(trainer)
     assert (set(moved) == {0}) == (family != "gpt_oss")
@@ -198,14 +200,30 @@ def test_experts_that_the_engine_packed_away_are_an_error_with_the_reason(models
     building.check_experts(8, on_cpu=False)
 
 
+def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
+    """Where policy and engine have other dtypes, equal values couldn't prove the layout."""
+    policy, engine = torch.nn.Module(), torch.nn.Module()
+    for owner, name in ((policy, "gate_up_proj"), (engine, "w13_weight")):
+        owner.mlp, owner.mlp.experts = torch.nn.Module(), torch.nn.Module()
+        owner.mlp.experts.register_parameter(name, torch.nn.Parameter(torch.randn(4, 6, 8)))
+        owner.model, owner.mlp = torch.nn.ModuleDict({"mlp": owner.mlp}), None
+    for backend in ("TRITON", "CPU"):
+        engine.model.mlp.experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend))
+        assert [part.name for part in map_parameters(policy, engine)] == ["model.mlp.experts.gate_up_proj"]
+    engine.model.mlp.experts.quant_method.unquantized_backend.name = "FLASHINFER_CUTLASS"
+    with pytest.raises(UnmappedParameter, match=r"\(FLASHINFER_CUTLASS\) wants it, in another layout"):
+        map_parameters(policy, engine)
+
+
 @pytest.mark.parametrize(
     ("model_config", "ranks", "said"),
     [
-        (MixtralConfig(), 2, r"vllm_tensor_parallel_size is 2, but mixtral is a mixture .*set it to 1"),
+        (GptOssConfig(), 2, r"vllm_tensor_parallel_size is 2, but the engine of gpt_oss, a mixture .*set it to 1"),
+        (MixtralConfig(intermediate_size=99), 2, r"must divide the size of mixtral's experts, which is 99: choose"),
         (MixtralConfig(router_jitter_noise=0.1), 1, r"router_jitter_noise 0.1: .* model_init_kwargs: {router_jitter"),
         (JetMoeConfig(), 1, r"jetmoe is a mixture of experts that wasn't tried .* choose one of .*mixtral.*qwen3_moe"),
     ],
-    ids=["tensor parallel", "noise", "another family"],
+    ids=["tensor parallel", "a size", "noise", "another family"],
 )
 def test_what_a_mixture_cant_do_is_said_from_its_configuration_alone(model_config, ranks, said, tmp_path) -> None:
     """There are no weights in the folder: it is a 47B model's configuration."""

@@ -103,6 +103,21 @@ def test_a_parameter_that_one_rank_has_a_copy_of_is_named_on_all(tiny_model: Pat
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.parametrize("changes", [{}, {"lora": True}, {"sharding": "fsdp"}], ids=["whole", "adapter", "in rows"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe"])
+def test_a_mixture_of_experts_in_parts_is_the_same(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Without its load-balancing loss, which is a product of means over what a rank trains."""
+    model = tiny.make_model(tmp_path / "model", family, tied=False)
+    settings = {"router_aux_loss_coef": 0.0, **changes}
+    (alone,) = run(model, tmp_path, 1, **{name: value for name, value in settings.items() if name != "sharding"})
+    ranks = run(model, tmp_path, 2, **TWO, **settings)
+    assert max(rank["parity"] for rank in ranks) < 1e-5
+    for one, other in zip(alone["logs"], ranks[0]["logs"], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
 def test_an_adapter_is_merged_on_its_way_into_the_parts(tiny_model: Path, tmp_path: Path) -> None:
     (alone,), ranks = run(tiny_model, tmp_path, 1, lora=True), run(tiny_model, tmp_path, 2, lora=True, **TWO)
     assert max(rank["parity"] for rank in ranks) < 1e-5

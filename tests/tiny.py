@@ -124,7 +124,28 @@ def _gpt_oss(shape: dict[str, Any]) -> Any:
     return hf.GptOssForCausalLM(hf.GptOssConfig(head_dim=32, **routing, **shape))
 
 
-EXPERTS = {"qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "glm4_moe": _glm4_moe, "gpt_oss": _gpt_oss}
+def _qwen2_moe(shape: dict[str, Any]) -> Any:
+    """A shared expert with a gate."""
+    import transformers as hf
+
+    routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(shared_expert_intermediate_size=64, **routing, **shape))
+
+
+def _olmoe(shape: dict[str, Any]) -> Any:
+    import transformers as hf
+
+    return hf.OlmoeForCausalLM(hf.OlmoeConfig(num_experts=4, num_experts_per_tok=2, **shape))
+
+
+EXPERTS = {
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "qwen2_moe": _qwen2_moe,
+    "olmoe": _olmoe,
+}
 
 
 def prompts(size: int = 16) -> Dataset:

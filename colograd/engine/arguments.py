@@ -20,7 +20,7 @@ KEEPS_EXPERTS = "triton"
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
-    "max_cpu_loras", "max_lora_rank", "lora_target_modules",
+    "max_cpu_loras", "max_lora_rank", "lora_target_modules", "moe_backend",
 )  # fmt: skip
 
 TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # of vLLM's own groups of ranks

@@ -14,6 +14,7 @@ from .routing import num_experts
 
 # Model types whose experts the engine has a place for; docs/models.md says what was tried of each.
 FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 
 
 def check_supported(model: Any, config: GRPOConfig) -> None:
@@ -33,10 +34,17 @@ def check_supported(model: Any, config: GRPOConfig) -> None:
             f"{kind} is a mixture of experts that wasn't tried in this version, and perhaps has experts that can't be "
             f"given to vLLM: choose one of {', '.join(FAMILIES)}."
         )
-    if config.vllm_tensor_parallel_size > 1:
+    ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
+    if ranks > 1 and kind in WHOLE:
         raise ValueError(
-            f"vllm_tensor_parallel_size is {config.vllm_tensor_parallel_size}, but {kind} is a mixture of experts, "
-            "whose engine can't be split over ranks in this version: set it to 1 (each rank has a whole engine)."
+            f"vllm_tensor_parallel_size is {ranks}, but the engine of {kind}, a mixture of experts, can't be split "
+            "over ranks in this version: set it to 1 (each rank has a whole engine)."
+        )
+    size = int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
+    if size % ranks:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {ranks}, but must divide the size of {kind}'s experts, which is {size}: "
+            "choose another."
         )
     noise = float(getattr(model_config.get_text_config(), "router_jitter_noise", None) or 0.0)
     if noise:

@@ -45,12 +45,14 @@ class GatheredWeights(PlannedWay):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         # Without their sources: these are the whole parameters, which are to be freed.
-        self.places = {part.name: Place(part.destination, part.cut) for part in slices}
+        self.places: dict[str, list[Place]] = {}
+        for part in slices:
+            self.places.setdefault(part.name, []).append(Place(part.destination, part.cut))
 
     @property
     def nbytes(self) -> int:
         """Bytes that a publish writes."""
-        return sum(place.destination.nbytes for place in self.places.values())
+        return sum(place.destination.nbytes for places in self.places.values() for place in places)
 
     def describe(self) -> str:
         return (
@@ -73,11 +75,12 @@ class GatheredWeights(PlannedWay):
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Rows of a parameter: its name, their place in the engine, and their values, cast to the engine's dtype."""
-        device = next(iter(self.places.values())).destination.device
+        device = next(iter(self.places.values()))[0].destination.device
         cuts = cuts_of(self._policy)
-        for rows in gathered(cuts, device, lambda name: self.places[name].destination.dtype):
-            if (found := self.places[rows.name].of(rows)) is not None:
-                yield rows.name, *found
+        for rows in gathered(cuts, device, lambda name: self.places[name][0].destination.dtype):
+            for place in self.places[rows.name]:
+                if (found := place.of(rows)) is not None:
+                    yield rows.name, *found
 
     def _addresses(self) -> dict[str, int]:
         """Of the engine's tensors alone."""

@@ -22,6 +22,7 @@ from ..policy.lora import base_name
 EXPERTS = {
     "gate_up_proj": "w13_weight", "down_proj": "w2_weight", "gate_up_proj_bias": "w13_bias", "down_proj_bias": "w2_bias"
 }  # fmt: skip
+AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts as checkpoints have them
 WITHIN = ("", "routed_experts.")  # of vLLM's module of the experts, where their tensors are
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # transformers calls a mixture's block as any other, vLLM some by the second
 
@@ -77,7 +78,13 @@ def map_parameters(
     slices, missing = [], []
     for name, source in sources.items():
         if (experts := _experts(name, targets, engine_model)) is not None:
-            slices.append(Slice(own_names[name], source, _turned(experts, source, policy, own_names[name])))
+            own = own_names[name]
+            parts = (
+                _parts(experts, source, place, ranks, own)
+                if ranks > 1
+                else [(_turned(experts, source, policy, own), ())]
+            )
+            slices += [Slice(own, source, *part) for part in parts]
             continue
         found = _whereabouts(name, sources, targets, engine_model)
         if found and ranks > 1 and name.split(".")[-2] in fusions(engine_model):
@@ -126,7 +133,26 @@ def _experts(name: str, targets: dict[str, torch.Tensor], engine_model: torch.nn
         return None
     head = renamed(f"{head}.weight", engine_model).removesuffix("weight")
     places = (f"{block}{within}{EXPERTS[last]}" for block in (head, head.replace(*BLOCKS)) for within in WITHIN)
-    return next((targets[place] for place in places if place in targets), None)
+    place = next((place for place in places if place in targets), None)
+    if place is None:
+        return None
+    _check_kernel(engine_model, place)
+    return targets[place]
+
+
+def _check_kernel(engine_model: torch.nn.Module, place: str) -> None:
+    """
+    Raises:
+        UnmappedParameter: the engine's kernel for experts has them in a layout of its own, perhaps of the same shape.
+    """
+    modules = {base_name(f"{name}.weight"): module for name, module in engine_model.named_modules()}
+    method = getattr(modules.get(f"{place.rpartition('.')[0]}.weight"), "quant_method", None)
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", AS_SAVED[0])
+    if backend not in AS_SAVED:
+        raise UnmappedParameter(
+            f"The engine keeps {place} as its kernel for experts ({backend}) wants it, in another layout than a "
+            "checkpoint's: leave what chooses kernels for experts out of vllm_engine_kwargs and the environment."
+        )
 
 
 def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> torch.Tensor:
@@ -140,9 +166,33 @@ def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module,
     if target.shape != source.shape:
         raise UnmappedParameter(
             f"The engine keeps {name} as {tuple(target.shape)}, the policy as {tuple(source.shape)}: its kernel for "
-            "experts has a layout of its own. Leave moe_backend out of vllm_engine_kwargs."
+            "experts has a layout of its own."
         )
     return target
+
+
+def _parts(
+    target: torch.Tensor, source: torch.Tensor, place: int, ranks: int, name: str
+) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
+    """Of all experts a rank's part: some gates and the ups that belong to them, or some columns. Each view of the
+    engine's tensor with what it holds of the parameter.
+
+    Raises:
+        UnmappedParameter: the engine's tensor has another shape.
+    """
+    target, everything = target.detach(), slice(None)
+    halves = 2 if name.endswith(".gate_up_proj") else 1
+    size = source.shape[1 if halves == 2 else 2] // halves  # I, of all ranks
+    own = size // ranks
+    shape = (source.shape[0], 2 * own, source.shape[2]) if halves == 2 else (*source.shape[:2], own)
+    if tuple(target.shape) != shape:
+        raise UnmappedParameter(f"The engine's rank keeps {name} as {tuple(target.shape)}, and not as {shape}.")
+    if halves == 1:
+        return [(target, (everything, everything, slice(place * own, (place + 1) * own)))]
+    return [
+        (target[:, half * own : (half + 1) * own], (everything, slice(start, start + own)))
+        for half, start in enumerate((place * own, size + place * own))
+    ]
 
 
 def fusions(engine_model: torch.nn.Module) -> dict[str, list[str]]:

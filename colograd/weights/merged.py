@@ -31,15 +31,17 @@ class MergedWeights(PlannedWay):
         super().__init__(policy, engine)
         self.why = why
         adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
-        places = {base_name(part.name) or part.name: part for part in slices}
-        whole = {name: part for name, part in places.items() if part.source.requires_grad and name not in adapted}
-        whole |= {
-            name: dataclasses.replace(places[name], name=name, source=copy) for name, copy in trained_copies(policy)
-        }
-        self.moving = [part for name, part in places.items() if name in adapted | whole]  # what each publish writes
-        self._still = [part for name, part in places.items() if name not in adapted | whole]
-        self._merged = [(layer, places[name]) for name, layer in adapted.items()]
-        self._whole = list(whole.values())
+        places = [(base_name(part.name) or part.name, part) for part in slices]  # a parameter may have several
+        copies = dict(trained_copies(policy))
+        self._merged = [(adapted[name], part) for name, part in places if name in adapted]
+        self._whole = [
+            dataclasses.replace(part, name=name, source=copies[name]) if name in copies else part
+            for name, part in places
+            if name in copies or (part.source.requires_grad and name not in adapted)
+        ]
+        moving = adapted.keys() | copies.keys() | {base_name(part.name) or part.name for part in self._whole}
+        self.moving = [part for name, part in places if name in moving]  # what each publish writes
+        self._still = [part for name, part in places if name not in moving]
         self._copies, self._copies_of_base = Copies(self._whole), Copies(self._still)
         self._base_is_there = False
 
