@@ -25,6 +25,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/cuda.txt requirements/nodeps.t
 # What another vLLM may break.
 VLLM_TESTS := $(addprefix tests/test_,$(addsuffix .py,engine weights weights_adapter lora trainer))
 VLLM_VENV = .venv-vllm-$(VERSION)
+SITE_VENV := .venv-site
 
 # Tools that are looked up by name (ninja, for kernels built at run time) come from the environment.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -36,7 +37,7 @@ $(error VERSION is empty, but says which vLLM is tested: make test-vllm VERSION=
 endif
 endif
 
-.PHONY: help setup model train test test-all test-vllm lint format bench gpu-check docs clean distclean
+.PHONY: help setup model train test test-all test-vllm lint format bench gpu-check docs site clean distclean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -116,9 +117,18 @@ gpu-check: $(STAMP) model ## All that wants a GPU, in 10 minutes: ARGS="--model 
 docs: $(STAMP) ## Write the generated pages of docs/
 	$(PY) docs/generate.py
 
+site: $(SITE_VENV)/.installed ## Build the docs site into site/ (needs no .venv)
+	NO_MKDOCS_2_WARNING=1 "$(SITE_VENV)/bin/python" -m mkdocs build --quiet
+	@echo "site: open site/index.html"
+
+$(SITE_VENV)/.installed: requirements/site.txt
+	"$(PYTHON)" -m venv --clear "$(SITE_VENV)"
+	"$(SITE_VENV)/bin/python" -m pip --disable-pip-version-check -qq install --no-deps -r requirements/site.txt
+	touch "$@"
+
 clean: ## Remove builds and caches; runs, models and .venv stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache tests/benchmarks/out
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache tests/benchmarks/out
 	find . -name __pycache__ -type d -not -path './.venv*/*' -not -path './$(VENV)/*' -prune -exec rm -rf '{}' +
 
 distclean: clean ## Remove .venv and the models as well; runs stay
-	rm -rf "$(VENV)" .venv-vllm-* models
+	rm -rf "$(VENV)" .venv-vllm-* "$(SITE_VENV)" models

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one training; the exit status. Bad input is one line on standard error and status 2."""
+    process.begin_command()
     argv = list(sys.argv[1:] if argv is None else argv)
     process.quiet_logs("--verbose" in argv)
     if {"-h", "--help"} & set(argv):
@@ -39,12 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def start(argv: Sequence[str]) -> GRPOTrainer | None:
-    """The trainer that a command line describes; None for bad input, of which it says one line on standard error."""
+def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
+    """The trainer that a command line describes; None for bad input, of which it says one line on standard error.
+
+    Args:
+        kind: is called in `GRPOTrainer`'s place.
+    """
     try:
         process.prepare_ranks()
         process.follow_launcher()
-        return build(argv)
+        with process.collector_at_rest():  # from the imports on
+            return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if "--verbose" in argv:
             raise
@@ -52,29 +58,35 @@ def start(argv: Sequence[str]) -> GRPOTrainer | None:
         return None
 
 
-def build(argv: Sequence[str]) -> GRPOTrainer:
+def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
     """The trainer that a command line describes.
 
     Raises:
         ValueError: bad input, before anything is trained.
     """
-    from colograd.config import parse_arguments
+    import yaml
+
+    from colograd.config import given_settings, parse_arguments
+    from colograd.reporting.redaction import without_secrets
 
     script, config, model, recipe = parse_arguments(argv)
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing: give a folder or a Hub id.")
     if not script.all_rewards() and script.environment_factory is None:
         raise ValueError("reward_funcs is missing: give at least one name or import path of a reward function.")
-    trainer = make_trainer(script, config, model)
+    trainer = make_trainer(script, config, model, kind)
     trainer.facts |= {
         "recipe": recipe,
         "command": shlex.join(["colograd", "train", *argv]),
         "dataset": script.dataset_name,
+        "settings": without_secrets(yaml.safe_dump(given_settings(argv), sort_keys=False)),
     }
     return trainer
 
 
-def make_trainer(script: ScriptArguments, config: GRPOConfig, model: ModelConfig) -> GRPOTrainer:
+def make_trainer(
+    script: ScriptArguments, config: GRPOConfig, model: ModelConfig, kind: Callable[..., GRPOTrainer] | None = None
+) -> GRPOTrainer:
     """Load the data and build the trainer."""
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
@@ -83,7 +95,7 @@ def make_trainer(script: ScriptArguments, config: GRPOConfig, model: ModelConfig
     config.model_init_kwargs = {**model.init_kwargs(), **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
     with together("loading the data"):  # which one node may not have
         train_dataset, eval_dataset = load_datasets(script)
-    trainer = GRPOTrainer(
+    trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
         reward_funcs=script.all_rewards(),
         args=config,

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import PredictionOutput, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, ScoredGroup, StepBatch, StepEntropy
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
-from .engine.building import check_experts, check_vllm, untested_vllm
+from .engine.building import check_experts, check_vllm
 from .engine.sampling import Sampling, check_sampling
 from .losses.advantages import Estimator
 from .losses.entropy import EntropyController, with_step_entropy
@@ -46,19 +46,20 @@ from .parallel.ranks import gather, together
 from .policy.layers import check_compiled
 from .policy.liger import check_liger
 from .policy.loading import load_policy
-from .policy.logprobs import evaluation_mode, policy_logprobs, routed_logprobs, with_old_logprobs
+from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.packing import lay_out
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .policy.routing import num_experts
 from .policy.row_proof import choose_rows_where_it_trains
 from .policy.supported import check_supported
-from .reporting.completion_log import CompletionLog
+from .reporting.completion_log import completion_log_of
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
-from .rollout.rounds import draw, roll_out, unjudged
+from .rollout.rounds import draw, unjudged
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import round_statistics
 from .rollout.tool_format import with_messages
+from .runtime import process
 from .sharding import check_sharding, way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import (
@@ -66,13 +67,12 @@ from .training.assembly import (
     Prompts,
     assemble,
     choose_kernels,
-    dropped_prompts,
     rollout_source,
     settle_by_memory,
 )
 from .training.closing import closes_if_it_fails
-from .training.evaluation import AFFORDABLE, evaluation_metrics, evaluation_step, loss_share
-from .training.journaling import begin_records, journal_of
+from .training.evaluating import EvaluatingTrainer
+from .training.journaling import journal_of
 from .training.loss_pass import loss_pass
 from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
@@ -86,12 +86,11 @@ from .training.task import (
     toolbox_of,
     train_prompts_of,
 )
-from .training.transformers_seam import PackedTrainer
 from .training.trl_names import TRLNames
 from .weights import check_choice
 
 
-class GRPOTrainer(TRLNames, PackedTrainer):
+class GRPOTrainer(TRLNames, EvaluatingTrainer):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
@@ -105,7 +104,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
         processing_class: the tokenizer; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
-        callbacks, optimizers: as in `transformers.Trainer`.
+        callbacks: as in `transformers.Trainer`.
+        optimizers: likewise: an optimizer and a schedule.
         peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
@@ -118,6 +118,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     @closes_if_it_fails
     @ends_together("the start")
+    @process.collector_at_rest()
     def __init__(
         self,
         model: str | PreTrainedModel,
@@ -135,6 +136,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
         watchdog.set_limit(args.rank_timeout)
         expand_segments(args)
@@ -144,8 +146,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             check_engines(args.layout, places)
             args.check_for_trainer(quantization_config=quantization_config)
             check_supported(model, args)
-            check_vllm()
-            check_sampling(args)
+            self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)
             self.loss, self.entropy = Objective.from_config(args), EntropyController(args)
@@ -163,7 +164,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             self.policy = load_policy(model, processing_class, args, peft_config)
             check_choice(args.weights, self.policy.adapter, args.cuts_weights)
             check_split(args, self.policy.model.config)
-            check_experts(num_experts(self.policy.model.config), args.on_cpu)
             self.loss = dataclasses.replace(self.loss, router_coef=self.policy.router_coef(args))
             check_reference(args, self.policy)
             check_compiled(args, self.policy.why_padded)
@@ -192,26 +192,21 @@ class GRPOTrainer(TRLNames, PackedTrainer):
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = CompletionLog(args, self._reward_names) if args.log_completions else None
+        self.completion_log = completion_log_of(args, self._reward_names, self.run_record.trackers)
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         self.journal = journal_of(args, self._reward_names)
         if self.journal is not None:
             self.closing.callback(self.journal.close)
-        self.evaluating = False  # whether `generate` and `score` are called by `evaluate`
-        self._loss_is_affordable: bool | None = None  # in an evaluation, where nobody asked for it; None: not known yet
         self._told_unjudged = False  # whether it was said that nobody judged a completion
         self._round: list[StepBatch] = []  # what is left of the present round
-        started = time.perf_counter()
         evaluated = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         prompts = [self.train_prompts, *(part for part in evaluated if part is not None)]
         settle_by_memory(args, self.policy, prompts, self.toolbox)
         way = way_of(args)
         # The token budget in it may change.
         self.rules = packing_rules(args, self.policy, self.loss, equal_counts=way.meets_in_backward)
-        if compiles(args):
-            self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
-        built = assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)
+        built = self.assemble(prompts)
         self.engine, self.weights, self.device_turns = built.engine, built.weights, built.device_turns
         self.memory, self.reference = built.memory, built.reference
         self.sharding = way.for_run(self.model, args)
@@ -230,6 +225,20 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._describe(built, prompts)
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
+    def check_engine(self, args: GRPOConfig) -> None:
+        """Whether there is a vLLM that can do what is asked."""
+        check_vllm()
+        check_sampling(args)
+
+    def assemble(self, prompts: Sequence[Prompts]) -> Assembly:
+        """Build the engine beside the policy. A collective. Overridden where nothing is sampled."""
+        args: GRPOConfig = self.args
+        with together("the engine's experts"):
+            check_experts(num_experts(self.policy.model.config), args.on_cpu)
+        if compiles(args):
+            self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
+        return assemble(args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times, self.closing)
+
     def _prove_rows(self) -> None:
         """Prove the rows where they will run: on the device's kernels, compiled where they are, under autocast. A
         collective."""
@@ -244,17 +253,11 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _describe(self, built: Assembly, prompts: Sequence[Prompts]) -> None:
         """Say what the user should know at start."""
         args: GRPOConfig = self.args
-        for line in (*untested_vllm(), *args.notes, *args.advice()):
-            self.console.warn(line)
         lines = [*built.describe(), *self.scorer.notes, *(self.toolbox.notes if self.toolbox else [])]
         lines += [*self.policy.describe(args, self.rules.max_tokens), self.sharding.describe()]
         for line in filter(None, lines):
             self.console.say(line)
-        if args.cast_lm_head_to_fp32 and self.engine.head_dtype != torch.float32:
-            self.console.warn(
-                "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
-            )
-        for line in (*self.policy.warnings(args), *dropped_prompts(prompts)):
+        for line in built.warnings(args, self.policy, prompts):
             self.console.warn(line)
 
     # -- stages: a subclass replaces any of these
@@ -291,11 +294,13 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
         entropy_gradient = self.loss.needs_entropy_gradient(micro_batch)
-        temperature = self.args.temperature
+        temperature, routing = self.args.temperature, None
         if self.policy.tells_routing:
             logprobs, entropy, routing = routed_logprobs(model, micro_batch, temperature, entropy_gradient)
-            return self.loss(logprobs, entropy, micro_batch, routing)
-        return self.loss(*policy_logprobs(model, micro_batch, temperature, entropy_gradient), micro_batch)
+        else:
+            logprobs, entropy = policy_logprobs(model, micro_batch, temperature, entropy_gradient)
+        self.run_record.keep(micro_batch, logprobs)
+        return self.loss(logprobs, entropy, micro_batch, routing)
 
     # -- what stages are made of
 
@@ -376,27 +381,19 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.publish()
         if not self.rules.max_tokens:
             self._measure_budget()
-        self._begin_records()
+        self.begin_records()
         drawn = scale(self._draw(prompts), self.estimator)
         self._log_completions(drawn)
         counts, masked = self._take_counts(), self.rules.mask_truncated
         with together("the statistics"):
             statistics = round_statistics(drawn, counts, self.combine, masked, self.args.dynamic_sampling)
+            self.run_record.note(drawn, statistics, self.combine)
         steps = [
-            step_batch(step, found, self.rules, self._reward_names, self.times)
+            step_batch(step, found, self.rules, self._reward_names, self.times, self.run_record.sampled)
             for step, found in zip(drawn, statistics, strict=True)
         ]
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         return self._schedule(steps)
-
-    def _begin_records(self, evaluation: str = "") -> None:
-        """Open the journal of the round, or of an evaluation in between, and read what it has of it."""
-        if not self.args.keeps_journal or not self.is_in_train:
-            return
-        with together("the journal"), self.times.phase("journal"):
-            problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
-        for line in sorted({line for line in gather(problem) if line}):
-            self.console.warn(line)
 
     def _draw(self, prompts: list[list[Prompt]]) -> list[DrawnStep]:
         """Generate, score, compute advantages."""
@@ -411,7 +408,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
         with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            drawn = self.engine.lead(draw_all, others=[DrawnStep((), ()) for _ in prompts])
+            drawn = self.engine.lead(self.run_record.watching(draw_all), others=[DrawnStep((), ()) for _ in prompts])
         if self.journal is not None:
             self.times.move("reward", "journal", self.journal.take_seconds())
         return drawn
@@ -462,7 +459,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         while True:
             try:
                 step = self._with_entropy(inputs)
-                with together("training"), self.times.phase("train"):
+                with together("training"), self.run_record.trains(step), self.times.phase("train"):
                     metrics = self._loss_pass(model, step)
                 break
             except torch.OutOfMemoryError as error:
@@ -472,7 +469,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         with self.times.phase("sync"):
             self.sharding.sum_gradients()
             reduced = metrics.reduce()
-        loss = reduced.pop("loss")
+        loss = self.figures["loss"] = reduced.pop("loss")
         self.entropy.finish(reduced, loss - self.loss.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
@@ -536,7 +533,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self.sharding.discard()
         token_budget.free_memory(self.model)
 
-    # -- the run: train, save, evaluate, close
+    # -- the run: train, save, close; `evaluate` is in training/evaluating.py
 
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -545,7 +542,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
         self.engine.invalidate()  # steps are counted anew, or other weights are loaded
-        return super().train(*args, **kwargs)
+        with self.run_record.run():
+            return super().train(*args, **kwargs)
 
     def at_boundary(self) -> bool:
         """Whether a round has ended: its rollouts aren't saved, so a run can't go on from its middle."""
@@ -564,116 +562,6 @@ class GRPOTrainer(TRLNames, PackedTrainer):
         if self.reference is not None and checkpoint is not None:
             with reading(checkpoint, "the reference"):
                 self.reference.load(checkpoint)
-
-    @ends_together("the evaluation")
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with their own settings (``*_eval``), and compute the loss of what
-        was sampled, where `loss_eval` asks for it or where that takes little time.
-
-        Args:
-            eval_dataset: prompts to take instead of the trainer's, or the name of one of its evaluation datasets.
-
-        Returns:
-            ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
-            ``<prefix>_completions/...`` and times; with a dict of datasets, each under ``<prefix>_<its name>``.
-        """
-        metrics = self._evaluated(eval_dataset, metric_key_prefix)
-        self.log(metrics)
-        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    @ends_together("the evaluation")
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """What `evaluate` finds, under another prefix and not logged: metrics, but as in TRL neither predictions nor
-        labels."""
-        metrics = self._evaluated(test_dataset, metric_key_prefix)
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
-        return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
-
-    def _evaluated(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
-        """The metrics of an evaluation of one dataset, or of several by name."""
-        with together("the evaluation's prompts"):
-            self._follow_datasets()
-        given = self.eval_prompts
-        if isinstance(eval_dataset, str) and isinstance(given, dict):
-            given = given[eval_dataset]
-        elif eval_dataset is not None and eval_dataset is not self.eval_dataset:
-            given = eval_prompts_of(eval_dataset, self.policy, self.args, self.toolbox, self.engine.context)
-        if given is None:
-            raise ValueError("evaluate needs prompts: give an eval_dataset to it or to the trainer.")
-        if not self.is_in_train:
-            self.engine.invalidate()  # anything may have changed the weights since the last step
-        parts = given if isinstance(given, dict) else {"": given}
-        metrics: dict[str, float] = {}
-        self.evaluating = True
-        try:
-            for name, prompts in parts.items():
-                prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-                found = self._evaluate_prompts(prompts, prefix)
-                metrics |= {f"{prefix}_{key}": value for key, value in found.items()}
-        finally:
-            self.evaluating = False
-        return metrics
-
-    def _evaluate_prompts(self, prompts: PromptDataset, name: str) -> dict[str, float]:
-        """Sample and score every prompt once, over all ranks, as a round does. ``name`` is the completions log's."""
-        args: GRPOConfig = self.args
-        started = time.perf_counter()
-        mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
-        with together("publishing"):
-            self.publish()
-        self._begin_records(name)
-        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
-            one_call = args.reward_call == "all"
-            groups: list[ScoredGroup] = self.engine.lead(
-                lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
-            )
-            counts = self._take_counts()
-        if self.completion_log is not None:
-            self.completion_log.add_evaluation(groups, self.decode, self.state, name)
-        metrics = evaluation_metrics(groups, counts, self._reward_names, self.combine, args)
-        if args.loss_eval is not False:
-            metrics |= self._evaluate_loss(groups, time.perf_counter() - started)
-        seconds = time.perf_counter() - started
-        metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
-        return metrics | {"num_tokens": float(self.state.num_input_tokens_seen)}
-
-    def _evaluate_loss(self, groups: list[ScoredGroup], seconds: float) -> dict[str, float]:
-        """The loss of what was sampled, as if it were a step's, and the loss's metrics; nothing where nobody asked for
-        it and it takes too long beside the ``seconds`` of sampling. A collective; no gradients."""
-        if self.args.loss_eval is None and self._loss_is_affordable is False:
-            return {}
-        with together("the advantages"):
-            judged = [
-                dataclasses.replace(scored, advantages=self._advantages(scored.group, scored.rewards))
-                for scored in groups
-            ]
-        step = evaluation_step(judged, self.estimator, self.rules, self._reward_names, self.times)
-        step = dataclasses.replace(step, version=self.state.global_step)
-        if self.args.loss_eval is None and self._loss_is_affordable is None:
-            with self.compute_loss_context_manager():
-                share = loss_share(self.model, step, self.args.temperature, self.reference is not None, seconds)
-            if share > AFFORDABLE:
-                self.console.warn(
-                    f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: "
-                    "true asks for it"
-                )
-            self._loss_is_affordable = share <= AFFORDABLE
-            if not self._loss_is_affordable:
-                return {}
-        if self.reference is not None:
-            with together("the reference's log-probabilities"), self.compute_loss_context_manager():
-                (step,) = with_ref_logprobs(self.reference, [step], self.args.temperature)
-        with evaluation_mode(self.model):
-            step = self._with_entropy(step)
-            with together("the evaluation's forward"), torch.no_grad():
-                metrics = self._loss_pass(self.model, step, backward=False)
-        reduced = metrics.reduce()
-        self.entropy.show(reduced, reduced["loss"] - self.loss.router_coef * reduced.get("aux_loss", 0.0))
-        self.mismatch.finish(reduced)
-        return reduced
 
     def close(self) -> None:
         """Free the engine: another trainer may then be made in the same process."""

@@ -1,4 +1,5 @@
-"""Writes the generated pages: docs/configuration.md from the configuration's own help, docs/trl.md from TRL's fields.
+"""Writes the generated pages: docs/configuration.md from the configuration's own help, docs/trl.md from TRL's fields,
+docs/alarms.md from the advisor's rules.
 
     python docs/generate.py            (make docs)
     python docs/generate.py --check    exit status 1 if a page isn't what would be written
@@ -21,6 +22,7 @@ from typing import Any
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
 from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.reporting.advisor import LEAST, QUIET, RULES, WINDOW
 from colograd.training.trl_names import ABSENT, DIFFERENT
 
 DOCS = Path(__file__).resolve().parent
@@ -55,6 +57,17 @@ METRIC_NOTES = {
     "aux_loss": "Of micro-batches, by their tokens; also where its coefficient is 0",
     "step_time": "The whole step; `time/*` are its phases",
 }
+
+ALARMS = f"""# Alarms
+
+While it trains, a run looks at what it logs, and says what goes wrong: once on the console and in Python's logger
+`colograd`, as an event of `_report/events.jsonl`, and at the top of the run's report. Each alarm has the numbers that
+were seen, why they matter, and the keys to change with their present values. "The last steps" are {WINDOW}, and with
+fewer than {LEAST} most rules say nothing; an alarm ends when its rule has seen nothing for {QUIET} steps, and may come
+again. `report: false` turns all of it off.
+
+A rule is a function in `colograd/reporting/advisor.py`, with a made-up log in the tests that raises it and one that
+doesn't. What it says isn't always a fault: a task that is solved has no reward differences either."""
 
 CONFIGURATION = """# Configuration
 
@@ -430,7 +443,23 @@ def sentence(text: str | None) -> str:
     return f"{first.capitalize() if first.isalpha() else first}{text[len(first) :]}."
 
 
+def alarms() -> str:
+    """The page of the advisor's rules."""
+    rows = [
+        (f"`{rule.name}`", f"{rule.when}.", rule.why, rule.remedy, f"[{source_name(rule.source)}]({rule.source})")
+        for rule in RULES
+    ]
+    return "\n\n".join([NOTICE, ALARMS, table(("Rule", "Raised when", "Why", "What to change", "Source"), rows)]) + "\n"
+
+
+def source_name(url: str) -> str:
+    """What a link to a source is called."""
+    paper = re.fullmatch(r"https://arxiv.org/abs/(.+)", url)
+    return f"arXiv {paper[1]}" if paper else url.split("/")[2]
+
+
 def pages() -> Iterator[tuple[Path, str]]:
+    yield DOCS / "alarms.md", alarms()
     yield DOCS / "configuration.md", configuration()
     yield DOCS / "trl.md", moving()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import mmap
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import contestants  # noqa: E402
 import figures  # noqa: E402
 import side_by_side  # noqa: E402
+import startup  # noqa: E402
 
 
 @pytest.mark.parametrize("tokens", [60, 61, 200])
@@ -155,3 +159,19 @@ def test_both_trainers_run_side_by_side(tiny_model: Path, tmp_path: Path) -> Non
     assert ours["forwards"] == 1 and 70 < ours["tokens_recorded"] <= 70 + 4 * 8
     # TRL: every prompt with every completion, padded, through two forwards.
     assert theirs["forwards"] == 2 and theirs["tokens_recorded"] >= 2 * 8 * (70 + 1)
+
+
+def test_what_a_start_is_divided_into_is_there() -> None:
+    for module, functions in startup.STAGES.items():
+        for function in functions:
+            *owner, name = function.split(".")
+            assert name in vars(functools.reduce(getattr, owner, importlib.import_module(module))), function
+
+
+def test_a_stage_has_the_time_that_no_stage_inside_of_it_has() -> None:
+    clock = startup.Clock(time.time() - 5)
+    with clock.stage("outer"):
+        with clock.stage("inner"):
+            time.sleep(0.2)
+    assert clock.seconds["interpreter"][0] == pytest.approx(5, abs=1)
+    assert clock.seconds["inner"][0] >= 0.2 > clock.seconds["outer"][0]

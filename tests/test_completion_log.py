@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import math
+import os
+import random
+import resource
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
@@ -19,6 +26,9 @@ from colograd.commands.cli import main
 from colograd.reporting import completion_log
 from colograd.reporting.completion_log import logged_steps, read_log, write_log
 from colograd.reporting.completion_table import CompletionRow
+
+MUTATIONS = 120
+BOUND = 2**27  # bytes of memory that reading a small file may take
 
 
 def row(position: int, **changes: Any) -> CompletionRow:
@@ -54,25 +64,14 @@ def test_prompts_of_different_shapes_are_written_as_json(tmp_path: Path) -> None
     assert [r.prompt for r in found] == ['[{"role": "user", "content": "question 0"}]', '"plain text"']
 
 
-def test_trackers_that_run_get_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    wandb = types.SimpleNamespace(run=object(), log=sent.append, Table=lambda dataframe: list(dataframe.columns))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    completion_log.send_to_trackers(["wandb"], [row(0)], ["right", "short"])
-    assert sent == [{"completions": [*completion_log.FIXED, "right", "short"]}]
-    wandb.run = None
-    completion_log.send_to_trackers(["wandb", "trackio"], [row(0)], ["right", "short"])
-    completion_log.send_to_trackers([], [row(0)], ["right", "short"])
-    assert len(sent) == 1, "not to one that isn't started, nor to one that isn't asked for"
-
-
 def test_what_is_shown_has_each_prompt_once_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A table per evaluation, and of training as often as it is printed."""
     sent: dict[str, list[int]] = {}
 
-    def log(values: dict[str, Any]) -> None:
+    def log(values: dict[str, Any], commit: bool) -> None:
+        assert not commit
         for key, rows in values.items():
             sent.setdefault(key, []).append(rows)
 
@@ -117,6 +116,96 @@ def test_show_prints_a_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "step 5 isn't in the log" in (said := capsys.readouterr().err) and "1-3, 7" in said
     assert main(["show", str(tmp_path / "elsewhere")]) == 2
     assert "log_completions: true" in capsys.readouterr().err
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """A file with some bytes changed, in all of it or in its footer, cut, or with a piece put in another's place."""
+    found, kind = bytearray(data), draw.randrange(4)
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    if kind == 0:
+        for _ in range(draw.randint(1, 4)):
+            found[draw.randrange(len(data))] = draw.randrange(256)
+    elif kind == 1:
+        for _ in range(draw.randint(1, 3)):
+            found[draw.randrange(footer, len(data) - 8)] = draw.choice([0, 127, 128, 255, draw.randrange(256)])
+    elif kind == 2:
+        del found[draw.randrange(len(data)) :]
+    else:
+        start = draw.randrange(len(data))
+        found[start : start + draw.randint(1, 30)] = draw.randbytes(draw.randint(0, 30))
+    return bytes(found)
+
+
+def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
+    """In another process each, as a crash would be one's end; none takes memory that its file doesn't need."""
+    rows = [row(position, extra={"length": position}) for position in range(40)]
+    path = write_log(tmp_path, rows, ["right", "short"], 1)
+    good, told = path.read_bytes(), 0
+    for seed in range(MUTATIONS):
+        path.write_bytes(mutated(good, random.Random(seed)))
+        status, said, taken = shown_elsewhere(tmp_path)
+        assert status in (0, 2), (seed, status, said)
+        assert (status == 2) == said.startswith(f"colograd show: {path} can't be read (") and said.count("\n") <= 1, (
+            seed
+        )
+        assert taken < BOUND, seed
+        told += status == 2
+    assert told > MUTATIONS // 2, "most of them are seen, by the checksums of pages too"
+
+
+def shown_elsewhere(run: Path) -> tuple[int, str, int]:
+    """The exit status of `colograd show` in a fork, what it said on standard error, and the bytes that it took."""
+    reader, writer = os.pipe()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if not (child := os.fork()):
+        status, said = 70, io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            try:
+                status = main(["show", str(run)])
+            except BaseException as error:
+                said.write(repr(error))
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os.write(writer, json.dumps([said.getvalue()[:1000], grown]).encode())
+        os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said, grown = json.loads(pipe.read() or b'["it died", 0]')
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said, 1024 * grown
+
+
+@pytest.mark.parametrize(
+    ("columns", "names", "said"),
+    [
+        ({"finish_reason": ["[/red]\x1b[2J"]}, "[]", ""),
+        ({"prompt": [[1, 2]]}, "[]", ""),
+        ({"completion": [7]}, "[]", "AttributeError"),
+        ({"completion": [None]}, "[]", "AttributeError"),
+        ({"advantage": ["much"]}, "[]", "could not convert"),
+        ({}, '["there is none"]', "KeyError"),
+        ({}, '{"a": 1}', "no names of columns"),
+        ({}, "[" * 10**5, "RecursionError"),
+    ],
+)
+def test_a_hostile_file_is_shown_or_one_clear_error(tmp_path: Path, capsys, columns, names, said) -> None:
+    path = write_log(tmp_path, [row(0)], ["right", "short"], 1)
+    table = pa.table({**pq.read_table(path).to_pydict(), **columns})
+    pq.write_table(table.replace_schema_metadata({completion_log.NAMES_KEY: names}), path)
+    assert main(["show", str(tmp_path)]) == (2 if said else 0)
+    told = capsys.readouterr()
+    assert said in told.err and "\x1b" not in told.out
+
+
+def test_a_small_file_that_unpacks_to_much_is_an_error(tmp_path: Path) -> None:
+    """One long text fifty thousand times, as the only entry of a dictionary."""
+    path = write_log(tmp_path, [row(0)], ["right", "short"], 1)
+    table = pq.read_table(path).take([0] * 50_000)
+    bomb = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000, pa.int32()), pa.array(["x" * 2**16]))
+    table = table.set_column(table.column_names.index("completion"), "completion", bomb)
+    for stored, why in ((False, "its rows take more than"), (True, "a column is packed as no log's is")):
+        pq.write_table(table, path, store_schema=stored)
+        assert path.stat().st_size < 2**16
+        status, said, taken = shown_elsewhere(tmp_path)
+        assert status == 2 and why in said and taken < 4 * BOUND, (said, taken)
 
 
 @pytest.mark.engine

@@ -346,6 +346,8 @@ NEW = {
     "dynamic_sampling_max_rounds",
     "advantage_baseline",
     "log_completions_steps",
+    "report",
+    "report_groups",
     "verbose",
     "save_in_background",
     "save_failures",

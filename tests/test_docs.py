@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,13 @@ def test_links_and_named_files_exist(page: Path) -> None:
         r"(?<![\w./-])((?:recipes|requirements|docs|colograd)/[\w./-]+\.(?:yaml|txt|md|py))", text
     ):
         assert (ROOT / target).exists(), target
+
+
+def test_the_site_s_navigation_has_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = set(re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE))
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert named == there | {"index.md", "changelog.md"}
 
 
 def test_the_readme_links_every_page() -> None:

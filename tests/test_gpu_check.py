@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,9 +22,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import gpu_check  # noqa: E402
 import gpu_page  # noqa: E402
 import training_path  # noqa: E402
-import utilisation  # noqa: E402
 from gpu_check import Check, Result  # noqa: E402
-from utilisation import Matrices, Work  # noqa: E402
+
+from colograd.training import utilisation  # noqa: E402
+from colograd.training.utilisation import Matrices, Work  # noqa: E402
 
 # -- FLOPs
 
@@ -254,11 +254,8 @@ def test_what_is_wrong_with_a_run_is_said() -> None:
 def test_made_up_completions_are_the_same_in_every_process() -> None:
     from colograd.batch import Prompt
 
-    source = training_path.MadeUp(SimpleNamespace(vocab_size=50))
     asked = [Prompt({}, (1, 2), position) for position in range(2)]
-    first, again = (
-        list(source.generate(asked, SimpleNamespace(n=3, max_tokens=16), version=v, seed=v)) for v in (0, 1)
-    )
+    first, again = ([training_path.made_up(prompt, v, 50, 3, 16).group for prompt in asked] for v in (0, 1))
     ids = [[rollout.completion_ids for rollout in group.rollouts] for group in first]
     assert ids == [[rollout.completion_ids for rollout in group.rollouts] for group in again]
     assert ids[0] != ids[1] and all(2 <= len(of) <= 16 and max(of) < 50 for group in ids for of in group)

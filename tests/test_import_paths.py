@@ -6,9 +6,12 @@ import functools
 import importlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
 import colograd
 
@@ -49,3 +52,16 @@ def test_a_former_path_gives_the_same_module(old: str, new: str) -> None:
     module = importlib.import_module(new)
     assert importlib.import_module(old) is module
     assert module.__name__ == new and module.__spec__ is not None and module.__spec__.name == new
+
+
+@pytest.mark.parametrize(
+    "module", ["train", "commands.cli", "commands.doctor", "commands.plan", "commands.export", "commands.show"]
+)
+def test_a_command_answers_before_anything_large_is_imported(module: str) -> None:
+    """Its usage, bad arguments, and `colograd show` at all."""
+    code = (
+        f"import sys, colograd.{module}\n"
+        "print([name for name in ('torch', 'transformers', 'vllm', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=tiny.PATIENCE)
+    assert done.stdout.strip() == "[]", done.stderr[-2000:]

@@ -72,6 +72,14 @@ def test_what_can_t_be_is_refused_and_nothing_is_written(arguments, said, tmp_pa
     assert not Path("new").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "chats"), [("org/Some-Instruct", True), ("org/gemma-3-1b-it", True), ("org/base", False)]
+)
+def test_a_chat_model_gets_conversations(model: str, chats: bool, tmp_path: Path) -> None:
+    assert main(["init", str(tmp_path), "--model", model, "--yes"]) == 0
+    assert ("system_prompt" in written(tmp_path)) == chats
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys) -> None:
     (tmp_path / "recipe.yaml").write_text("mine")
     assert main(["init", str(tmp_path), "--yes"]) == 2

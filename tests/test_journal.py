@@ -15,6 +15,7 @@ import transformers
 
 from colograd import GRPOTrainer
 from colograd.rollout.journal import ASIDE, FOLDER, JournalError
+from colograd.rollout.record_file import RecordFile
 
 pytestmark = pytest.mark.engine
 
@@ -130,10 +131,18 @@ def test_other_weights_and_other_data_are_errors(whole, tiny_model, tiny_qwen, t
         train(tiny_model, tmp_path, resume="auto", dataset=rows)
 
 
-def test_a_fresh_start_puts_an_earlier_run_s_journal_aside(whole, tiny_model, tmp_path, capfd) -> None:
+def test_a_fresh_start_puts_an_earlier_run_s_journal_aside(whole, tiny_model, tmp_path, capfd, monkeypatch) -> None:
+    """And what goes wrong in the last round is told, though no other one begins."""
+
+    def full(self: RecordFile) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RecordFile, "flush", full)
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
     assert len(train(tiny_model, tmp_path, max_steps=1)["sampled"]) == 4
-    assert "journal: what an earlier run recorded here is now in" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "journal: what an earlier run recorded here is now in" in said
+    assert said.count("records can't be written (OSError: [Errno 28] No space left on device)") == 1
     assert len(files(tmp_path)) == 1 and len(list((tmp_path / "_journal.old").glob("step-*"))) == 4
 
 

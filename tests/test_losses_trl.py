@@ -21,7 +21,7 @@ from loss_cases import KNOBS, Step, gradients, make_objective, make_step, our_lo
 from colograd.batch import PackedRow
 from colograd.config import objective as objective_knobs
 from colograd.losses.entropy import EntropyController
-from colograd.losses.mismatch import DIFFERENCE, MASKED, RAW, SIGNED, SQUARE, TRUNCATED
+from colograd.losses.mismatch import DIFFERENCE, MASKED, MASKED_TOKENS, RAW, SIGNED, SQUARE, TRUNCATED
 from colograd.losses.objective import Objective, SamplerCorrection
 from colograd.losses.token_losses import LOSSES
 from colograd.reporting.metrics import Metrics
@@ -202,7 +202,7 @@ def test_the_top_token_alone_can_be_trained_on() -> None:
 # -- Metrics
 
 # Which TRL hasn't (tests/test_mismatch.py).
-OF_MISMATCH = {MASKED, TRUNCATED, f"{DIFFERENCE}{SIGNED}", f"{DIFFERENCE}{SQUARE}", f"{RAW}{SQUARE}"}
+OF_MISMATCH = {MASKED, MASKED_TOKENS, TRUNCATED, f"{DIFFERENCE}{SIGNED}", f"{DIFFERENCE}{SQUARE}", f"{RAW}{SQUARE}"}
 OF_MISMATCH |= {f"{RAW}/{name}" for name in ("mean", "min", "max")}
 
 

@@ -11,7 +11,16 @@ import torch
 from loss_cases import make_objective, make_step, our_loss
 
 from colograd.config import GRPOConfig
-from colograd.losses.mismatch import DIFFERENCE, MASKED, RAW, TRUNCATED, Bounds, SamplerMismatch, effective_share
+from colograd.losses.mismatch import (
+    DIFFERENCE,
+    MASKED,
+    MASKED_TOKENS,
+    RAW,
+    TRUNCATED,
+    Bounds,
+    SamplerMismatch,
+    effective_share,
+)
 from colograd.losses.objective import SamplerCorrection
 from colograd.policy.logprobs import FLOAT32_PRODUCTS
 from colograd.policy.packing import lay_out
@@ -55,6 +64,8 @@ def test_ratios_are_logged_as_they_are_before_the_correction(mode: str, budget: 
     share = float(((ratios < 0.6) | (ratios > 2.0)).double().mean())
     assert reduced.get(MASKED) == (pytest.approx(share) if mode.endswith("mask") else None)
     assert reduced.get(TRUNCATED) == (pytest.approx(share) if mode.endswith("truncate") else None)
+    away = sum(len(d) for d, ratio in zip(differences, ratios, strict=False) if not 0.6 <= ratio <= 2.0)
+    assert reduced.get(MASKED_TOKENS) == (pytest.approx(away / len(tokens)) if mode == "sequence_mask" else None)
     assert not [name for name in reduced if name.endswith(("/signed", "/square"))]
     if mode.endswith("mask"):
         kept = ratios.where((ratios >= 0.6) & (ratios <= 2.0), 0.0)

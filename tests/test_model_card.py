@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from colograd.report.page import NAME
 from colograd.reporting.model_card import RunFacts, reward_plot, write_card
 
 
@@ -53,6 +54,12 @@ def card(here: Path, **changes: Any) -> str:
 
 def front_matter(text: str) -> dict[str, Any]:
     return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_a_card_links_the_report_beside_it(here: Path) -> None:
+    assert "report.html" not in card(here)
+    (here / "out" / NAME).write_text("<!doctype html>")
+    assert f"[What the run did, step by step]({NAME})" in card(here)
 
 
 def test_an_adapters_card_says_what_it_adapts_and_how_to_load_it(here: Path) -> None:

@@ -13,6 +13,8 @@ import launcher
 import pytest
 import tiny
 
+from colograd.reporting.run_record import events_of, samples_of
+
 pytestmark = pytest.mark.engine
 
 SCRIPT = Path(__file__).parent / "scripts" / "two_ranks.py"
@@ -27,7 +29,7 @@ def results(folder: Path, ranks: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def folder_of_two(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     done = start(2, str(tiny_model), str(folder / "run"), str(folder), "float32", "exchange")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -36,7 +38,29 @@ def two(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
         "rng_state_0.pth",
         "rng_state_1.pth",
     }
-    return results(folder, 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder_of_two: Path) -> list[dict]:
+    return results(folder_of_two, 2)
+
+
+def test_the_main_process_records_what_all_ranks_did(folder_of_two: Path, two: list[dict]) -> None:
+    events = events_of(folder_of_two / "run")
+    kinds = {
+        kind: [event for event in events if event["kind"] == kind] for kind in ("start", "rollout", "groups", "end")
+    }
+    assert kinds["start"][0]["run"]["ranks"] == 2 and [event["status"] for event in kinds["end"]] == ["finished"]
+    assert [(event["step"], event["rank"]) for event in kinds["rollout"]] == [(s, r) for s in (1, 2, 3) for r in (0, 1)]
+    assert all(max(n for _, n in event["running"]) == 8 and len(event["rewards"]) == 2 for event in kinds["rollout"])
+    for number, event in enumerate(kinds["groups"]):
+        positions = [position for rank in two for position in rank["seen"][number]["completions"]]
+        assert [row[1] for row in event["groups"]] == sorted(map(int, positions))
+    samples = [sample for sample in samples_of(folder_of_two / "run") if sample["purpose"] == "train"]
+    mine = {int(position) for step in two[0]["seen"][:3] for position in step["completions"]}
+    assert samples and {sample["position"] for sample in samples} <= mine
+    assert any(sample["trainer"] for sample in samples)
 
 
 def test_every_publish_leaves_each_engine_with_its_policys_weights(two) -> None:

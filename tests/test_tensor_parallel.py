@@ -107,6 +107,17 @@ def test_a_mixture_of_experts_in_parts_is_the_same(family: str, changes: dict[st
 
 @pytest.mark.slow
 @pytest.mark.engine
+def test_a_parameter_that_one_rank_has_a_copy_of_is_named_on_all(tiny_model: Path, tmp_path: Path) -> None:
+    done = start("detached_ranks.py", 2, tiny_model, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"detached-{rank}.json").read_text()) for rank in range(2)]
+    assert all(told["alone"] == ["model.norm.weight"] and told["parameters"] == 20 for told in ranks)
+    assert all(len(told["errors"]) == 4 for told in ranks)
+    assert all(f"({name})" in error for told in ranks for name, error in told["errors"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.engine
 def test_an_adapter_is_merged_on_its_way_into_the_parts(tiny_model: Path, tmp_path: Path) -> None:
     (alone,), ranks = run(tiny_model, tmp_path, 1, lora=True), run(tiny_model, tmp_path, 2, lora=True, **TWO)
     assert max(rank["parity"] for rank in ranks) < 1e-5

@@ -189,14 +189,30 @@ def test_a_completion_that_does_not_fit_alone_is_the_end() -> None:
         token_budget.back_off(RULES, [step], "the reason")
 
 
-def test_old_log_probabilities_go_with_their_completions() -> None:
-    """Also where short ranks have dummies, whose values nobody reads."""
+def make_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, attn_implementation=attention.NAME,
     )  # fmt: skip
-    step = with_old_logprobs(LlamaForCausalLM(config), make_step((10, 20, 30), (5, 4, 4, 1)), 1.0)
+    return LlamaForCausalLM(config)
+
+
+def test_old_log_probabilities_have_no_dropout_and_draw_nothing() -> None:
+    """A run that goes on, whose model isn't in training yet, finds those that it would have found."""
+    model, step = make_llama().train(), make_step((10, 20, 30), (5, 4, 4, 1))
+    drop = torch.nn.functional.dropout
+    model.get_input_embeddings().register_forward_hook(lambda layer, _, out: drop(out, 0.5, layer.training))
+    before = torch.get_rng_state()
+    trained = with_old_logprobs(model, step, 1.0)
+    assert torch.equal(torch.get_rng_state(), before) and model.training
+    for one, other in zip(trained.rows, with_old_logprobs(model.eval(), step, 1.0).rows, strict=True):
+        assert torch.equal(one.old_logprobs, other.old_logprobs)
+
+
+def test_old_log_probabilities_go_with_their_completions() -> None:
+    """Also where short ranks have dummies, whose values nobody reads."""
+    step = with_old_logprobs(make_llama(), make_step((10, 20, 30), (5, 4, 4, 1)), 1.0)
     known = {part.rollout: row.old_logprobs[part.place] for row in map(lay_out, step.rows) for part in sequences(row)}
     again = token_budget.repack(step, dataclasses.replace(RULES, max_tokens=40))
     assert len(again.rows) > len(step.rows)

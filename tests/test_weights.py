@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from colograd import GRPOTrainer
 from colograd.batch import Prompt
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import Engine
-from colograd.weights import proof, publisher, state_dict_on_host
-from colograd.weights.mapping import UnmappedParameter, map_parameters
+from colograd.runtime import process
+from colograd.weights import proof, publisher, signs, state_dict_on_host
+from colograd.weights.mapping import Slice, UnmappedParameter, map_parameters
 from colograd.weights.shared import SharedWeights
 
 FAMILIES = [
@@ -221,6 +225,7 @@ class TestProof:
 
     @pytest.fixture
     def engine(self, tiny_model: Path, tmp_path):
+        process.prepare_ranks()
         built = Engine(str(tiny_model), tiny.config(tmp_path), torch.float32, context=64, kv_bytes=2**22)
         yield built
         built.close()
@@ -268,11 +273,130 @@ class TestProof:
 
     @pytest.mark.engine
     def test_an_engine_that_packed_its_weights_away_is_refused(self, tiny_model: Path, tmp_path, monkeypatch) -> None:
-        import contextlib
-
         monkeypatch.setattr("colograd.engine.building.live_weights", contextlib.nullcontext)
         with pytest.raises(UnmappedParameter, match="no place for"):
             build(str(tiny_model), tmp_path)
+
+    @pytest.mark.engine
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+    def test_any_single_parameter_that_the_engine_has_a_copy_of_is_named(self, family, tmp_path) -> None:
+        """Most are shown to be read all at once; of Gemma's norms, which multiply by 1 + weight, each by itself."""
+        folder = tiny.make_model(tmp_path / "model", family, tied=family != "qwen2")
+        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        before = [parameter.detach().clone() for parameter in policy.parameters()]
+        process.prepare_ranks()
+        engine = Engine(str(folder), tiny.config(tmp_path), torch.float32, context=64, kv_bytes=2**22)
+        try:
+            slices = map_parameters(policy, engine.model)
+            held = {part.name: part.destination.clone() for part in slices}
+            shown = proof.read_together(slices, policy, engine, slices)
+            alone = {part.name for part in slices} - shown
+            assert all("norm" in name for name in alone) and (family == "gemma3" or len(alone) <= 1), alone
+            assert proof.check_read(slices, policy, engine) == []
+            for part in slices:
+                with detached(engine, part), pytest.raises(RuntimeError, match=rf" 1 of {len(slices)} ") as refused:
+                    proof.check_read(slices, policy, engine)
+                assert f"({part.name})" in str(refused.value)
+            assert all(torch.equal(part.destination, held[part.name]) for part in slices), "every bit is back"
+            assert all(torch.equal(p, old) for p, old in zip(policy.parameters(), before, strict=True))
+            assert all(p.requires_grad and p.grad is None for p in policy.parameters())
+        finally:
+            engine.close()
+
+    @pytest.mark.engine
+    def test_an_engine_that_reads_none_of_its_parameters_or_some_is_not_taken_for_one_that_does(
+        self, engine, tiny_model: Path
+    ) -> None:
+        """Changes that cancel leave the output of such an engine as it was."""
+        policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        slices = map_parameters(policy, engine.model)
+        layer = [part for part in slices if ".layers.1." in part.name]
+        attention = [part for part in layer if "self_attn" in part.name or "input_layernorm" in part.name]
+        projections = [part for part in slices if "_proj" in part.name]
+        for gone in (slices, layer, attention, projections, projections[1:3]):
+            with detached(engine, *gone):
+                shown = proof.read_together(slices, policy, engine, slices)
+                assert shown.isdisjoint(part.name for part in gone)
+                with pytest.raises(RuntimeError, match=rf"doesn't depend on {len(gone)} of 20 parameters"):
+                    proof.check_read(slices, policy, engine)
+
+    @pytest.mark.slow
+    @pytest.mark.engine
+    def test_any_of_smollm2s_272_parameters_that_the_engine_has_a_copy_of_is_found(self, tmp_path, monkeypatch) -> None:
+        """In the quickstart's own bfloat16; the whole proof of one of each kind, which names it."""
+        policy = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.bfloat16)
+        process.prepare_ranks()
+        engine = Engine(str(SMOLLM2), tiny.config(tmp_path), torch.bfloat16, context=96, kv_bytes=2**25)
+        try:
+            slices = map_parameters(policy, engine.model)
+            assert len(slices) == 272
+            shown = proof.read_together(slices, policy, engine, slices)
+            assert [part.name for part in slices if part.name not in shown] == ["model.norm.weight"]
+            effects = proof.effects_on(proof.probe_ids(engine, proof.PROBE_TOKENS[0]), slices, policy)
+            with monkeypatch.context() as patched:
+                patched.setattr(proof, "effects_on", lambda *_: effects)  # the policy's, which nobody has changed
+                patched.setattr(proof, "PROBE_TOKENS", (8,))
+                for part in slices:
+                    with detached(engine, part):
+                        assert part.name not in proof.read_together(slices, policy, engine, slices)
+                        assert proof.unread([part], engine) == [part]
+            for part in [*slices[:2], next(part for part in slices if "layers.29.self_attn.v_proj" in part.name)]:
+                with detached(engine, part), pytest.raises(RuntimeError, match=rf" 1 of 272 .*\({part.name}\)"):
+                    proof.check_read(slices, policy, engine)
+        finally:
+            engine.close()
+
+
+def test_signs_that_cancel_are_known_for_names_like_llamas_alone() -> None:
+    plain = {"transformer.wte.weight": (10, 4), "transformer.h.0.attn.c_attn.weight": (4, 12)}
+    assert signs.cancelling(plain, norms=True) == {}
+    shapes = {
+        "model.embed_tokens.weight": (10, 4), "model.layers.0.input_layernorm.weight": (4,),
+        "model.layers.0.self_attn.q_proj.weight": (6, 4), "model.layers.0.self_attn.q_proj.bias": (6,),
+        "model.layers.0.self_attn.o_proj.weight": (4, 6), "model.layers.0.mlp.gate_proj.bias": (8,),
+        "model.norm.weight": (4,), "lm_head.weight": (10, 4),
+    }  # fmt: skip
+    found = signs.cancelling(shapes, norms=True)
+    assert found.keys() == shapes.keys() - {"model.layers.0.mlp.gate_proj.bias"}
+    assert all(bool((one.abs() == 1).all()) for one in found.values())
+    stream, before = found["model.embed_tokens.weight"][0], found["model.layers.0.input_layernorm.weight"]
+    assert torch.equal(found["model.layers.0.self_attn.q_proj.weight"][0], -stream * before)
+    assert torch.equal(found["lm_head.weight"][0], stream * found["model.norm.weight"])
+    del shapes["lm_head.weight"]  # tied: the embedding's own signs are the head's, so that the norm between has none
+    assert "model.norm.weight" not in signs.cancelling(shapes, norms=True)
+
+
+@contextlib.contextmanager
+def detached(engine: Engine, *parts: Slice) -> Iterator[None]:
+    """While it lasts, the engine computes with copies of its own of these parameters, and of no others."""
+    of_storages: dict[int, list[Slice]] = {}
+    for part in parts:
+        of_storages.setdefault(part.destination.untyped_storage().data_ptr(), []).append(part)
+    with contextlib.ExitStack() as ends:
+        for storage, fused in of_storages.items():
+            readers = [  # a tied embedding has two
+                (layer, name)
+                for layer in engine.model.modules()
+                for name, own in layer.named_parameters(recurse=False)
+                if own.untyped_storage().data_ptr() == storage
+            ]
+            live = getattr(*readers[0])
+            private = torch.nn.Parameter(live.detach().clone(), requires_grad=False)
+            follow = functools.partial(_follow, live, private.detach(), [part.destination for part in fused])
+            for layer, name in readers:
+                ends.callback(layer.register_forward_pre_hook(follow).remove)
+                ends.callback(layer._parameters.__setitem__, name, live)
+                layer._parameters[name] = private
+        yield
+
+
+def _follow(live: torch.Tensor, private: torch.Tensor, gone: list[torch.Tensor], *_: Any) -> None:
+    """Bring what else is fused in a tensor up to date."""
+    copies = [private.as_strided(place.shape, place.stride(), place.storage_offset()) for place in gone]
+    kept = [copy.clone() for copy in copies]
+    private.copy_(live)
+    for copy, values in zip(copies, kept, strict=True):
+        copy.copy_(values)
 
 
 def test_a_state_dict_on_the_host_has_whole_tensors_and_keeps_ties() -> None:

@@ -190,15 +190,15 @@ def test_a_resumed_run_ends_with_the_same_adapter_on_the_same_base(trained, tiny
 
 @pytest.fixture
 def probed(monkeypatch) -> list[str]:
-    """Names of the parameters that are perturbed to see whether the engine reads them."""
+    """Names of the parameters that the engine is shown to read."""
     names: list[str] = []
-    unread = proof.unread
+    check_read = proof.check_read
 
-    def recorded(slices: Any, engine: Any) -> Any:
+    def recorded(slices: Any, *others: Any) -> Any:
         names.extend(part.name for part in slices)
-        return unread(slices, engine)
+        return check_read(slices, *others)
 
-    monkeypatch.setattr(proof, "unread", recorded)
+    monkeypatch.setattr(proof, "check_read", recorded)
     return names
 
 

@@ -14,7 +14,10 @@ COMMANDS = {
     "doctor": ("--config recipes/X.yaml [--any_flag value]", "check a recipe on this machine", ".doctor"),
     "plan": ("--model M --gpus N --gpu-memory GIB", "say what fits such GPUs, in each way of sharding", ".plan"),
     "export": ("CHECKPOINT FOLDER", "write its model as an ordinary folder, an adapter merged", ".export"),
+    "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay"),
     "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions", ".show"),
+    "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or one of several runs", ".report"),
+    "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
 

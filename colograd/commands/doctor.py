@@ -52,13 +52,15 @@ class Check:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a recipe; the exit status."""
+    process.begin_command()
     argv = list(sys.argv[1:] if argv is None else argv)
     process.quiet_logs("--verbose" in argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
     if int(os.environ.get("RANK") or 0) == 0:
-        print(*versions(), *devices(), sep="\n", flush=True)
+        with process.collector_at_rest():  # torch is imported
+            print(*versions(), *devices(), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = ["--output_dir", folder, "--report_to", "none", "--push_to_hub", "false"]
         trainer = start([*argv, *elsewhere])

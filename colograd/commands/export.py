@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..training.checkpoints import STATE, check, find_resume
-
 ADAPTER = "adapter_config.json"
 
 
@@ -41,6 +39,8 @@ def export(checkpoint: Path, folder: Path) -> Path:
     Raises:
         ValueError: there is no checkpoint, or a damaged one, or there is something at the folder's place.
     """
+    from ..training.checkpoints import STATE, check, find_resume
+
     newest = find_resume("auto", str(checkpoint))
     source = Path(newest) if newest else checkpoint
     if not (source / "trainer_state.json").is_file():

@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import keyword
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -207,7 +208,24 @@ def recipe(plan: Plan) -> str:
     size = ON_GPU if plan.has_gpu else ON_CPU
     column = "" if plan.prompt == "prompt" else f"dataset_prompt_column: {_yaml(plan.prompt)}\n"
     return RECIPE_TEXT.format(
-        model=_yaml(plan.model), data=_yaml(plan.data), column=column, reward=reward, run=_yaml(plan.run), **size
+        model=_yaml(plan.model),
+        data=_yaml(plan.data),
+        column=column,
+        system=SYSTEM if _chats(plan.model) else "",
+        reward=reward,
+        run=_yaml(plan.run),
+        **size,
+    )
+
+
+def _chats(model: str) -> bool:
+    """Whether the model expects a conversation: its folder has a chat template, or its name says so."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return re.search(r"instruct|chat|-it\b", model, re.IGNORECASE) is not None
+    settings = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").exists() or (
+        settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
     )
 
 
@@ -218,6 +236,10 @@ def _yaml(text: str) -> str:
 ON_GPU = {"group": 8, "prompts": 32, "length": 512, "rate": "1.0e-6", "steps": 200}
 ON_CPU = {"group": 8, "prompts": 8, "length": 48, "rate": "2.0e-5", "steps": 30}
 
+# Of texts it makes conversations, without which a chat model only continues the text.
+SYSTEM = """system_prompt: "You are a helpful assistant."  # makes a conversation of a prompt that is a text
+"""
+
 RECIPE_TEXT = """# Every key is described in docs/configuration.md; any is a flag too: --learning_rate 2e-6
 
 # Model
@@ -225,7 +247,7 @@ model_name_or_path: {model}
 
 # Data: each row's other columns reach the reward function
 dataset_name: {data}
-{column}
+{column}{system}
 # Rewards: names, or module:function
 reward_funcs:
   - {reward}

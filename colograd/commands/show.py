@@ -24,7 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = max(steps) if options.step is None else options.step
     if step not in steps:
         return _refuse(f"step {step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
-    rows, names = read_log(steps[step])
+    try:
+        rows, names = read_log(steps[step])
+    except ValueError as error:
+        return _refuse(str(error))
     found = chosen(rows, options.group, options.grep, options.worst, options.best)
     if not found:
         groups = sorted({row.position for row in rows})

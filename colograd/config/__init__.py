@@ -13,5 +13,5 @@ the helpers of `knob`. `launched` says what accelerate's and DeepSpeed's configu
 
 from .grpo import GRPOConfig
 from .model import ModelConfig
-from .parse import parse_arguments
+from .parse import given_settings, parse_arguments
 from .script import ScriptArguments

@@ -180,6 +180,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         for name, value in later.items():
             if value is not None:
                 raise ValueError(f"GRPOTrainer's argument {name!r} isn't available in this version: leave it out.")
+        self._check_trackers()
         if self.n_gpu > 1:
             raise ValueError(
                 f"{self.n_gpu} GPUs are visible to one process, but each needs a rank of its own: start with "

@@ -1,10 +1,14 @@
-"""What a run shows and keeps for people: the log of completions, and other packages' messages."""
+"""What a run shows and keeps for people: the log of completions, the report's record, other packages' messages."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 
-from .knob import knob
+from .knob import at_least, knob
+
+TRACKERS = ("wandb", "trackio", "tensorboard")  # whose packages have the names by which `report_to` knows them
 
 
 @dataclass
@@ -24,9 +28,30 @@ class LogKnobs:
         None, "A dataset on the Hub to which the files of `log_completions` go, every two minutes."
     )
     log_unique_prompts: bool = knob(False, "Show and send one completion per prompt only.")
+    report: bool = knob(
+        True,
+        "Record for the report of the run (`_report/` in its folder): metrics of every step, what happens inside "
+        "rollouts, some groups token by token, and alarms (see docs/alarms.md). When training ends, `report.html` is "
+        "made of it; `colograd watch` shows it meanwhile (see docs/report.md).",
+    )
+    report_groups: int = knob(
+        2,
+        "Groups of each step that are recorded token by token: the one whose rewards differ most, then the one where "
+        "the sampler and the trainer differ most. 0: none.",
+    )
     verbose: bool = knob(False, "Let vLLM and transformers log as they like.")
 
+    def _check_trackers(self) -> None:
+        """Raises ValueError where one isn't installed: transformers would say so when the model is loaded."""
+        for name in getattr(self, "report_to", None) or ():
+            if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
+                raise ValueError(
+                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or take it "
+                    "out (report_to: none; the run's own report needs no tracker)."
+                )
+
     def _check_logs(self) -> None:
+        at_least(self, 0, "report_groups")
         if self.log_completions_hub_repo is not None and not self.log_completions:
             raise ValueError(
                 f"log_completions_hub_repo is {self.log_completions_hub_repo!r}, but no completions are logged: set "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,62 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     Raises:
         ValueError: an unknown key, a value of the wrong type, an unreadable file.
     """
+    settings, notes, argv, recipe = _settings(argv)
+    parser = _parser()
+    parser.set_defaults(**settings)  # texts among them get their field's type (YAML 1.1 reads ``1e-5`` as one)
+    with _types_told():
+        *groups, rest = parser.parse_args_into_dataclasses(
+            args=argv, look_for_args_file=False, return_remaining_strings=True
+        )
+    if rest:
+        raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], _known()))
+    script, config, model = groups
+    config.notes = [*notes, *config.notes]
+    return script, config, model, recipe
+
+
+def given_settings(argv: Sequence[str]) -> dict[str, Any]:
+    """What a command line sets, the keys of its recipe and its flags as one recipe: what JSON and YAML have.
+
+    Raises:
+        ValueError: as `parse_arguments`, but no rule of a group is looked at.
+    """
+    settings, _, rest, recipe = _settings(argv)
+    parser = _parser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # what isn't given isn't there
+    with _types_told():
+        flags, unknown = parser.parse_known_args(rest)
+    if unknown:
+        raise ValueError(unknown_name(unknown[0].lstrip("-").split("=")[0], _known()))
+    variables = _read_yaml(recipe).get("env") if recipe else None
+    given = settings | vars(flags) | ({"env": variables} if variables else {})
+    plain: dict[str, Any] = json.loads(json.dumps(given, default=lambda value: str(getattr(value, "value", value))))
+    return plain
+
+
+def _parser() -> HfArgumentParser:
+    return HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")
+
+
+def _known() -> set[str]:
+    return {f.name for group in GROUPS for f in dataclasses.fields(group) if f.init}
+
+
+@contextlib.contextmanager
+def _types_told() -> Iterator[None]:
+    try:
+        yield
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}. docs/configuration.md lists every key with its type.") from None
+
+
+def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str], Path | None]:
+    """The recipe's keys with entries of mappings and with flags that no group has; lines on what has no effect; the
+    rest of the command line; the recipe's path."""
     argv, nested = _take_dotted(argv)
     recipe, flags, argv = _take_config(argv)
-    parser = HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")
-    known = {f.name for group in GROUPS for f in dataclasses.fields(group) if f.init}
+    known = _known()
     settings, notes = without_effect((_read_recipe(recipe) if recipe else {}) | flags)
     for name in [*nested, *settings]:
         if name not in known:
@@ -46,18 +99,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
         if any(word.partition("=")[0] == f"--{name}" for word in argv):
             raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
         settings[name] = _as_mapping(name, settings.get(name)) | entries
-    parser.set_defaults(**settings)  # texts among them get their field's type (YAML 1.1 reads ``1e-5`` as one)
-    try:
-        *groups, rest = parser.parse_args_into_dataclasses(
-            args=argv, look_for_args_file=False, return_remaining_strings=True
-        )
-    except argparse.ArgumentError as error:
-        raise ValueError(f"{error}. docs/configuration.md lists every key with its type.") from None
-    if rest:
-        raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], known))
-    script, config, model = groups
-    config.notes = [*notes, *config.notes]
-    return script, config, model, recipe
+    return settings, notes, list(argv), recipe
 
 
 def _take_config(argv: Sequence[str]) -> tuple[Path | None, dict[str, Any], list[str]]:
@@ -95,6 +137,16 @@ def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, An
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe's keys; its environment variables are set."""
+    settings = _read_yaml(path)
+    variables = settings.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ValueError(f"env is {variables!r}, but must be a mapping of environment variables to values.")
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
+    return settings
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
             f"The recipe {str(path)!r} doesn't exist: give the path of a YAML file, such as recipes/*.yaml."
@@ -107,10 +159,6 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"The recipe {str(path)!r} must be a mapping of keys to values, not a {type(settings).__name__}."
         )
-    variables = settings.pop("env", None) or {}
-    if not isinstance(variables, dict):
-        raise ValueError(f"env is {variables!r}, but must be a mapping of environment variables to values.")
-    os.environ.update({str(name): str(value) for name, value in variables.items()})
     return settings
 
 

@@ -24,7 +24,7 @@ from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
 from .arguments import computes_float32_heads, engine_kwargs, lora_kwargs
-from .building import build_conditions, check_vllm, usual_algorithms
+from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
 from .sampling import Sampling, request_seed
@@ -93,6 +93,7 @@ class Engine:
         self._adapter: Any = None  # the LoRARequest that every request carries
         self._requests = 0  # so far
         self._open: dict[str, None] = {}  # requests in flight
+        self.after_step: Callable[[], None] | None = None  # somebody watches: see `load.watched`
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
@@ -145,6 +146,12 @@ class Engine:
             f"cache {self.kv_tokens:,} tokens, weights {self.weight_bytes / 2**30:.2f} GiB, ready in "
             f"{self.build_seconds:.0f} s"
         )
+
+    def warnings(self, config: GRPOConfig) -> Iterator[str]:
+        """What the user should look at, in lines."""
+        yield from untested_vllm()
+        if config.cast_lm_head_to_fp32 and self.head_dtype != torch.float32:
+            yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
 
     # -- weights
 
@@ -359,6 +366,8 @@ class Engine:
         watchdog.progress("a step of the engine")
         finished = [output for output in self.core.step() if output.finished]
         watchdog.progress("what follows a step of the engine")
+        if self.after_step is not None:
+            self.after_step()
         for output in finished:
             self._open.pop(output.request_id, None)
         return [(output.request_id, _sampled(output)) for output in finished]

@@ -15,6 +15,7 @@ from .token_losses import Extremes, Means, Tokens, per_sequence_sum
 
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
+MASKED_TOKENS = "sampling/masked_tokens_share"  # of a mask of whole completions: the long ones go first
 SIGNED, SQUARE = "/signed", "/square"  # of moments from which `/std` is made; not logged
 LARGEST = 30.0  # log-ratio from which on a ratio is shown as no larger: its square stays a float32
 HALF = 0.5  # effective share of completions below which a line is due
@@ -37,7 +38,10 @@ def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds)
         f"{RAW}{SQUARE}": tokens.mean(ratio.square(), whole),
     }
     if mode:
-        sums[MASKED if mode.endswith("mask") else TRUNCATED] = tokens.mean(bounds.outside(ratio).to(ratio.dtype), whole)
+        outside = bounds.outside(ratio).to(ratio.dtype)
+        sums[MASKED if mode.endswith("mask") else TRUNCATED] = tokens.mean(outside, whole)
+        if mode == "sequence_mask":
+            sums[MASKED_TOKENS] = tokens.mean(outside, False)
     counted = batch.loss_mask > 0
     lowest, highest = ratio.where(counted, math.inf).min(), ratio.where(counted, -math.inf).max()
     return sums, {f"{RAW}/min": lowest}, {f"{RAW}/max": highest}

@@ -52,10 +52,13 @@ class Run:
     overruled: bool = False  # the engine takes a given share of the device
     share: float = 0.0  # that, if it is known
     ways: tuple[str, ...] = AVAILABLE  # of sharding that it may take
+    samples: bool = True  # else there is no engine
 
     @property
     def need(self) -> CacheNeed:
         """Of the KV cache, on this rank."""
+        if not self.samples:
+            return CacheNeed(0, 0, 0)
         shape = self.shape.split(self.ranks_per_engine)
         return CacheNeed.of(shape, self.cache_itemsize, self.length, self.running)
 
@@ -68,6 +71,10 @@ class Run:
         while sizes[-1] > self.length:
             sizes.append(max(self.length, sizes[-1] // 2))
         return sizes
+
+    def without_engine(self) -> Run:
+        """The same training alone."""
+        return dataclasses.replace(self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0)
 
     def with_ranks(self, ranks: int) -> Run:
         """The same work on so many ranks: each has its share of the sequences."""
@@ -95,12 +102,12 @@ def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
         device=run.device,
         total=run.total,
         available=run.available,
-        engine_weights=parts.engine,
+        engine_weights=parts.engine if run.samples else 0,
         policy_weights=parts.policy,
         gradients=parts.gradients,
         optimizer=parts.optimizer,
         activations=activation_bytes(shape, tokens, run.sizes.itemsize, run.checkpointing, device, joined),
-        engine=engine_bytes(run.shape, run.running, run.engine_itemsize) if run.on_gpu else 0,
+        engine=engine_bytes(run.shape, run.running, run.engine_itemsize) if run.on_gpu and run.samples else 0,
         tokens=tokens,
         kv_per_token=run.need.per_token,
         kv_bytes=run.kv_bytes,

@@ -36,7 +36,7 @@ class MemoryPlan:
     device: str
     total: int
     available: int  # to this process: the total less what others hold
-    engine_weights: int
+    engine_weights: int  # 0: there is no engine
     policy_weights: int  # 0: shared with the engine
     gradients: int
     optimizer: int
@@ -80,6 +80,8 @@ class MemoryPlan:
             (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if self.sleeps else self.kv_bytes),
             ("kept free", self.margin, self.margin),
         ]
+        if not self.engine_weights:
+            rows = [row for row in rows if row[0] != "weights of the engine" and not row[0].startswith("KV cache")]
         return [row for row in rows if row[0] not in OPTIONAL or row[2]]
 
     def remains(self, phase: str) -> int:

@@ -53,10 +53,13 @@ def routed_logprobs(
 
 @torch.no_grad()
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """The step with the log-probabilities of the present weights, for when these have moved on."""
-    rows = tuple(
-        dataclasses.replace(row, old_logprobs=policy_logprobs(model, lay_out(row), temperature)[0]) for row in step.rows
-    )
+    """The step with the log-probabilities of the present weights, for when these have moved on: without dropout, as
+    the sampler had none, and so that a run that goes on finds the same ones."""
+    with evaluation_mode(model):
+        rows = tuple(
+            dataclasses.replace(row, old_logprobs=policy_logprobs(model, lay_out(row), temperature)[0])
+            for row in step.rows
+        )
     return dataclasses.replace(step, rows=rows)
 
 

@@ -12,38 +12,46 @@ import json
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import TrainerState
 
-from ..batch import Group, ScoredGroup
-from ..config import GRPOConfig
-from ..parallel.ranks import gather
 from .completion_table import CompletionRow, as_utf8, chosen_rows, completion_rows, extra_names, print_table
+from .log_columns import EXTRA_KEY, FIXED, FOLDER, NAMES_KEY, TEXT, column_names
+from .trackers import Trackers
 
-FOLDER = "completions"
-TEXT = "completion"  # the column of what rows hold as UTF-8
-FIXED = tuple(
-    TEXT if field.name == "text" else field.name
-    for field in dataclasses.fields(CompletionRow)
-    if field.name not in ("rewards", "extra")
-)
+if TYPE_CHECKING:  # `colograd show` reads a log without torch and transformers
+    from transformers import TrainerState
+
+    from ..batch import Group, ScoredGroup
+    from ..config import GRPOConfig
+
 ROWS = 256  # that are packed and written together
+PACKING = 4096  # times that rows may be larger than their file
+ROW_BYTES = 2048  # of a row's Python objects
+LARGEST_LIST = 100_000  # entries in a file's description of itself
+# What reading bytes that no log has written may raise, beside Arrow's own.
+NONSENSE = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 UPLOAD_MINUTES = 2  # as TRL
-NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
-EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
+
+
+def completion_log_of(config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers) -> CompletionLog | None:
+    """A run's; None where completions aren't logged."""
+    return CompletionLog(config, reward_names, trackers) if config.log_completions else None
 
 
 class CompletionLog:
     """Writes what ``log_completions`` asks for."""
 
-    def __init__(self, config: GRPOConfig, reward_names: Sequence[str]) -> None:
+    def __init__(self, config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers | None = None) -> None:
         self.config, self.names = config, list(reward_names)
+        self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
         self._texts: dict[int, list[bytes]] = {}  # of groups, by position, until they are logged
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
@@ -100,7 +108,8 @@ class CompletionLog:
         """Print the table, and send it to the trackers."""
         config = self.config
         sent = chosen_rows(rows, None, config.log_unique_prompts)
-        send_to_trackers(list(config.report_to or ()), sent, self.names, key)
+        if self.trackers:
+            self.trackers.table(key, columns(sent, self.names) | {TEXT: [row.completion for row in sent]})
         print_table(rows, self.names, title, config.num_completions_to_print, config.log_unique_prompts)
 
     def close(self) -> None:
@@ -112,6 +121,8 @@ class CompletionLog:
 
 def _gather_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int) -> list[CompletionRow]:
     """The rows of all ranks, by position."""
+    from ..parallel.ranks import gather
+
     parts = gather(completion_rows(groups, texts, step))
     return sorted((row for part in parts for row in part), key=lambda row: row.position)
 
@@ -136,18 +147,12 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[
     """Rows as columns, texts as UTF-8; a reward function's column has its name, and so has one that was logged."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     extra = extra_names(rows)
-    of_rewards, of_extra = _column_names(reward_names, extra)
+    of_rewards, of_extra = column_names(reward_names, extra)
     for index, column in enumerate(of_rewards):
         found[column] = [row.rewards[index] for row in rows]
     for name, column in zip(extra, of_extra, strict=True):
         found[column] = _storable([row.extra.get(name) for row in rows])
     return found
-
-
-def _column_names(reward_names: Sequence[str], extra: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The columns of rewards and of what was logged: their names, unless an earlier column has it."""
-    rewards = [f"rewards/{name}" if name in FIXED else name for name in reward_names]
-    return rewards, [f"extra/{name}" if name in (*FIXED, *rewards) else name for name in extra]
 
 
 def _storable(values: list[Any]) -> list[Any]:
@@ -182,42 +187,71 @@ def write_log(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}_{step:05d}.parquet"
     aside = path.with_suffix(".partial")
-    pq.write_table(table, aside, row_group_size=ROWS)
+    pq.write_table(table, aside, row_group_size=ROWS, write_page_checksum=True)
     os.replace(aside, path)
     return path
 
 
 def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
-    """The rows of a file, and the names of their rewards."""
-    table = pq.read_table(path)
-    metadata = table.schema.metadata or {}
-    names, extra = (json.loads(metadata.get(key, b"[]")) for key in (NAMES_KEY, EXTRA_KEY))
-    of_rewards, of_extra = _column_names(names, extra)
-    return [
-        CompletionRow(
-            **{name: row[name] for name in FIXED if name != TEXT},
-            text=row[TEXT].encode(),
-            rewards=tuple(math.nan if row[column] is None else row[column] for column in of_rewards),
-            extra={name: row[column] for name, column in zip(extra, of_extra, strict=True)},
-        )
-        for row in table.to_pylist()
-    ], names
+    """The rows of a file, and the names of their rewards.
+
+    Raises:
+        ValueError: it is damaged, isn't one, or would take more memory than `_most_bytes` allows.
+    """
+    try:
+        with pq.ParquetFile(path, thrift_container_size_limit=LARGEST_LIST, page_checksum_verification=True) as file:
+            metadata = file.schema_arrow.metadata or {}
+            names, extra = (_names(metadata.get(key, b"[]")) for key in (NAMES_KEY, EXTRA_KEY))
+            return [_row(row, names, extra) for row in _raw_rows(file, _most_bytes(path))], names
+    except (pa.ArrowException, *NONSENSE) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} can't be read ({type(error).__name__}: {reason}): it is damaged, or no completions log. Show "
+            "another step, or bring it back from a copy."
+        ) from None
+
+
+def _most_bytes(path: Path) -> int:
+    """That a file's rows may take: some more than its packing can save, and no more than half of what is free."""
+    return min(PACKING * path.stat().st_size + 2**26, psutil.virtual_memory().available // 2)
+
+
+def _raw_rows(file: pq.ParquetFile, most: int) -> Iterator[dict[str, Any]]:
+    """A file's rows, of which some hundred are in memory at once; what those seen so far take is counted."""
+    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
+    taken = 0
+    if sum(group.total_byte_size for group in groups) > most:
+        raise ValueError("it says that it holds more than can be packed into it")
+    if "dictionary<" in str(file.schema_arrow.types):  # whose rows take more than can be counted before they are there
+        raise TypeError("a column is packed as no log's is")
+    for batch in file.iter_batches(batch_size=ROWS, use_threads=False):
+        taken += batch.nbytes + ROW_BYTES * batch.num_rows
+        if taken > most:
+            raise ValueError(f"its rows take more than {most:,} bytes")
+        yield from batch.to_pylist()
+
+
+def _row(row: dict[str, Any], names: Sequence[str], extra: Sequence[str]) -> CompletionRow:
+    of_rewards, of_extra = column_names(names, extra)
+    return CompletionRow(
+        **{name: int(row[name]) for name in ("step", "position", "prompt_tokens", "completion_tokens")},
+        prompt=row["prompt"],
+        text=row[TEXT].encode(),
+        finish_reason=str(row["finish_reason"]),
+        advantage=float(row["advantage"]),
+        rewards=tuple(math.nan if row[column] is None else float(row[column]) for column in of_rewards),
+        extra={name: row[column] for name, column in zip(extra, of_extra, strict=True)},
+    )
+
+
+def _names(said: bytes) -> list[str]:
+    names = json.loads(said)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{said[:50]!r} are no names of columns")
+    return names
 
 
 def logged_steps(run_dir: Path) -> dict[int, Path]:
     """The steps whose completions a run has logged, in order."""
     paths = {path.stem.removeprefix("completions_"): path for path in (run_dir / FOLDER).glob("completions_*.parquet")}
     return dict(sorted((int(number), path) for number, path in paths.items() if number.isdigit()))
-
-
-def send_to_trackers(
-    report_to: Sequence[str], rows: Sequence[CompletionRow], reward_names: Sequence[str], key: str = "completions"
-) -> None:
-    """Log a table with wandb and trackio, where the run reports to them."""
-    import pandas as pd
-
-    for name in ("wandb", "trackio"):
-        tracker = sys.modules.get(name)  # transformers' callback has imported and started it
-        if name in report_to and tracker is not None and (name != "wandb" or tracker.run is not None):
-            data = columns(rows, reward_names) | {TEXT: [row.completion for row in rows]}
-            tracker.log({key: tracker.Table(dataframe=pd.DataFrame(data))})

@@ -11,14 +11,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..batch import ScoredGroup
+if TYPE_CHECKING:  # `colograd show` does without torch, whose import takes longer than the table
+    from ..batch import ScoredGroup
 
 DEFAULT_WIDTH = 120  # characters
 TEXT_LINES = 6  # lines a cell of text is meant to have
@@ -112,7 +112,7 @@ def completions_table(
             *(_extra_cell(row.extra.get(name)) for name in extra),
             _number_text(row.advantage),
             str(row.completion_tokens),
-            row.finish_reason,
+            Text(_shorten(row.finish_reason, EXTRA_CHARACTERS)),
         )
     return table
 
@@ -160,7 +160,8 @@ def prompt_text(prompt: Any) -> str:
     """The prompt's text; of a conversation the last user message (or the last one, where no user speaks)."""
     if not isinstance(prompt, list):
         return str(prompt)
-    messages = [message for message in prompt if message.get("role") == "user"] or prompt or [{}]
+    said = [message for message in prompt if isinstance(message, dict)]
+    messages = [message for message in said if message.get("role") == "user"] or said or [{}]
     content = messages[-1].get("content")
     return "" if content is None else str(content)
 
@@ -179,7 +180,7 @@ def _mean_advantages(scored: ScoredGroup) -> list[float]:
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
     if len(scored.advantages) == len(lengths):
         return scored.advantages.tolist()
-    return [float(part.mean()) for part in torch.split(scored.advantages, lengths)]
+    return [float(part.mean()) for part in scored.advantages.split(lengths)]
 
 
 def extra_names(rows: Sequence[CompletionRow]) -> list[str]:

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -48,6 +48,11 @@ class Console(TrainerCallback):
     def warn(self, line: str) -> None:
         """Say what the user should look at."""
         self.say(line, logging.WARNING)
+
+    def warn_of_all(self, lines: Iterable[str]) -> None:
+        """Say what ranks have to say, the same only once."""
+        for line in sorted({line for line in lines if line}):
+            self.warn(line)
 
     def generation(self, groups: int, name: str = "generate") -> GenerationBar:
         """A bar over the groups of one generation."""

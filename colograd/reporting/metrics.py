@@ -111,7 +111,8 @@ class PhaseTimes:
         watchdog.progress(name)
         started = self._now()
         try:
-            yield
+            with torch.profiler.record_function(name):
+                yield
         finally:
             self.seconds[name] += self._now() - started
             watchdog.progress(f"what follows {name}")

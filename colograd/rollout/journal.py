@@ -6,6 +6,8 @@ sampled and no reward is called again. A file per rank and round:
     RUN/_journal/step-00000012/rank-00000.records
 
 The first record says of which round and run it is, each further one holds a group: a table with a row per completion.
+Beside them are the figures of the steps that were trained on it (`figures`), and in RUN/_journal the run's recipe: with
+them `colograd replay` trains a round again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import pyarrow as pa
 import torch
 
 from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from .figures import note_figures
 from .record_file import Record, RecordFile, read_records
 
 FOLDER = "_journal"  # transformers pushes no such name to the Hub
@@ -97,6 +100,7 @@ class Journal:
         self.bytes, self.seconds = 0, 0.0  # written, and spent on it
         self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # of the round, by position
+        self._round: Path | None = None  # the present one's folder
         self._file: RecordFile | None = None
         self._unsafe = threading.Event()  # something was written that a failing machine would take along
         self._closing = threading.Lock()  # held while the file is made safe
@@ -122,12 +126,16 @@ class Journal:
         self.problem = self.warning = ""
         self.seconds = 0.0  # an evaluation's are no round's
         about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
+        self._round = self._round if evaluation else folder
         for path, found, records in _files(folder):
             self._check_settings(found, path)
             self._check_weights(found, about, path)
             for record in records:
                 self._found.setdefault(record.position, record.content)
         self._weights_are_read = False
+        self._open(folder, about)
+
+    def _open(self, folder: Path, about: About) -> None:
         try:
             self._file = RecordFile(folder / f"rank-{self.rank:05d}.records")
             if self._file.is_new:
@@ -167,10 +175,27 @@ class Journal:
             self._unsafe.set()
         self.seconds += time.perf_counter() - started
 
+    def note(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step that was trained on the round."""
+        if self._round is not None:
+            try:
+                note_figures(self._round, step, figures)
+            except OSError as error:
+                self.problem = _problem(self._round, error)
+
     def take_seconds(self) -> float:
         """What writing took since the last call."""
         taken, self.seconds = self.seconds, 0.0
         return taken
+
+    def positions(self, step: int) -> set[int]:
+        """Of the groups that are recorded of a round."""
+        return {record.position for _, _, records in _files(self._folder_of(step, "")) for record in records}
+
+    def recorded_settings(self) -> Mapping[str, Any]:
+        """Those that the first file was recorded with; empty without one."""
+        files = (found for _, folder in self._folders() for _, found, _ in _files(folder))
+        return next((found.settings for found in files), {})
 
     def check_settings(self, step: int) -> None:
         """Whether what is recorded from ``step`` on was recorded with this run's settings.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,6 +29,8 @@ class RolloutStatistics:
     loss_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # further metrics that add up
     logged: dict[str, list[float]] = field(default_factory=dict)  # sum and number of what rewards log, by metric
+    distinct: int = 0  # completions whose tokens no earlier one of their group has
+    notes: list[Any] = field(default_factory=list)  # for the report, of each rank
 
     def add(self, group: ScoredGroup, combine: Combine, mask_truncated: bool) -> None:
         """Count a group in; ``combine`` makes one reward of several: [G, R] -> [G], NaN where nobody judged."""
@@ -39,6 +42,7 @@ class RolloutStatistics:
             self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
             if unscored := int((rollout.sampled & rollout.sampler_logprobs.isnan()).sum()):
                 self.counts["sampling/unscored_tokens"] += unscored
+        self.distinct += len({rollout.completion_ids.tobytes() for rollout in group.group.rollouts})
         self.rewards += group.rewards.tolist()
         self.totals += totals.tolist()
         self.flat_groups.append(bool(group_std(totals) < 1e-8))
@@ -71,6 +75,8 @@ class RolloutStatistics:
             whole.loss_tokens += part.loss_tokens
             whole.counts.update(part.counts)
             whole._add_logged(part.logged)
+            whole.distinct += part.distinct
+            whole.notes += part.notes
         return whole
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
@@ -82,6 +88,7 @@ class RolloutStatistics:
             result |= _spread("completions/{}_length", lengths)
             result |= _spread("completions/{}_terminated_length", lengths[ended])
             result["completions/clipped_ratio"] = 1.0 - float(ended.float().mean())
+            result["completions/duplicates"] = 1.0 - self.distinct / len(lengths)
         rewards = torch.tensor(self.rewards, dtype=torch.float32).view(-1, len(reward_names))
         for name, column in zip(reward_names, rewards.unbind(1), strict=True):
             judged = column[~column.isnan()]

@@ -11,6 +11,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from ..runtime.importing import find_object
+from ..usercode.calls import when_done
 from ..usercode.threads import MainThreadAdvice
 from .environments import Environment, Environments, factory_names
 from .tool_calls import Answers, RunningCall, ToolRunner, answer_content
@@ -55,6 +56,8 @@ class Toolbox:
     ) -> None:
         self.timeout = timeout
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
+        # Somebody watches: a tool's name, the start and the end of a call.
+        self.on_call: Callable[[str, float, float], None] | None = None
         self._tools = _by_name([find_object(t, "tool", callable) if isinstance(t, str) else t for t in tools or ()])
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
@@ -127,7 +130,13 @@ class Toolbox:
             else:
                 running.append(self._runner.start_method(environment, call.name, call.arguments, of_environment))
                 of_environment += 1
+        for begun in running:
+            self._watch(begun)
         return Answers(running, self.timeout, self._advice)
+
+    def _watch(self, call: RunningCall) -> None:
+        if (tell := self.on_call) is not None:
+            when_done(call.future, lambda started, ended: tell(call.name, started, ended))
 
     def told(self, answers: Answers) -> list[dict[str, Any]]:
         """The messages that tell the model what its calls returned."""

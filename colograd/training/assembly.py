@@ -1,4 +1,5 @@
-"""The engine built beside the policy, once, before the first step; and the lines that say what was built."""
+"""The engine built beside the policy, once, before the first step, or the policy alone; and the lines that say what
+was built."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptStream
+from ..engine.absent import NoEngine
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
 from ..memory import plan as memory
@@ -31,7 +33,7 @@ from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
 from ..sharding import name_of
-from ..weights import Publisher, bytes_apart, check_choice, expects_sharing, publisher
+from ..weights import Publisher, Unpublished, bytes_apart, check_choice, expects_sharing, publisher
 from .task import longest_completion, reset_rules
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
@@ -41,7 +43,7 @@ Prompts = PromptDataset | PromptStream
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An engine beside a policy."""
+    """An engine beside a policy, or what stands in its place."""
 
     engine: Engine
     weights: Publisher  # gives the engine the policy's weights
@@ -57,6 +59,14 @@ class Assembly:
         yield from self.device_turns.notes
         if self.reference is not None:
             yield self.reference.describe()
+
+    def warnings(self, config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts]) -> Iterator[str]:
+        """What the user should look at, in lines."""
+        yield from (*config.notes, *config.advice(), *self.engine.warnings(config), *policy.warnings(config))
+        for part in prompts:
+            if isinstance(part, PromptDataset) and part.num_dropped:
+                total = part.num_dropped + len(part)
+                yield f"data: {part.num_dropped} of {total} prompts are too long and were dropped"
 
 
 def assemble(
@@ -114,6 +124,28 @@ def assemble(
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.model)
     plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
     return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
+
+
+def assemble_alone(
+    config: GRPOConfig,
+    policy: Policy,
+    prompts: Sequence[Prompts],
+    tools: Toolbox | None,
+    max_tokens: int,
+    times: PhaseTimes,
+) -> Assembly:
+    """The policy without an engine, in a run that samples nothing; otherwise as `assemble`.
+
+    Raises:
+        ValueError: no room for training.
+    """
+    plan = taken(read_run(config, policy, prompts, tools, max_tokens).without_engine(), name_of(config))
+    engine = NoEngine(config, policy.model.dtype, needed_context(config, policy, prompts, tools))
+    if not config.on_cpu:
+        policy.model.to(config.device)
+    with together("the reference model"):
+        reference = reference_of(config, policy)
+    return Assembly(engine, Unpublished(engine), DeviceTurns(engine, config, times), plan, reference)
 
 
 def settle_by_memory(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> None:
@@ -193,14 +225,6 @@ def rollout_source(
         rules = reset_rules(policy, config, tools, engine.context)
         return Conversations(engine, tools, form, rules, config.max_tool_calling_iterations)
     return engine
-
-
-def dropped_prompts(prompts: Sequence[Prompts]) -> Iterator[str]:
-    """A line for each dataset of which prompts were dropped."""
-    for part in prompts:
-        if isinstance(part, PromptDataset) and part.num_dropped:
-            total = part.num_dropped + len(part)
-            yield f"data: {part.num_dropped} of {total} prompts are too long and were dropped"
 
 
 def choose_kernels(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,24 +18,36 @@ from ..rollout.journal import Journal, digest_of
 from . import checkpoints
 
 # What a round's completions and rewards, and the updates from them, depend on. A run with other values is another run.
-OF_TRAINING = (
-    "seed", "data_seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps", "num_train_epochs",
-    "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations", "shuffle_dataset",
-    "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs", "reward_weights",
-    "reward_call", "max_tool_calling_iterations", "disable_dropout", "cast_lm_head_to_fp32",
-    "num_generations_eval", "temperature_eval", "max_completion_length_eval",
+# First which groups a round has and what is in them, then what is made of them.
+OF_ROUNDS = (
+    "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
+    "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",
+    "max_tool_calling_iterations",
 )  # fmt: skip
+OF_TRAINING = (
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps", "num_train_epochs", "reward_weights", "reward_call",
+    "disable_dropout", "cast_lm_head_to_fp32", "num_generations_eval", "temperature_eval",
+    "max_completion_length_eval",
+)  # fmt: skip
+RECIPE = "recipe.yaml"  # in the journal's folder
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
+# Those that a run which trains what is recorded must have, too.
+OF_GROUPS = frozenset((*OF_ROUNDS, *(field.name for field in dataclasses.fields(SamplingKnobs)), "reward_funcs"))
 
 
 def journal_of(args: GRPOConfig, reward_names: Sequence[str]) -> Journal | None:
     """This rank's journal; None where nothing is recorded, and on ranks that follow another one's engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
-    names = [*OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
+    return Journal(str(args.output_dir), args.layout.rank, settings_of(args, reward_names))
+
+
+def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
+    """By name."""
+    names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
-    return Journal(str(args.output_dir), args.layout.rank, settings | {"reward_funcs": list(reward_names)})
+    return settings | {"reward_funcs": list(reward_names)}
 
 
 def open_journal(journal: Journal, resumes: bool, step: int, is_writer: bool) -> str:
@@ -69,6 +82,35 @@ def begin_records(journal: Journal | None, step: int, model: torch.nn.Module, ev
     problem = journal.problem
     journal.begin(step, digest_of(model), evaluation)
     return problem or journal.problem or journal.warning
+
+
+def end_records(journal: Journal | None) -> str:
+    """End the last round's records; a line on what is wrong with them."""
+    if journal is None:
+        return ""
+    journal.close()
+    problem, journal.problem = journal.problem, ""
+    return problem
+
+
+def keep_recipe(journal: Journal, recipe: str | None) -> str:
+    """Write the run's recipe beside its records, for `colograd replay`; a line on why that isn't possible.
+
+    Args:
+        recipe: as YAML; None: the run was started without one, as a script does.
+    """
+    path = journal.folder / RECIPE
+    try:
+        if recipe is None:
+            path.unlink(missing_ok=True)  # of an earlier run
+            return ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        aside.write_text(recipe, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        return f"journal: {path} can't be written ({error}): `colograd replay` will need the recipe (--config)"
+    return ""
 
 
 def prune_journal(journal: Journal, newest: int, refused: Collection[int]) -> None:

@@ -16,7 +16,7 @@ from ..parallel.ranks import gather, rank, together, world_size
 from ..sharding.weight_files import load_mixture, stacked_masters
 from . import checkpoints, manifest, reading
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
-from .journaling import open_journal
+from .journaling import begin_records, end_records, keep_recipe, open_journal
 from .node_folders import nodes_are_apart
 from .saving_trainer import SavingTrainer
 
@@ -52,6 +52,7 @@ class ResumableTrainer(SavingTrainer):
         try:
             output = super().train(found, *args, **kwargs)
             self.settle(wait=True)
+            self._end_records()
             return output
         finally:
             self._finish_alone()  # of a run that ends by an error
@@ -130,13 +131,28 @@ class ResumableTrainer(SavingTrainer):
             prompts.expect(checkpoints.read_prompts(str(checkpoint)) if skipped else {})
 
     def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
-        line, resumes = "", checkpoints.is_wanted(wanted)
+        line, problem, resumes = "", "", checkpoints.is_wanted(wanted)
         with together("the journal"):
             if self.journal is not None:
                 step = checkpoints.step_of(checkpoint) if checkpoint else 0
                 line = open_journal(self.journal, resumes, step, self.args.should_save)
+                problem = keep_recipe(self.journal, self.facts.get("settings")) if self.args.should_save else ""
         if line:
             self.console.say(line)
+        self.console.warn_of_all(gather(problem))
+
+    def begin_records(self, evaluation: str = "") -> None:
+        """Open the journal of the round, or of an evaluation in between, and read what it has of it. A collective."""
+        if not self.args.keeps_journal or not self.is_in_train:
+            return
+        with together("the journal"), self.times.phase("journal"):
+            problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
+        self.console.warn_of_all(gather(problem))
+
+    def _end_records(self) -> None:
+        """Of the last round, after which no other one would tell what went wrong with its records."""
+        if self.args.keeps_journal:
+            self.console.warn_of_all(gather(end_records(self.journal)))
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
         """Load a checkpoint at which nothing is left to do (transformers would take a step more), with its optimizer,

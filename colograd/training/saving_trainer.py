@@ -25,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from ..data import PromptDataset, PromptStream
 from ..parallel.ranks import gather, rank, together, world_size
 from ..reporting.console import Console
+from ..reporting.metrics import PhaseTimes
 from ..rollout.journal import Journal
 from ..sharding import Sharding
 from . import checkpoints, saving
@@ -40,6 +41,8 @@ class SavingTrainer(Trainer):
     """A subclass says when a checkpoint could be resumed from."""
 
     console: Console
+    facts: dict[str, Any]  # for the model card and the journal: recipe, command, dataset
+    times: PhaseTimes
     sharding: Sharding
     train_prompts: PromptDataset | PromptStream
     nodes_are_apart: bool

@@ -69,12 +69,18 @@ class _Share(NamedTuple):
 
 
 def step_batch(
-    step: DrawnStep, statistics: RolloutStatistics, rules: PackingRules, reward_names: Sequence[str], times: PhaseTimes
+    step: DrawnStep,
+    statistics: RolloutStatistics,
+    rules: PackingRules,
+    reward_names: Sequence[str],
+    times: PhaseTimes,
+    tell: Callable[[RolloutStatistics], None] | None = None,
 ) -> StepBatch:
     """Balance and pack a step's groups, and count them over all ranks. A collective.
 
     Args:
         statistics: of all that this rank sampled for the step; the step's metrics are made of them.
+        tell: is told those of all ranks.
     """
     with times.phase("pack"):
         groups, moved = trainable(step.kept, rules), 0
@@ -88,6 +94,8 @@ def step_batch(
     ranks = gather((share, statistics))
     whole = _Share(*(sum(numbers) for numbers in zip(*(share for share, _ in ranks), strict=True)))
     sampled = RolloutStatistics.join(statistics for _, statistics in ranks)
+    if tell is not None:
+        tell(sampled)
     metrics = sampled.metrics(reward_names) | {
         "train/packed_tokens": float(whole.packed_tokens),
         "train/micro_batches": float(whole.micro_batches),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
 from ..weights import state_dict_on_host
+from .recording import Recorder
 from .resuming import ResumableTrainer
 
 
@@ -37,17 +38,20 @@ class PackedTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True  # the step's denominator is applied in it, not by transformers
         # No DDP around the model: ranks hold full copies whose gradients are summed once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
-        self.facts: dict[str, Any] = {}  # for the model card: recipe, command, dataset
+        self.facts = {}
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
         self._logs: list[dict[str, float]] = []  # one entry per step since the last log
+        self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
         self._step_started = 0.0
         self._gathered: dict[str, torch.Tensor] | None = None  # the weights to be saved, of a policy that is cut
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         self.add_callback(self.console)
         self.add_callback(Timekeeper(self.times, self._finish_step))
+        self.run_record = Recorder(self, self.is_world_process_zero())
+        self.add_callback(self.run_record)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """And this rank's history of lengths, which says what the engine's batches will be."""
@@ -69,7 +73,7 @@ class PackedTrainer(ResumableTrainer):
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
         """The norm of the whole gradient; and the last look before the weights change."""
-        norm = self.sharding.clip(math.inf) if grad_norm is None else grad_norm
+        norm = self.figures["grad_norm"] = self.sharding.clip(math.inf) if grad_norm is None else grad_norm
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
@@ -165,7 +169,14 @@ class PackedTrainer(ResumableTrainer):
         entry["step_time"] = time.perf_counter() - self._step_started
         explained = sum(value for name, value in entry.items() if name.startswith("time/"))
         entry["time/other"] = entry["step_time"] - explained
+        self.tell_step(entry)
+
+    def tell_step(self, entry: Mapping[str, float]) -> None:
+        """Say what became of the step that has ended, and note its figures beside what it was trained on."""
+        if self.journal is not None and self.args.layout.is_main:
+            self.journal.note(self.state.global_step, self.figures)
         self.console.step(self.state.global_step, self.state.max_steps, entry)
+        self.run_record.step(entry)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:

@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,19 @@ class Outcome:
 
 def raised_outcome(error: BaseException) -> Outcome:
     return Outcome("raised", line_and_traceback(error), 0.0)
+
+
+def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> None:
+    """``tell(started, ended)``, by `time.perf_counter`, when the call is over or given up: from whichever thread ends
+    it. The start is that of the function, where that is known."""
+    submitted = time.perf_counter()
+
+    def done(call: Future[Outcome]) -> None:
+        ended = time.perf_counter()
+        seconds = 0.0 if call.cancelled() or call.exception() else call.result().seconds
+        tell(ended - seconds if seconds else submitted, ended)
+
+    call.add_done_callback(done)
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:

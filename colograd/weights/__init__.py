@@ -1,10 +1,12 @@
 """Publishing: how a step's weights become the engine's. `way` says what every way of publishing does.
 
 The ways are `shared`, `copied`, `gathered`, `adapter` and `merged`; `selection` picks one, or takes a class of the
-user's. `mapping` says which engine tensor holds which parameter, `proof` shows that it does.
+user's. Without an engine the weights stay `unpublished`. `mapping` says which engine tensor holds which parameter,
+`proof` shows that it does, of most parameters at once by the changes that `signs` makes.
 """
 
 from .mapping import Slice
 from .selection import check_choice, expects_sharing, publisher
 from .shared import bytes_apart, state_dict_on_host
+from .unpublished import Unpublished
 from .way import Publisher

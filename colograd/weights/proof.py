@@ -5,23 +5,59 @@ the parameter's value bit for bit. *A place that is read*: when the value change
 Equality alone proves nothing for norms of ones and biases of zeros, nor for a tensor that the engine has since packed
 away into a private layout.
 
-Where several ranks share the engine, the first is shown of each rank's part. The second of one rank's, another one from
-parameter to parameter: all take part in each forward and see what it gives, and run the same program.
+The second takes a forward for each parameter where it is shown of one after the other (`unread`). Of most it is shown
+at once (`read_together`): all are changed such that the changes cancel (`signs`). Then the output is as it was, and the
+policy's gradients say of each parameter how much it would differ if the engine hadn't seen that one's change.
+
+Where several ranks share the engine, both are shown of each rank's part: all take part in each forward and see what it
+gives, and run the same program.
 """
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from ..engine.vllm_engine import Engine
-from ..parallel.ranks import together
+from ..parallel.ranks import gather, together
+from ..policy.logprobs import evaluation_mode
 from .mapping import Slice
+from .signs import EMBEDDING, cancelling, plain_name, with_signs
 
 PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer one
+# What one parameter's change does to the output must be so many times what is left of all changes together. By its
+# gradient the first is known to a factor of three or so.
+MARGIN = 10.0
+# And so many nats, below which a change might be lost in rounding.
+VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A short prompt, and what the engine says of it as it is."""
+
+    engine: Engine
+    ids: list[int]
+    usual: torch.Tensor  # [tokens - 1] log-probabilities
+    noise: float  # the most by which two forwards of the same weights differ; 0 where kernels are deterministic
+
+    @classmethod
+    def of(cls, engine: Engine, length: int) -> Probe:
+        ids = probe_ids(engine, length)
+        usual = engine.prompt_logprobs(ids)
+        return cls(engine, ids, usual, float((engine.prompt_logprobs(ids) - usual).abs().max()))
+
+    def shift(self) -> float:
+        """By how much the output differs now, at most; infinite if it isn't finite."""
+        shift = (self.engine.prompt_logprobs(self.ids) - self.usual).abs().max()
+        return float(shift) if shift.isfinite() else math.inf
+
+    def differs(self) -> bool:
+        return self.shift() > 2 * self.noise
 
 
 def check_equal(slices: Sequence[Slice]) -> None:
@@ -40,8 +76,13 @@ def check_equal(slices: Sequence[Slice]) -> None:
             )
 
 
-def check_read(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine) -> list[Slice]:
+def check_read(
+    slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = ()
+) -> list[Slice]:
     """Check that the engine reads every slice on which the policy's output depends. A collective.
+
+    Args:
+        every: those of all of the policy's parameters, if ``slices`` are some of them.
 
     Returns:
         The slices on which neither output depends.
@@ -49,7 +90,8 @@ def check_read(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine)
     Raises:
         RuntimeError: the policy's output depends on a parameter, and the engine's doesn't.
     """
-    silent = unread(slices, engine)
+    shown = read_together(slices, policy, engine, every or slices)
+    silent = unread([part for part in slices if part.name not in shown], engine)
     with together("the proof of the weights"):
         elsewhere = [part.name for part in silent if not inert(part, policy, engine)]
         if elsewhere:
@@ -62,26 +104,101 @@ def check_read(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine)
     return silent
 
 
+def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice]) -> set[str]:
+    """Names of those of ``slices`` that the engine is shown to read in a few forwards, whatever their number.
+
+    All parameters get the signs of `signs.cancelling`. No part of these cancels by itself, so an engine that
+    reads all but some of the parameters gives another output, by what a change of these alone does; and one that reads
+    none of them gives its usual output where the embedding alone is changed. A parameter is shown to be read if what
+    its change would do, by the policy's gradient, is far above what is left of all changes together.
+
+    None are shown where an architecture is built in another way. A collective: ranks agree on what is shown.
+    """
+    if not slices:
+        return set()
+    probe = Probe.of(engine, PROBE_TOKENS[0])
+    with together("the gradients for the proof of the weights"):
+        effects = effects_on(probe.ids, slices, policy)
+    visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
+    shown: set[str] = set()
+    for norms in (True, False):
+        signs = cancelling({plain_name(part): part.source.shape for part in every}, norms)
+        embedding = [part for part in every if plain_name(part).split(".")[-2:-1] == [EMBEDDING]]
+        if not signs:
+            break
+        with with_signs(embedding, signs):
+            if not probe.differs():
+                break
+        with with_signs(every, signs):
+            left = max(probe.shift(), probe.noise)
+        least = max(MARGIN * left, visible)
+        clear = {name for name, effect in effects.items() if least < effect < math.inf}
+        shown |= {part.name for part in slices if plain_name(part) in signs and part.name in clear}
+        if left <= 2 * probe.noise:
+            break
+    for others in gather(sorted(shown)):
+        shown &= {*others}
+    return shown
+
+
+def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
+    """By how many nats, about, the log-probability of the prompt changes where a random half of a parameter's values
+    change their sign: the norm of gradient times value, of the part that this rank's engine has.
+
+    A gradient is freed when it has been looked at. None are known where the memory doesn't suffice for one.
+    """
+    found: dict[str, float] = {}
+    given = {parameter: parameter.requires_grad for parameter in policy.parameters()}
+    asked = {part.source: part for part in slices if part.source in given}  # a buffer gets no gradient
+
+    def look(parameter: torch.Tensor) -> None:
+        part, gradient = asked[parameter], parameter.grad
+        assert gradient is not None
+        effect = part.part_of(gradient.mul_(parameter.detach()))
+        found[part.name] = float(torch.linalg.vector_norm(effect, dtype=torch.float32))
+        parameter.grad = None
+
+    hooks = []
+    try:
+        for parameter in given:
+            parameter.requires_grad_(parameter in asked)
+        hooks = [parameter.register_post_accumulate_grad_hook(look) for parameter in asked]
+        tokens = torch.tensor([ids], device=next(iter(given)).device)
+        with evaluation_mode(policy), torch.enable_grad():  # a dropout would change the output by itself
+            logits = policy(tokens).logits[0, :-1].float()
+            said = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
+            if said.requires_grad:  # else it depends on none of them
+                said.backward()
+    except torch.OutOfMemoryError:
+        found = {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, requires_grad in given.items():
+            parameter.requires_grad_(requires_grad)
+            if parameter in asked:
+                parameter.grad = None
+    return found
+
+
 def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
     """Those of ``slices`` that can be changed without a change of the engine's output.
 
-    One short forward of the engine per slice, with the slice's values negated and then negated back, which restores
-    every bit and needs no copy.
+    One short forward of the engine per slice and rank of it, with the slice's values negated and then negated back,
+    which restores every bit and needs no copy.
     """
-    layout, draw = engine.layout, random.Random(0)  # drawn, so that no kind of parameter meets the same rank each time
-    silent = [(part, draw.randrange(layout.ranks_per_engine)) for part in slices]
+    layout = engine.layout
+    silent = [(part, place) for part in slices for place in range(layout.ranks_per_engine)]
     for length in PROBE_TOKENS:
-        ids = probe_ids(engine, length)
-        usual = engine.prompt_logprobs(ids)
-        noise = float((engine.prompt_logprobs(ids) - usual).abs().max())  # 0 where kernels are deterministic
+        if not silent:
+            break
+        probe = Probe.of(engine, length)
         candidates, silent = silent, []
         for part, place in candidates:
             with changed(part.destination) if place == layout.engine_place else nullcontext():
-                seen = engine.prompt_logprobs(ids)
-            if not ((seen - usual).abs() > 2 * noise).any() and bool(seen.isfinite().all()):
+                differs = probe.differs()
+            if not differs:
                 silent.append((part, place))
-        if not silent:
-            break
     return [part for part, place in silent if place == layout.engine_place]
 
 

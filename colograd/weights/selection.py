@@ -213,7 +213,7 @@ def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> Share
     rest = [(part, obstacles[part.name]) for part in sides.slices if part.name in obstacles]
     shared.bind(able)
     sides.place_policy()  # what isn't bound: buffers, and the parameters that are copied
-    for part in [] if constant else proof.check_read(able, sides.policy, sides.engine):
+    for part in [] if constant else proof.check_read(able, sides.policy, sides.engine, sides.slices):
         part.source.data = part.destination.clone()  # memory of its own again, with the same value
         able.remove(part)
         rest.append((part, "no output depends on it, so that sharing it can't be proved"))
@@ -231,5 +231,6 @@ def _merged(sides: Sides, why: str) -> MergedWeights:
     """LoRA that is merged into the engine's copy on its way."""
     sides.place_policy()
     merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
-    proof.check_read(merged.moving if sides.equal else sides.slices, sides.policy, sides.engine)
+    moving = merged.moving if sides.equal else sides.slices
+    proof.check_read(moving, sides.policy, sides.engine, sides.slices)
     return merged

@@ -13,16 +13,18 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from colograd.runtime import process
 
 Step = dict[str, float]
+FOLDER = "_journal"  # colograd.rollout.journal.FOLDER, without its imports
 LEARNING_RATE = 1e-6
 
 
@@ -45,7 +47,7 @@ class Job:
     ignore_eos: bool
     plain_malloc: bool
     seed: int
-    rollouts: str  # where the recorded rollouts are, or come to be
+    rollouts: str  # a folder whose journal has the recorded rollouts, or will have them
     folder: str  # for what a trainer writes
     out: str
 
@@ -167,40 +169,60 @@ def step_clock(meter: Meter, phases: Callable[[dict[str, Any], Step], Step]) -> 
 def run_colograd(job: Job) -> dict[str, Any]:
     from datasets import Dataset
 
-    from colograd import GRPOConfig, GRPOTrainer
-    from colograd.batch import Group
+    from colograd import GRPOTrainer
 
-    class Recording(GRPOTrainer):
-        """Keeps the last step's groups, or hands out recorded ones."""
-
-        recorded: Sequence[Group] | None = None
-        last: list[Group]
-
-        def generate(self, prompts: Any) -> Iterator[Group]:
-            self.last = []
-            for group in super().generate(prompts) if self.recorded is None else self.recorded:
-                self.last.append(group)
-                yield group
-
-    config = GRPOConfig(
-        **_shared_settings(job),
-        bf16=False,
-        prompts_per_step=job.prompts_per_step,
-        vllm_engine_kwargs={**job.engine(), "max_num_seqs": job.completions, "max_num_batched_tokens": 4096},
-    )
-    meter = Meter()
+    meter, rows = Meter(), Dataset.from_list(job.rows)
     clock = step_clock(meter, lambda logs, counted: _our_phases(logs))
-    trainer = Recording(job.model, hash_reward, config, Dataset.from_list(job.rows), callbacks=[clock])
+    trainer = GRPOTrainer(job.model, hash_reward, _our_config(job), rows, callbacks=[clock])
     meter.watch(trainer.model)
     trainer.train()
-    if not Path(job.rollouts).exists():
-        Path(job.rollouts).write_text(json.dumps([_as_json(group) for group in trainer.last]))
-    recorded = []
-    trainer.recorded = [_group(saved) for saved in json.loads(Path(job.rollouts).read_text())]
-    for _ in range(job.repeats and job.repeats + 1):  # the first warms up
-        recorded.append(_train_recorded(trainer, meter))
     trainer.close()
-    return {"steps": clock.steps[1:], "recorded": recorded[1:]}
+    if not Path(job.rollouts).exists():
+        shutil.copytree(Path(job.folder) / FOLDER, Path(job.rollouts) / FOLDER)
+    return {"steps": clock.steps[1:], "recorded": _replayed(job, rows)[1:]}
+
+
+def _our_config(job: Job, **changes: Any) -> Any:
+    from colograd import GRPOConfig
+
+    settings = _shared_settings(job) | {
+        "bf16": False,
+        "prompts_per_step": job.prompts_per_step,
+        "vllm_engine_kwargs": {**job.engine(), "max_num_seqs": job.completions, "max_num_batched_tokens": 4096},
+        "journal": "keep",
+    }
+    return GRPOConfig(**(settings | changes))
+
+
+def _replayed(job: Job, rows: Any) -> list[Step]:
+    """The training phase of the recorded first step, several times; the first warms up."""
+    from colograd.replayer import Replayer
+    from colograd.training.replaying import Replay
+
+    meter, found = Meter(), list[Step]()
+
+    class Timed(Replayer):
+        def get_batch_samples(self, *given: Any) -> Any:
+            meter.take()
+            self.cpu = time.process_time()
+            return super().get_batch_samples(*given)
+
+        def training_step(self, *given: Any, **named: Any) -> Any:
+            loss = super().training_step(*given, **named)
+            seconds = _our_phases({f"time/{name}": value for name, value in self.times.seconds.items()})["train_s"]
+            found.append(_recorded_step(seconds, self.cpu, meter.take()))
+            return loss
+
+    if not job.repeats:
+        return []
+    config = _our_config(job, output_dir=f"{job.folder}-replayed", learning_rate=0.0)  # each time the same
+    replay = Replay(Path(job.rollouts), 1, 1)
+    trainer = Timed(replay=replay, model=job.model, reward_funcs=hash_reward, args=config, train_dataset=rows)
+    meter.watch(trainer.model)
+    for _ in range(job.repeats + 1):
+        trainer.train()
+    trainer.close()
+    return found
 
 
 def _our_phases(logs: dict[str, Any]) -> Step:
@@ -214,60 +236,28 @@ def _our_phases(logs: dict[str, Any]) -> Step:
     }
 
 
-def _train_recorded(trainer: Any, meter: Meter) -> Step:
-    """One training phase on the recorded groups."""
-    from colograd.batch import Prompt
-
-    meter.take()
-    cpu = time.process_time()
-    prompts = [Prompt(g.example, g.rollouts[0].prompt_ids, g.position) for g in trainer.recorded]
-    (batch,), _ = trainer.get_batch_samples(iter([prompts]), 1, trainer.args.device)
-    trainer.training_step(trainer.model, batch)
-    seconds = _our_phases(trainer.times.take())["train_s"]
-    trainer.model.zero_grad(set_to_none=True)
-    return _recorded_step(seconds, cpu, meter.take())
-
-
 def _recorded_step(seconds: float, cpu_before: float, counted: Step) -> Step:
     """``cpu_s``: processor seconds of all threads, collating included; other processes hardly change them."""
     tokens = counted["tokens_through_model"]
     return {"train_s": seconds, "cpu_s": time.process_time() - cpu_before, "tokens_through_model": tokens}
 
 
-def _as_json(group: Any) -> dict[str, Any]:
-    rollouts = [
-        {
-            "completion_ids": list(rollout.completion_ids),
-            "sampler_logprobs": rollout.sampler_logprobs.tolist(),
-            "finish_reason": rollout.finish_reason.value,
-        }
-        for rollout in group.rollouts
-    ]
-    return {
-        "example": dict(group.example),
-        "prompt_ids": group.rollouts[0].prompt_ids,
-        "position": group.position,
-        "rollouts": rollouts,
-    }
+def recorded_groups(job: Job) -> list[Any]:
+    """Of the first step, in the order of its prompts."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
 
+    from colograd.data import PromptRules, tokenize_prompts
+    from colograd.rollout.journal import Journal
+    from colograd.training.replaying import RecordedRounds, Replay
 
-def _group(saved: dict[str, Any]) -> Any:
-    import torch
-
-    from colograd.batch import FinishReason, Group, Rollout
-
-    rollouts = [
-        Rollout(
-            input=tuple(saved["prompt_ids"]),
-            completion_ids=tuple(rollout["completion_ids"]),
-            sampler_logprobs=torch.tensor(rollout["sampler_logprobs"], dtype=torch.float32),
-            sampled=torch.ones(len(rollout["completion_ids"]), dtype=torch.bool),
-            finish_reason=FinishReason(rollout["finish_reason"]),
-            policy_version=0,
-        )
-        for rollout in saved["rollouts"]
-    ]
-    return Group(saved["example"], tuple(rollouts), saved["position"])
+    rules = PromptRules(AutoTokenizer.from_pretrained(job.model), sys.maxsize, "error", {}, "train")
+    prompts = tokenize_prompts(Dataset.from_list(job.rows), rules)
+    run = Path(job.rollouts)
+    rounds = RecordedRounds(Replay(run, 1, 1), 0, Journal(run, 0, {}).recorded_settings())
+    rounds.begin(0, weights="")
+    found = rounds.recall([prompts[row, row] for row in range(job.prompts_per_step)])
+    return [found[position].group for position in sorted(found)]
 
 
 # -- TRL
@@ -307,9 +297,9 @@ def run_trl(job: Job) -> dict[str, Any]:
     meter.watch(trainer.model)
     _time_trl(trainer, meter)
     trainer.train()
-    saved = json.loads(Path(job.rollouts).read_text())
-    _replay(trainer, saved)
-    rows = [group["example"] for group in saved for _ in range(job.num_generations)]
+    groups = recorded_groups(job)
+    _replay(trainer, groups)
+    rows = [dict(group.example) for group in groups for _ in range(job.num_generations)]
     recorded = []
     for _ in range(job.repeats and job.repeats + 1):  # the first warms up
         meter.take()
@@ -353,14 +343,14 @@ def _their_phases(counted: Step) -> Step:
     }
 
 
-def _replay(trainer: Any, saved: Sequence[dict[str, Any]]) -> None:
+def _replay(trainer: Any, groups: Sequence[Any]) -> None:
     """From now on TRL's engine answers with the recorded completions, and isn't updated."""
-    rollouts = [rollout for group in saved for rollout in group["rollouts"]]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
 
     def generate(prompts: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
-        ids = [list(rollout["completion_ids"]) for rollout in rollouts]
+        ids = [list(rollout.completion_ids) for rollout in rollouts]
         assert len(prompts) == len(ids), (len(prompts), len(ids))
-        return None, ids, [[[value] for value in rollout["sampler_logprobs"]] for rollout in rollouts], None
+        return None, ids, [[[value] for value in rollout.sampler_logprobs.tolist()] for rollout in rollouts], None
 
     trainer.vllm_generation.generate = generate
     trainer.vllm_generation.sync_weights = lambda: None

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +76,10 @@ def measure(folder: Path, steps: int, now: bool) -> None:
     class InTurn(TrainerCallback):
         """Asks for a checkpoint after every second step."""
 
-        ends: list[float]
+        ends: list[tuple[float, float]]  # of steps, by the clock and in processor seconds of all threads
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.ends.append(time.perf_counter())
+            self.ends.append((time.perf_counter(), time.process_time()))
             control.should_save = state.global_step % 2 == 1 and state.global_step < state.max_steps
 
     took, written = [], []
@@ -98,23 +100,31 @@ def measure(folder: Path, steps: int, now: bool) -> None:
     trainer.train()
     left = sorted(path.name for path in folder.glob("checkpoint-*"))
     trainer.close()
-    seconds = [later - earlier for earlier, later in zip(turns.ends, turns.ends[1:], strict=False)]  # of steps 2, 3 ...
-    counted = seconds[WARM - 1 :][:steps]
-    begins = WARM + 1  # the number of the first of them
-    saving = [s for number, s in enumerate(counted, begins) if number % 2 == 0]  # follows a checkpoint's beginning
-    without = [s for number, s in enumerate(counted, begins) if number % 2 == 1]
-    pairs = [a / b for a, b in zip(saving, without, strict=False)]
-    print("with    ", " ".join(f"{s:.2f}" for s in saving))
-    print("without ", " ".join(f"{s:.2f}" for s in without))
     print("the save's own part, before the step goes on:", " ".join(f"{s:.2f}" for s in took))
     print("until it was there, beside the training:", " ".join(f"{s.seconds:.2f}" for s in written))
     print("of a processor's time:", " ".join(f"{s.processor:.2f}" for s in written))
     print(f"checkpoints left: {', '.join(left)}")
+    for name, ends in zip(("seconds", "processor seconds"), zip(*turns.ends, strict=True), strict=True):
+        compare(name, ends, steps)
+
+
+def compare(name: str, ends: Sequence[float], steps: int) -> None:
+    """Steps with and without a checkpoint in turn: what one more costs, with its standard error."""
+    lengths = [later - earlier for earlier, later in itertools.pairwise(ends)]  # of steps 2, 3 ...
+    counted = lengths[WARM - 1 :][:steps]
+    begins = WARM + 1  # the number of the first of them
+    saving = [
+        length for number, length in enumerate(counted, begins) if number % 2 == 0
+    ]  # a checkpoint began before it
+    without = [length for number, length in enumerate(counted, begins) if number % 2 == 1]
+    print(f"{name}, with   ", " ".join(f"{length:.2f}" for length in saving))
+    print(f"{name}, without", " ".join(f"{length:.2f}" for length in without))
+    more = [a - b for a, b in zip(saving, without, strict=False)]
+    mean, error = statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
+    base = statistics.mean(without)
     print(
-        f"a step: {statistics.median(saving):.2f} s with a checkpoint, {statistics.median(without):.2f} s without "
-        f"(medians of {len(saving)}); ratio {statistics.median(saving) / statistics.median(without):.3f}, "
-        f"of neighbours {statistics.median(pairs):.3f}, "
-        f"of means {statistics.mean(saving) / statistics.mean(without):.3f}"
+        f"a step has {base:.2f} {name} without a checkpoint, and {mean:+.2f} ± {error:.2f} with one: "
+        f"{mean / base:+.1%} ± {error / base:.1%}"
     )
 
 

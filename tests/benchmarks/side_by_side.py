@@ -146,7 +146,7 @@ def make_jobs(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
         "model": str(folder / "model"),
         "rows": [{"prompt": p, "signal": i % per_step < with_signal} for i, p in enumerate(prompts)],
         "kv_bytes": kv_bytes(folder / "model", options),
-        "rollouts": str(folder / "rollouts.json"),
+        "rollouts": str(folder / "recorded"),
     }
     names = {field.name for field in dataclasses.fields(_job_class())} & vars(options).keys() - shared.keys()
     shared |= {name: getattr(options, name) for name in names}

@@ -4,9 +4,10 @@
         [--out F.json]
 
 The real trainer for some steps, of which the first warms up. Without --sampled completions are made up, the same ones
-in every process, so that options can be compared; with it the engine writes them, and its log-probabilities are
-compared with the trainer's. With --set vllm_enable_sleep_mode=true it says what the sleep gives back. utilisation.py
-has the formula of the FLOPs.
+in every process, so that options can be compared: they are written as a run's journal, and replayed without an engine.
+With --sampled the engine writes them, and its log-probabilities are compared with the trainer's. With --set
+vllm_enable_sleep_mode=true it says what the sleep gives back. The formula of the FLOPs is in
+colograd/training/utilisation.py.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
 than planned or the sleep gave too little back.
@@ -22,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ from contestants import hash_reward  # noqa: E402
 from figures import GB, PeakMemory, machine, table, write  # noqa: E402
 from phases import versions  # noqa: E402
 from side_by_side import make_prompts  # noqa: E402
-from utilisation import Matrices, Work, peak_of  # noqa: E402
+
+from colograd.training.utilisation import Matrices, Work, peak_of  # noqa: E402
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 GIVEN_BACK = 0.9  # of the KV cache, at least, by a sleep
@@ -64,34 +67,41 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class MadeUp:
-    """A rollout source without a sampler: random tokens, which follow from a prompt's place alone."""
+def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int) -> Any:
+    """A group as it is recorded: random tokens and rewards, which follow from the prompt's place alone."""
+    from colograd.batch import FinishReason, Group, Logged, Rollout
+    from colograd.rollout.journal import Recorded
 
-    def __init__(self, engine: Any) -> None:
-        self.vocabulary = engine.vocab_size
+    draw = random.Random(prompt.position)
+    rollouts = tuple(
+        Rollout(
+            input=prompt.input,
+            completion_ids=array("i", [draw.randrange(vocabulary) for _ in range(length)]),
+            sampler_logprobs=torch.zeros(length),
+            sampled=torch.ones(length, dtype=torch.bool),
+            finish_reason=FinishReason.STOP,
+            policy_version=version,
+        )
+        for length in [draw.randint(-(-longest // SHORTEST), longest) for _ in range(size)]
+    )
+    rewards = torch.tensor([[draw.random()] for _ in rollouts])
+    return Recorded(Group(prompt.example, rollouts, prompt.position), rewards, Logged({}, {}))
 
-    def generate(
-        self, prompts: Any, sampling: Any, *, version: int, seed: int, purpose: str = "train"
-    ) -> Iterator[Any]:
-        from colograd.batch import FinishReason, Group, Rollout
 
-        for prompt in prompts:
-            draw = random.Random(prompt.position)
-            lengths = [
-                draw.randint(-(-sampling.max_tokens // SHORTEST), sampling.max_tokens) for _ in range(sampling.n)
-            ]
-            rollouts = [
-                Rollout(
-                    input=prompt.input,
-                    completion_ids=[draw.randrange(self.vocabulary) for _ in range(length)],
-                    sampler_logprobs=torch.zeros(length),
-                    sampled=torch.ones(length, dtype=torch.bool),
-                    finish_reason=FinishReason.STOP,
-                    policy_version=version,
-                )
-                for length in lengths
-            ]
-            yield Group(prompt.example, tuple(rollouts), prompt.position)
+def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any) -> None:
+    """A journal that has made-up groups for each of the configuration's steps."""
+    from colograd.data import PromptRules, tokenize_prompts
+    from colograd.rollout.journal import Journal
+    from colograd.training.journaling import settings_of
+
+    prompts = tokenize_prompts(rows, PromptRules(tokenizer, sys.maxsize, "error", {}, "train"))
+    journal = Journal(run, 0, settings_of(config, [hash_reward.__name__]))
+    for step in range(config.max_steps):
+        journal.begin(step, weights="")
+        for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
+            given = len(tokenizer), config.num_generations, config.max_completion_length
+            journal.add(made_up(prompts[place, place], step, *given))
+    journal.close()
 
 
 class Watch:
@@ -148,11 +158,13 @@ def make_config(options: argparse.Namespace, folder: str) -> Any:
         "max_steps": options.steps,
         "logging_steps": 1,
         "save_strategy": "no",
+        "report": False,
         "report_to": "none",
         "disable_tqdm": True,
     }
-    if not options.sampled:  # nobody samples: nothing to correct, and nothing to compile an engine for
-        settings |= {"vllm_importance_sampling_correction": False, "vllm_engine_kwargs": {"enforce_eager": True}}
+    if not options.sampled:  # the log-probabilities are made up, too: nothing to correct
+        settings |= {"vllm_importance_sampling_correction": False, "shuffle_dataset": False, "journal": "keep"}
+        settings["reward_workers"] = 0
     return GRPOConfig(**(settings | options.fields))
 
 
@@ -167,11 +179,15 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
     from transformers import AutoTokenizer, TrainerCallback
 
     from colograd import GRPOTrainer
+    from colograd.replayer import Replayer
+    from colograd.training.replaying import Replay
 
-    class Watched(GRPOTrainer):
-        def generate(self, prompts: Any) -> Any:
+    kind: Any = GRPOTrainer if options.sampled else Replayer
+
+    class Watched(kind):
+        def get_batch_samples(self, *given: Any) -> Any:
             watch.memory.reset()
-            yield from super().generate(prompts)
+            return super().get_batch_samples(*given)
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             watch.begin_training(inputs.rows)
@@ -188,15 +204,22 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
                 watch.step(logs)
 
     count = options.prompts_per_step * options.steps
-    prompts = make_prompts(AutoTokenizer.from_pretrained(options.model), options.prompt_tokens, count, seed=0)
+    tokenizer, config = AutoTokenizer.from_pretrained(options.model), make_config(options, folder)
+    prompts = make_prompts(tokenizer, options.prompt_tokens, count, seed=0)
+    rows = Dataset.from_list([{"prompt": prompt, "signal": True} for prompt in prompts])
+    recorded = {}
+    if not options.sampled:
+        run = Path(folder) / "recorded"
+        write_journal(run, config, rows, tokenizer)
+        recorded = {"replay": Replay(run, 1, options.steps)}
     trainer = Watched(
-        options.model,
-        hash_reward,
-        make_config(options, folder),
-        Dataset.from_list([{"prompt": prompt, "signal": True} for prompt in prompts]),
+        model=options.model,
+        reward_funcs=hash_reward,
+        args=config,
+        train_dataset=rows,
         callbacks=[Steps()],
-        rollout_func=None if options.sampled else MadeUp,
         peft_config=adapter(options.lora) if options.lora else None,
+        **recorded,
     )
     if trainer.engine.sleeps:
         trainer.engine.sleep = watch.sleeping(trainer.engine)
@@ -226,7 +249,8 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     start_s, tokens = time.perf_counter() - started, 0
     try:
         trainer.train()
-        plan, limit, tokens = planned(trainer), allowed(trainer), trainer.rules.max_tokens
+        plan, tokens = planned(trainer), trainer.rules.max_tokens
+        limit = allowed(trainer) if options.sampled else 0.0
         matrices = Matrices.of(trainer.model)
         half = trainer.policy.model.dtype == torch.bfloat16 or trainer.args.bf16
         asked_to_sleep, checkpointing = trainer.engine.sleeps, trainer.args.checkpointing

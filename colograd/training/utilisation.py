@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, and how many a GPU could have done meanwhile.
+"""Model FLOPs of a training step, and how many the device could have done meanwhile.
 
 FLOPs = 6 x the matrices of the layers x tokens through the model          (4 instead of 6 where they are frozen)
       + 6 x the head's matrix x predicted tokens                          (it sees no others)
@@ -13,9 +13,15 @@ the optimizer; windows are counted as if they were whole. Dense models only.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+from ..memory.shape import Shape
+from ..policy.lora import unwrap
 
 # FLOP/s of dense bfloat16 products by the makers' data sheets. An entry's words are looked for in a device's name.
 PEAKS = {
@@ -26,6 +32,8 @@ PEAKS = {
     "H200": 989e12,
     "A100": 312e12,
 }
+SECONDS = 0.2  # at most, to measure another device's
+SIZES = {"cpu": 1024, "cuda": 4096}  # of the matrices that are multiplied for that
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -33,6 +41,29 @@ def peak_of(device: str) -> float | None:
     """FLOP/s of a device by its name; None: unknown."""
     found = (peak for name, peak in PEAKS.items() if all(re.search(rf"\b{word}\b", device) for word in name.split()))
     return next(found, None)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """A device's FLOP/s, and where the number is from: the maker's data sheet where it has one of its name, else the
+    fastest of some products of matrices of the ``dtype`` in which the policy computes."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
+    if name and (peak := peak_of(name)) is not None:
+        return peak, f"{name}'s data sheet"
+    size = SIZES.get(device.type, 1024)
+    return _measured(device, dtype, size), f"measured: a {str(dtype).removeprefix('torch.')} product of {size} x {size}"
+
+
+def _measured(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    factor = torch.ones(size, size, device=device, dtype=dtype)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    fastest, began = 0.0, time.perf_counter()
+    while not fastest or time.perf_counter() - began < SECONDS:
+        wait()
+        started = time.perf_counter()
+        torch.mm(factor, factor)
+        wait()
+        fastest = max(fastest, 2 * size**3 / (time.perf_counter() - started))
+    return fastest
 
 
 @dataclass(frozen=True)
@@ -73,9 +104,6 @@ class Matrices:
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
         """None: the model is no dense one."""
-        from colograd.memory.shape import Shape
-        from colograd.policy.lora import unwrap
-
         base = unwrap(model)
         config = base.config.get_text_config()
         if any(getattr(config, name, None) for name in EXPERTS):

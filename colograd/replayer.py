@@ -1,0 +1,155 @@
+"""`Replayer`: a `GRPOTrainer` that trains steps again which a run has recorded. It samples nothing and calls no reward.
+
+    the checkpoint before the steps --> the recorded rounds after it, up to the last step --> figures beside the first
+
+No engine is built. Nothing is written into the run's folder, whose journal and checkpoints are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from .config import GRPOConfig
+from .parallel.ranks import gather, together
+from .reporting.tracing import StepProfile
+from .rewards.functions import as_list
+from .rollout.journal import Journal
+from .trainer import GRPOTrainer
+from .training import checkpoints
+from .training.assembly import Assembly, Prompts, assemble_alone
+from .training.journaling import settings_of
+from .training.replaying import Comparison, RecordedRounds, Replay
+
+
+class Unasked:
+    """Stands in a reward function's place, whose recorded rewards are taken."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, **columns: Any) -> list[float]:
+        raise RuntimeError(f"a replay asked reward function {self.__name__!r}, but takes what was recorded of it")
+
+
+class Replayer(GRPOTrainer):
+    """Trains recorded steps again.
+
+    Args:
+        replay: which, and of which run.
+        profile: records the steps; None: nothing does.
+        flags: by which the settings differ from the run's, for people.
+        args: the run's configuration with a folder of its own, ``journal: keep``, and nothing that saves, evaluates or
+            reports.
+        reward_funcs: as the run's. They aren't looked at: their rewards and names are recorded.
+        given: the other arguments of `GRPOTrainer`.
+
+    Raises:
+        ValueError: what `GRPOTrainer` refuses, steps that aren't recorded, or other settings than what is recorded
+            depends on.
+    """
+
+    def __init__(
+        self,
+        *,
+        replay: Replay,
+        args: GRPOConfig,
+        reward_funcs: Any = None,
+        profile: StepProfile | None = None,
+        flags: str = "",
+        **given: Any,
+    ) -> None:
+        self.replay, self.profile, self.flags = replay, profile, flags
+        with together("the journal"):
+            recorded = Journal(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
+            names = [*map(str, recorded)] if isinstance(recorded, list) else []
+            rewards = _unasked(as_list(reward_funcs), names)
+            _check_end(replay, args)
+            rounds, start = RecordedRounds(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
+            rounds.check_settings(start)
+            rounds.check_recorded(start, args)
+        given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
+        super().__init__(reward_funcs=rewards, args=args, **given)
+        self.source = self.engine
+        self.rounds = RecordedRounds(replay, args.layout.rank, settings_of(args, self._reward_names))
+        self.journal = None if args.layout.engine_place else self.rounds
+        self.comparison = Comparison(self.rounds)
+        self.add_callback(_EndAfter(replay.last))
+
+    def check_engine(self, args: GRPOConfig) -> None:
+        """None is built."""
+
+    def assemble(self, prompts: Sequence[Prompts]) -> Assembly:
+        return assemble_alone(self.args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """From the checkpoint before the first step to the end of the last one."""
+        output = super().train()
+        self.console.say(self.comparison.summary(self.flags))
+        return output
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        if self.profile is not None and self.state.global_step + 1 == self.replay.first:
+            self.profile.start()
+        return super().get_batch_samples(*args)
+
+    def tell_step(self, entry: Mapping[str, float]) -> None:
+        """Of those that were asked for, beside what they were."""
+        step = self.state.global_step
+        if step < self.replay.first:
+            return
+        if self.profile is not None and step == self.replay.last:
+            with together("the profile"):
+                line = self.profile.stop()
+        self.console.step(step, self.state.max_steps, entry)
+        self.console.say(self.comparison.line(step, self.figures))
+        if self.profile is not None and step == self.replay.last:
+            self.console.say(line)
+
+    # -- where it begins
+
+    def _settle_folders(self) -> bool:
+        """Nothing is written, and all ranks read the run's folder."""
+        return False
+
+    def _found(self, wanted: str | bool | None) -> str | None:
+        """The last checkpoint before the first step that isn't damaged; None: the model."""
+        for start in gather(self.replay.starts())[0]:
+            if not start:
+                break
+            folder = str(self.replay.run / f"checkpoint-{start}")
+            if (damage := self._damage(folder)) is None:
+                return folder
+            self.console.warn(f"checkpoints: {folder} is damaged and isn't taken: {damage}")
+        return None
+
+    def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
+        start = checkpoints.step_of(checkpoint) if checkpoint else 0
+        with together("the journal"):
+            self.rounds.check_settings(start)
+            self.rounds.check_recorded(start, self.args)
+        self.console.say(self.replay.plan(start))
+
+
+def _check_end(replay: Replay, args: GRPOConfig) -> None:
+    if 0 < args.max_steps < replay.last:
+        raise ValueError(
+            f"the last step is {replay.last}, but max_steps is {args.max_steps}: name steps of the run, or leave "
+            "max_steps as it was."
+        )
+
+
+def _unasked(functions: Sequence[Any], names: Sequence[str]) -> list[Unasked]:
+    """Of as many functions as the run's recipe names; environments that reward themselves come with them."""
+    return [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
+
+
+class _EndAfter(TrainerCallback):
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.last

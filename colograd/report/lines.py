@@ -1,0 +1,89 @@
+"""A run's files, read as they grow: nothing outside of the run's folder, no line twice, no torn line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LONGEST_LINE = 64 * 2**20  # bytes; what is longer is no line that a run has written
+BLOCK = 2**20
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO | None:
+    """Open a file of a folder; None if it isn't there, is no regular file, or is a link that leads out.
+
+    Opened without waiting: a named pipe in a run's folder must not hold up who looks at the run.
+    """
+    root = folder.resolve()
+    try:
+        path = (root / name).resolve()
+        if not path.is_relative_to(root):
+            return None
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a circle; ValueError: a zero byte
+        return None
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return os.fdopen(number, "rb")
+    os.close(number)
+    return None
+
+
+class Tail:
+    """The lines of a file that are new since the last look."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.offset = 0  # of the first byte that wasn't part of a whole line
+        self._inode = -1
+
+    def restarted(self) -> bool:
+        """Whether the file is another one, or shorter, than at the last look: what was read of it is void then."""
+        if (file := open_inside(self.folder, self.name)) is None:
+            return self.offset > 0
+        with file:
+            found = os.fstat(file.fileno())
+        if (self._inode in (-1, found.st_ino)) and found.st_size >= self.offset:
+            return False
+        self.offset, self._inode = 0, -1
+        return True
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """Each new whole line, and where it begins. A last line without its end is left for the next look."""
+        if (file := open_inside(self.folder, self.name)) is None:
+            return
+        with file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self.offset)
+            rest, skipping = b"", False
+            while block := file.read(BLOCK):
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    begin = self.offset
+                    self.offset += len(line) + 1
+                    if not skipping:
+                        yield begin, line
+                    skipping = False
+                if len(rest) > LONGEST_LINE:
+                    self.offset, rest, skipping = self.offset + len(rest), b"", True
+
+
+def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
+    """A line's object; None if it is none.
+
+    Args:
+        line: a whole line.
+        beginning: how each object begins. A run that was killed in the middle of a line and resumed has the next
+            object behind the torn one, on the same line: it is found by its beginning.
+    """
+    for begin in (0, line.rfind(beginning)):
+        if begin < 0:
+            continue
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line[begin:])
+            return found if isinstance(found, dict) else None
+    return None

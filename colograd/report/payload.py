@@ -1,0 +1,225 @@
+"""What a page is told of a run: `overview` at once, `of_step` when a step is opened.
+
+Both are JSON values. The page puts an overview that says what changed (`after`) over the one that it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .reading import Run
+from .values import mapping, number, text, whole
+
+POINTS = 2000  # of a curve: beyond, each point is the mean of several steps
+MOST_SPREADS = 400  # steps with histograms
+MOST_PROMPTS = 300  # whose history a page has: those with the most reward difference
+FLAT = 1e-6  # a spread of rewards below which a group has no reward difference
+STEP_GROUPS = 256
+BEGINNING = 160  # characters of a prompt where it is named in a line
+
+
+def overview(run: Run, after: int = 0, thin: bool = True) -> dict[str, Any]:
+    """The run without its completions.
+
+    Args:
+        run: as it was last read.
+        after: leave out what hasn't changed since this change of the run.
+        thin: bound the sizes, for a page that holds all of it.
+    """
+    if after < run.born:
+        after = 0
+    steps, columns = run.steps.columns(after)
+    evaluated, of_evaluations = run.evaluations.columns(after)
+    every = 1 if not thin else max(1, math.ceil(len(steps) / POINTS))
+    found: dict[str, Any] = {
+        "name": run.name,
+        "change": run.change,
+        "whole": after == 0,  # not what changed: all of it
+        "status": status(run),
+        "starts": [{name: value for name, value in start.items() if name != "run"} for start in run.starts],
+        "run": mapping(run.start.get("run")),
+        "memory": run.memory,
+        "totals": run.totals,
+        "alarms": run.alarms,
+        "every": every,
+        "steps": steps[every - 1 :: every] if every > 1 else steps,
+        "columns": {name: _means(values, every) for name, values in columns.items()},
+        "evaluations": {"steps": evaluated, "columns": of_evaluations},
+        "spreads": _spreads(run, after, thin),
+    }
+    if any(change > after for change in run.touched["groups"].values()):
+        found["groups"] = groups_over_time(run)
+        found["prompts"] = prompt_histories(run)
+    held = {step: 0 for kind in ("rollouts", "groups") for step, change in run.touched[kind].items() if change > after}
+    held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
+    found["held"] = sorted([step, has] for step, has in held.items())  # steps to ask for; 1: with completions
+    return found
+
+
+def status(run: Run) -> dict[str, Any]:
+    """How far the run is, and how it ended."""
+    limit = whole(run.start.get("max_steps"))
+    end = run.end or {}
+    return {
+        "state": end.get("status") or ("running" if run.starts else "waiting"),
+        "error": end.get("error", ""),
+        "step": run.last_step,
+        "max_steps": limit,
+        "begun": run.starts[0].get("time") if run.starts else None,
+        "seen": run.last_time,
+        "recorded": bool(run.starts and run.starts[0].get("time")),  # by Colograd's recorder
+    }
+
+
+def of_step(run: Run, step: int, most_bytes: int) -> dict[str, Any]:
+    """A step's rollouts, groups and completions; these bounded.
+
+    Args:
+        run: as it was last read.
+        step: any number.
+        most_bytes: of completions, about.
+    """
+    completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
+    prompts: list[Any] = []  # each once: the completions of a group share theirs
+    places: dict[str, int] = {}
+    for found in completions:
+        prompt = found.pop("prompt")
+        place = places.setdefault(repr(prompt), len(prompts))
+        if place == len(prompts):
+            prompts.append(prompt)
+        found["prompt"] = place
+    keys = list(run.prompts)
+    groups = [
+        [keys[int(group[0])], *(number(value, 4) for value in group[1:])]
+        for group in run.groups_of(step)[:STEP_GROUPS]
+        if not math.isnan(group[0])
+    ]
+    return {
+        "step": step,
+        "rollouts": run.rollouts_of(step),
+        "groups": groups,
+        "prompts": prompts,
+        "completions": completions,
+        "left_out": left_out,
+    }
+
+
+def prompt_beginning(prompt: Any) -> str:
+    """A prompt's text, or its last user message's, short enough for a line."""
+    if isinstance(prompt, list):
+        asked = [message for message in prompt if message.get("role") == "user"] or prompt[-1:]
+        prompt = asked[-1].get("content") if asked else ""
+    return text(prompt, BEGINNING)
+
+
+def pass_mark(run: Run) -> float:
+    """The mean reward from which a group without a reward difference counts as solved.
+
+    `pass_threshold_eval` where a group of the run got so far, else the middle between the lowest and the highest mean.
+    """
+    means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
+    mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
+    mark = 1.0 if mark is None else mark
+    if not means or max(means) >= mark - FLAT:
+        return mark
+    return (min(means) + max(means)) / 2
+
+
+def groups_over_time(run: Run) -> dict[str, Any]:
+    """How many of each step's prompts were solved, unsolved or mixed, and how many carried a signal."""
+    mark = pass_mark(run)
+    found: dict[str, Any] = {"mark": number(mark), "steps": [], "solved": [], "unsolved": [], "mixed": [], "signal": []}
+    for step in sorted(run.groups):
+        counts = dict.fromkeys(("solved", "unsolved", "mixed", "signal"), 0)
+        for _, _, _, mean, spread, _, signal in run.groups_of(step):
+            if spread > FLAT:
+                counts["mixed"] += 1
+            elif not math.isnan(mean):
+                counts["solved" if mean >= mark - FLAT else "unsolved"] += 1
+            counts["signal"] += signal == 1
+        found["steps"].append(step)
+        for name, count in counts.items():
+            found[name].append(count)
+    return found
+
+
+def prompt_histories(run: Run) -> dict[str, Any]:
+    """Each prompt's mean reward and spread over the steps that took it, of those with the most spread in all.
+
+    Returns:
+        ``total`` prompts and their ``visits``, the ``half`` (how many prompts have half of all the spread), and
+        ``shown``: [key, spread in all, [[step, mean, spread, truncated share], ...]].
+    """
+    spreads: dict[int, float] = defaultdict(float)
+    visits: dict[int, int] = defaultdict(int)
+    for step in run.groups:
+        for key, _, _, _, spread, _, _ in run.groups_of(step):
+            spreads[int(key)] += 0.0 if math.isnan(spread) else abs(spread)
+            visits[int(key)] += 1
+    order = sorted(visits, key=lambda key: (-spreads[key], -visits[key], key))
+    shown = {key: place for place, key in enumerate(order[:MOST_PROMPTS])}
+    histories: list[list[Any]] = [[] for _ in shown]
+    for step in sorted(run.groups):
+        for key, _, _, mean, spread, truncated, _ in run.groups_of(step):
+            if (place := shown.get(int(key))) is not None:
+                histories[place].append([step, number(mean, 4), number(spread, 4), number(truncated, 4)])
+    keys = list(run.prompts)
+    return {
+        "total": len(visits),
+        "visits": sum(visits.values()),
+        "half": _half(sorted(spreads.values(), reverse=True)),
+        "shown": [[keys[key], number(spreads[key], 4), histories[place]] for key, place in shown.items()],
+    }
+
+
+def _half(amounts: Sequence[float]) -> int:
+    """How many of the largest amounts make half of them all."""
+    total, so_far = sum(amounts), 0.0
+    if not total > 0:
+        return 0
+    for count, amount in enumerate(amounts, start=1):
+        so_far += amount
+        if so_far >= total / 2:
+            return count
+    return len(amounts)
+
+
+def _spreads(run: Run, after: int, thin: bool) -> dict[str, Any]:
+    steps = sorted(step for step, change in run.touched["spreads"].items() if change > after and step in run.spreads)
+    every = math.ceil(len(steps) / MOST_SPREADS) if thin and steps else 1
+    return {str(step): run.spreads[step] for step in steps[::-1][::every][::-1]}
+
+
+def _means(values: Sequence[float | None], every: int) -> list[float | None]:
+    """The means of so many values each, the last ones in a row that isn't whole left out as their steps are."""
+    if every == 1:
+        return list(values)
+    found = []
+    for at in range(0, len(values) - every + 1, every):
+        known = [value for value in values[at : at + every] if value is not None]
+        found.append(number(sum(known) / len(known)) if known else None)
+    return found
+
+
+def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
+    """Steps in an order whose every beginning is spread over the whole run: some first, then by halving."""
+    rest = sorted(set(steps))
+    known = set(rest)
+    wanted = [step for step in dict.fromkeys([*(rest[-1:]), *(rest[:1]), *first]) if step in known]
+    yield from wanted
+    given = set(wanted)
+    stride = 1 << max(len(rest) - 1, 1).bit_length()
+    while stride:
+        for place in range(0, len(rest), stride):
+            if rest[place] not in given:
+                given.add(rest[place])
+                yield rest[place]
+        stride //= 2
+
+
+def alarm_steps(run: Run) -> list[int]:
+    """The steps of the first alarms, which a page should have whole."""
+    return [int(alarm["step"]) for alarm in run.alarms[:20]]

@@ -1,0 +1,266 @@
+"""The completions of a step: those recorded token by token, and texts from the completions log.
+
+`Samples` knows where each step's lines and files are. They are read when a page asks for them, or is made: a run of
+1,000 steps records more than a page, or this process, should hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..reporting.log_columns import EXTRA_KEY, FOLDER, NAMES_KEY, TEXT, column_names
+from .lines import Tail, open_inside, parse
+from .values import items, mapping, number, plain, text, whole
+
+SAMPLES = "_report/samples.jsonl"
+LONGEST = 200_000  # characters of a completion or a prompt
+MOST_TOKENS = 4096  # of a completion
+MILLI = 1000  # log-probabilities are sent as thousandths
+# A line's step is read from its beginning, where no text can pretend to be it.
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
+_FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
+
+
+class Samples:
+    """Where a run's completions are, by step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # offset and length, of samples.jsonl
+        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # purpose -> file name, of the completions log
+        self.changed: dict[int, int] = {}
+        self._tail = Tail(folder, SAMPLES)
+        self._folder_seen = -1
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of which there are completions."""
+        return sorted({*self.lines, *self.files})
+
+    def restarted(self) -> bool:
+        """Whether samples.jsonl is another file than at the last look."""
+        return self._tail.restarted()
+
+    def refresh(self, change: int) -> bool:
+        """Look for new ones; whether there are any."""
+        fresh = self._refresh_files(change)
+        for offset, line in self._tail.read():
+            step = _step_of(line)
+            if step is not None:
+                self.lines[step].append((offset, len(line)))
+                self.changed[step] = change
+                fresh = True
+        return fresh
+
+    def _refresh_files(self, change: int) -> bool:
+        fresh = False
+        with contextlib.suppress(OSError):
+            folder = self.folder / FOLDER
+            if (now := folder.stat().st_mtime_ns) == self._folder_seen:
+                return False
+            for path in os.scandir(folder):
+                match = _FILE.fullmatch(path.name)
+                if match and match.group(1) not in self.files[int(match.group(2))]:
+                    step, name = int(match.group(2)), match.group(1)
+                    self.files[step][name] = path.name
+                    self.changed[step] = change
+                    fresh = True
+            self._folder_seen = now
+        return fresh
+
+    def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
+        """A step's completions, whole groups while they fit.
+
+        Args:
+            step: the optimizer step.
+            most_bytes: of them as JSON, about.
+
+        Returns:
+            The completions in order (`_recorded` says what each has), and how many there are beyond them.
+        """
+        groups = _by_group(self._recorded(step))
+        for found in self._logged(step):
+            groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
+        kept: list[dict[str, Any]] = []
+        total, room = sum(len(group) for group in groups.values()), most_bytes
+        for group in groups.values():  # those recorded by token first, as the recorder chose them
+            size = sum(map(_size, group.values()))
+            if kept and size > room:
+                continue
+            room -= size
+            kept += [group[index] for index in sorted(group)]
+        kept.sort(key=lambda found: (found["purpose"] != "train", found["purpose"], found["position"], found["index"]))
+        return kept, total - len(kept)
+
+    def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
+        lines = self.lines.get(step)
+        if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
+            return
+        with file:
+            for offset, length in lines:
+                file.seek(offset)
+                entry = parse(file.read(length), b'{"step"')
+                if entry is not None and (found := _recorded(entry)) is not None:
+                    yield found
+
+    def _logged(self, step: int) -> Iterator[dict[str, Any]]:
+        for purpose, name in sorted(self.files.get(step, {}).items()):
+            if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
+                with file, contextlib.suppress(Exception):  # a file that isn't parquet has many ways to say so
+                    yield from _rows(file, "train" if purpose == "completions" else text(purpose, 100))
+
+
+def _step_of(line: bytes) -> int | None:
+    if match := _STEP.match(line):
+        return int(match.group(1))
+    entry = parse(line, b'{"step"')
+    return None if entry is None else whole(entry.get("step"))
+
+
+def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
+    """Completions by purpose and position, then index; of two of one place the later counts."""
+    groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for entry in found:
+        groups.setdefault((entry["purpose"], entry["position"]), {})[entry["index"]] = entry
+    return groups
+
+
+def _size(found: dict[str, Any]) -> int:
+    """Of a completion as JSON, about: tokens with their numbers, or a text."""
+    return 400 + len(found["text"]) + 16 * len(found.get("tokens", ()))
+
+
+def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
+    """A line of samples.jsonl, bounded and checked; lists by token have one length or are left out."""
+    tokens = [text(token, 200) for token in items(entry.get("tokens"))[:MOST_TOKENS]]
+    if any(not isinstance(token, str) for token in items(entry.get("tokens"))[:MOST_TOKENS]):
+        return None
+    many = len(tokens)
+    sampler, trainer = _milli(entry.get("sampler"), many), _milli(entry.get("trainer"), many)
+    given = entry.get("advantage")
+    advantages = [number(value, 4) for value in given[:many]] if isinstance(given, list) else [number(given, 4)]
+    finite = [value for value in advantages if value is not None]
+    by_token = len(advantages) == many and len(set(advantages)) > 1
+    purpose = entry.get("purpose")
+    found: dict[str, Any] = {
+        "position": whole(entry.get("position")) or 0,
+        "index": whole(entry.get("index")) or 0,
+        "purpose": text(purpose, 100) if isinstance(purpose, str) and purpose else "train",
+        "key": text(entry.get("key"), 64),
+        "prompt": _prompt(entry.get("prompt")),
+        "text": "",  # its tokens, joined
+        "tokens": tokens,
+        "length": many,
+        "finish": text(entry.get("finish"), 20),
+        "reward": number(entry.get("reward")),
+        "rewards": _rewards(entry.get("rewards")),
+        "advantage": number(sum(finite) / len(finite), 4) if finite else None,
+        "extra": plain(mapping(entry.get("extra"))),
+    }
+    optional = {
+        "sampler": sampler,
+        "trainer": trainer,
+        "advantages": advantages if by_token else None,
+        "mask": _bits(entry.get("mask"), many),
+        "sampled": _bits(entry.get("sampled"), many),
+        "messages": _prompt(entry.get("messages")) if isinstance(entry.get("messages"), list) else None,
+        "cut": True if entry.get("cut") is True else None,
+    }
+    return found | {name: value for name, value in optional.items() if value is not None}
+
+
+def _milli(values: Any, many: int) -> list[int | None] | None:
+    """Log-probabilities as whole thousandths, which are short and pack well."""
+    given = items(values)
+    if len(given) < many or not many:
+        return None
+    found = [number(value, 12) for value in given[:many]]
+    return [None if value is None else round(max(min(value, 1e6), -1e6) * MILLI) for value in found]
+
+
+def _bits(values: Any, many: int) -> str | None:
+    """[1, 0, 1] as "101"; nothing where all are 1."""
+    given = items(values)[:many]
+    if len(given) < many or all(value == 1 for value in given):
+        return None
+    return "".join("1" if value == 1 else "0" for value in given)
+
+
+def _rewards(values: Any) -> dict[str, float | None]:
+    return {text(str(name), 200): number(value) for name, value in list(mapping(values).items())[:64]}
+
+
+def _prompt(value: Any) -> Any:
+    """A text, or messages whose texts are as long as a completion may be."""
+    if isinstance(value, str):
+        return text(value, LONGEST)
+    return [
+        {
+            text(str(name), 50): text(part, LONGEST) if isinstance(part, str) else plain(part)
+            for name, part in list(message.items())[:16]
+        }
+        for message in items(value)[:256]
+        if isinstance(message, dict)
+    ]
+
+
+def _rows(file: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
+    """The completions of a file of the completions log, ours or TRL's."""
+    import pyarrow.parquet as parquet
+
+    opened = parquet.ParquetFile(file)
+    metadata = opened.schema_arrow.metadata or {}
+    names, extra = (items(json.loads(metadata.get(key, b"[]"))) for key in (NAMES_KEY, EXTRA_KEY))
+    of_rewards, of_extra = column_names(names, extra)
+    places: dict[int, int] = defaultdict(int)  # of the next completion of each group
+    prompts: dict[str, int] = {}  # TRL's files have no position: a prompt's first place
+    at = 0
+    for batch in opened.iter_batches(batch_size=128):
+        for row in batch.to_pylist():
+            prompt = _logged_prompt(row.get("prompt"))
+            position = whole(row.get("position"))
+            if position is None:
+                position = prompts.setdefault(json.dumps(prompt), at)
+            index = places[position]
+            places[position] += 1
+            at += 1
+            written = row.get(TEXT)
+            rewards = {name: number(row.get(column)) for name, column in zip(names, of_rewards, strict=True)}
+            told = [value for value in rewards.values() if value is not None]
+            yield {
+                "position": position,
+                "index": index,
+                "purpose": purpose,
+                "prompt": prompt,
+                "text": text(written if isinstance(written, str) else _joined(_prompt(written)), LONGEST),
+                "length": whole(row.get("completion_tokens")),
+                "finish": text(row.get("finish_reason"), 20),
+                "reward": number(math.fsum(told)) if len(told) == 1 else None,
+                "rewards": rewards,
+                "advantage": number(row.get("advantage"), 4),
+                "extra": {
+                    text(name, 200): plain(row.get(column)) for name, column in zip(extra, of_extra, strict=True)
+                },
+            }
+
+
+def _logged_prompt(value: Any) -> Any:
+    """A prompt of the log: a text, messages, or messages as JSON where parquet had no type for them."""
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            if isinstance(found, list) and all(isinstance(message, dict) for message in found):
+                return _prompt(found)
+    return _prompt(value)
+
+
+def _joined(messages: list[dict[str, Any]]) -> str:
+    return "\n".join(str(message.get("content") or "") for message in messages)

@@ -1,0 +1,66 @@
+"""What stands in a run's files as what it should be: another type, NaN or a number without end is nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+LARGEST_STEP = 2**53  # a number that JavaScript holds exactly
+LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
+
+
+def number(value: Any, digits: int = 5) -> float | int | None:
+    """A finite number of so many significant digits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        if not math.isfinite(value):
+            return None
+        if isinstance(value, int) and abs(value) < LARGEST_STEP:
+            return value
+        found = float(f"{value:.{digits}g}")
+    except OverflowError:
+        return None
+    return int(found) if found.is_integer() and abs(found) < LARGEST_STEP else found
+
+
+def whole(value: Any) -> int | None:
+    """A count or a step: an integer from 0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_STEP:
+        return None
+    return value
+
+
+def text(value: Any, longest: int = LONGEST_TEXT) -> str:
+    """A text that UTF-8 can hold, cut where it is too long; of what is none, nothing."""
+    if not isinstance(value, str):
+        return ""
+    cut = value if len(value) <= longest else value[:longest] + " …"
+    return cut.encode(errors="replace").decode()
+
+
+def plain(value: Any, depth: int = 6) -> Any:
+    """Any JSON value, bounded: texts are cut, numbers finite, and neither lists nor depth are without end."""
+    if isinstance(value, str):
+        return text(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return number(value, 12)
+    if depth and isinstance(value, list):
+        return [plain(item, depth - 1) for item in value[:256]]
+    if depth and isinstance(value, dict):
+        return {text(str(key), 200): plain(item, depth - 1) for key, item in list(value.items())[:512]}
+    return None if isinstance(value, (list, dict)) else text(str(value))
+
+
+def items(value: Any) -> list[Any]:
+    """A list, or an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A mapping, or an empty one."""
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,510 @@
+"""The advisor: rules that look at what a run has logged so far, and alarms with what was seen, why it matters and what
+to change.
+
+A rule is a function of a `History` that returns what it saw, or None. It looks at the last steps together, so that one
+odd step raises nothing (but a spike is one step by its nature). An alarm is given once, ends when its rule has been
+quiet for a while, and may then be given again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
+
+WINDOW = 5  # steps that a rule looks at together
+LEAST = 3  # steps without which it says nothing
+QUIET = 20  # steps without a finding that end an alarm
+KEPT = 200  # steps of which all metrics are kept
+ROLLOUTS = 32  # likewise
+
+
+class Seen(NamedTuple):
+    """What a rule found."""
+
+    text: str  # a sentence with numbers
+    severe: bool = False  # as long as it lasts, nothing is learned
+
+
+@dataclass(slots=True)
+class History:
+    """What a run has logged, oldest first."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the run's knobs
+    steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    first: list[Mapping[str, float]] = field(default_factory=list)  # of the first `WINDOW` steps
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # of all steps
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # reward by the metrics' prefix
+    rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A training step's metrics."""
+        self.steps.append((step, metrics))
+        if len(self.first) < WINDOW:
+            self.first.append(metrics)
+        if _is_number(reward := metrics.get("reward")):
+            self.rewards.append((step, float(reward)))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation's metrics, after a step."""
+        for name, value in metrics.items():
+            if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
+                self.evaluations.setdefault(found[1], []).append((step, float(value)))
+
+    def last(self, name: str, count: int = WINDOW) -> list[float]:
+        """A metric's values in the last ``count`` steps, as far as it was logged there."""
+        recent = list(self.steps)[-count:]
+        return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
+
+    def at_first(self, name: str) -> float | None:
+        """Its mean over the first steps of the run."""
+        return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
+
+    def recently(self, name: str) -> float | None:
+        """Its mean over the last steps; None where there are too few."""
+        values = self.last(name)
+        return _mean(values) if len(values) >= LEAST else None
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the reward has come up to that of a pass: a policy that is sure of itself then is what was wanted."""
+        at_first, now = self.at_first("reward"), self.recently("reward")
+        wanted = self.settings.get("pass_threshold_eval", 1.0)
+        if at_first is None or now is None or not _is_number(wanted):
+            return False
+        return now >= wanted - 0.1 * abs(wanted) and now - at_first >= 0.5 * (self.at_first("reward_std") or 0.0) > 0
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Of functions that the last steps tell of."""
+        names = (re.fullmatch(r"rewards/(.+)/abstained", name) for _, m in list(self.steps)[-WINDOW:] for name in m)
+        return sorted({found[1] for found in names if found})
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that can go wrong."""
+
+    name: str
+    look: Callable[[History], Seen | None]
+    when: str  # what it asks for, for the documentation
+    why: str
+    remedy: str  # keys in backquotes; an alarm shows their present values
+    source: str  # URL
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A rule's, with what it saw."""
+
+    rule: str
+    severity: str  # severe or warning
+    seen: str
+    why: str
+    remedy: str
+    source: str
+
+    def line(self) -> str:
+        """For the console."""
+        return f"advisor: {self.seen}. {self.why} {self.remedy} ({self.rule}, {self.source})"
+
+
+RULES: list[Rule] = []
+
+
+def rule(name: str, when: str, why: str, remedy: str, source: str) -> Callable[..., Any]:
+    """Makes a function one of `RULES`."""
+
+    def add(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
+        RULES.append(Rule(name, look, when, why, remedy, source))
+        return look
+
+    return add
+
+
+# -- rewards
+
+
+@rule(
+    "no-reward-difference",
+    "`frac_reward_zero_std` is 0.7 or more on average (severe: 0.95)",
+    "Such a group has no advantage, so nothing is learned from it.",
+    "Raise `num_generations` or `temperature`, take prompts that are neither too easy nor too hard, set "
+    "`dynamic_sampling: true`, or give a reward with more than two values.",
+    "https://arxiv.org/abs/2503.14476",
+)
+def no_reward_difference(history: History) -> Seen | None:
+    share = history.recently("frac_reward_zero_std")
+    if share is None or share < 0.7:
+        return None
+    reward = history.recently("reward")
+    shown = "" if reward is None else f", at a mean reward of {reward:.3g}"
+    if history.is_solved:
+        return Seen(
+            f"{share:.0%} of the last steps' groups have no reward difference{shown}: the task is nearly solved"
+        )
+    return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
+
+
+@rule(
+    "constant-reward",
+    "`rewards/<name>/std` is 0 and `rewards/<name>/mean` the same in every one of the last steps",
+    "A reward that is the same for every completion says nothing about any.",
+    "Look at what the function compares: `colograd show` prints completions with their rewards. Mend it in "
+    "`reward_funcs`, or remove it.",
+    "https://arxiv.org/abs/2402.03300",
+)
+def constant_reward(history: History) -> Seen | None:
+    found = []
+    for name in history.reward_names:
+        means, stds = history.last(f"rewards/{name}/mean"), history.last(f"rewards/{name}/std")
+        if len(means) >= LEAST and not any(stds) and max(means) == min(means):
+            found.append(f"{name!r} gave {means[0]:g} to every completion of the last {len(means)} steps")
+    return Seen("; ".join(found), severe=len(found) == len(history.reward_names)) if found else None
+
+
+@rule(
+    "failing-reward",
+    "In each of the last steps a function abstained for every completion, raised, or was late",
+    "What a function doesn't judge isn't trained on by it, and where none judges, not at all.",
+    "Set `reward_on_error: raise` to see what it raises, raise `reward_timeout`, or look at the columns that it reads.",
+    "https://github.com/huggingface/trl/pull/5775",
+)
+def failing_reward(history: History) -> Seen | None:
+    found = []
+    recent = [metrics for _, metrics in list(history.steps)[-LEAST:]]
+    if len(recent) < LEAST:
+        return None
+    for name in history.reward_names:
+        at = f"rewards/{name}"
+        silent = all(f"{at}/mean" not in metrics and metrics.get(f"{at}/abstained") for metrics in recent)
+        failed = [metrics.get(f"{at}/errors", 0) + metrics.get(f"{at}/timeouts", 0) for metrics in recent]
+        if silent:
+            found.append(f"{name!r} abstained for every completion of the last {LEAST} steps")
+        elif all(failed):
+            found.append(f"{sum(failed):.0f} calls of {name!r} failed or were late in the last {LEAST} steps")
+    return Seen("; ".join(found), severe=all("abstained" in text for text in found)) if found else None
+
+
+@rule(
+    "slow-rewards",
+    "`time/reward` takes 40 % of `step_time` or more, on average",
+    "The engine and the policy wait meanwhile.",
+    "Raise `reward_workers`, make the function async, or let it answer sooner (`reward_timeout` bounds a call).",
+    "https://github.com/huggingface/trl/issues/4489",
+)
+def slow_rewards(history: History) -> Seen | None:
+    waited, whole = history.recently("time/reward"), history.recently("step_time")
+    if waited is None or not whole or waited < 0.4 * whole or waited < 0.2:
+        return None
+    names = history.reward_names
+    seconds = {name: history.recently(f"rewards/{name}/seconds") or 0.0 for name in names}
+    slowest = max(names, key=lambda name: seconds[name], default="")
+    most = f", most of it for {slowest!r}" if len(names) > 1 else ""
+    return Seen(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
+
+
+@rule(
+    "reward-hacked",
+    "`eval_reward` has fallen below its best for two evaluations, by 5 % of it or more, while the training reward rose",
+    "The policy has found what the training reward pays for and the task doesn't.",
+    "Look at completions with high rewards, and close the way that they found in `reward_funcs`. Raise `beta`, lower "
+    "`learning_rate`, or go on from the best checkpoint (`load_best_model_at_end: true`).",
+    "https://arxiv.org/abs/2210.10760",
+)
+def reward_hacked(history: History) -> Seen | None:
+    for prefix, values in history.evaluations.items():
+        if len(values) < LEAST:
+            continue
+        best_step, best = max(values, key=lambda entry: entry[1])
+        later = [value for step, value in values if step > best_step]
+        before, now = _reward_around(history.rewards, best_step), _reward_around(history.rewards, values[-1][0])
+        if len(later) < 2 or before is None or now is None:
+            continue
+        drop, rise = max(0.05 * abs(best), 0.01), max(0.02 * abs(before), 0.01)
+        if all(best - value >= drop for value in later[-2:]) and now - before >= rise:
+            return Seen(
+                f"{prefix}_reward fell from {best:.3g} at step {best_step} to {later[-1]:.3g}, while the training "
+                f"reward rose from {before:.3g} to {now:.3g}"
+            )
+    return None
+
+
+def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | None:
+    """The mean of the last `WINDOW` training rewards up to a step."""
+    return _mean([reward for at, reward in rewards if at <= step][-WINDOW:])
+
+
+# -- completions
+
+
+@rule(
+    "all-truncated",
+    "`completions/clipped_ratio` is 0.7 or more on average (severe: 0.95)",
+    "A completion that is cut off is judged without its end, so what is learned is noise.",
+    "Raise `max_completion_length`, look whether the chat template lets the model end its turn, or set "
+    "`mask_truncated_completions: true`.",
+    "https://arxiv.org/abs/2503.14476",
+)
+def all_truncated(history: History) -> Seen | None:
+    share = history.recently("completions/clipped_ratio")
+    if share is None or share < 0.7:
+        return None
+    longest = history.settings.get("max_completion_length")
+    return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
+
+
+@rule(
+    "length-running-away",
+    "`completions/mean_length` has doubled since the first steps, and the reward hasn't risen by half of its spread",
+    "Length costs time and memory; where it pays nothing, the loss is biased towards it, or the model rambles.",
+    "Set `loss_type: dr_grpo` or `dapo`, reward brevity, or lower `max_completion_length`.",
+    "https://arxiv.org/abs/2503.20783",
+)
+def length_running_away(history: History) -> Seen | None:
+    name = "completions/mean_length"
+    before, now = history.at_first(name), history.recently(name)
+    if len(history.steps) < 2 * WINDOW or not before or now is None or now < max(2 * before, before + 16):
+        return None
+    at_first, recently, spread = history.at_first("reward"), history.recently("reward"), history.at_first("reward_std")
+    if at_first is not None and recently is not None and recently - at_first > 0.5 * (spread or 0.0):
+        return None
+    paid = "" if recently is None else f", while the reward went from {at_first or 0.0:.3g} to {recently:.3g}"
+    return Seen(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
+
+
+@rule(
+    "duplicates",
+    "`completions/duplicates` is 0.8 or more on average, or 0.5 where half of the groups have no reward difference, "
+    "and the task isn't solved",
+    "Completions that are the same token by token are worth one: the group explores nothing.",
+    "Raise `temperature`, `top_p` or `top_k`; if the entropy has fallen, raise `epsilon_high` or set `entropy_coef`.",
+    "https://arxiv.org/abs/2503.14476",
+)
+def duplicates(history: History) -> Seen | None:
+    share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std") or 0.0
+    if share is None or share < (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
+        return None
+    return Seen(f"{share:.0%} of the last steps' completions equal another one of their group token by token")
+
+
+# -- the policy
+
+
+@rule(
+    "entropy-collapse",
+    "`entropy` is below a tenth of what it was in the first steps, and below 0.1 nats, and the task isn't solved",
+    "A policy that is sure of every token samples the same completions again and again, and learns no more.",
+    "Raise `epsilon_high` (0.28, say), set `use_adaptive_entropy: true` or `entropy_coef`, raise `temperature`, or "
+    "lower `learning_rate`.",
+    "https://arxiv.org/abs/2505.22617",
+)
+def entropy_collapse(history: History) -> Seen | None:
+    before, now = history.at_first("entropy"), history.recently("entropy")
+    if len(history.steps) < 2 * WINDOW or before is None or now is None or now >= min(0.1 * before, 0.1):
+        return None
+    if history.is_solved:
+        return None
+    return Seen(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
+
+
+@rule(
+    "gradient-spike",
+    "`grad_norm` is more than 10 times the median of the 20 steps before, and above `max_grad_norm`",
+    "One such step can undo many, even clipped: its direction is that of a few tokens.",
+    "Look at the step's completions; lower `max_grad_norm` or `learning_rate`, or raise `prompts_per_step`.",
+    "https://arxiv.org/abs/1211.5063",
+)
+def gradient_spike(history: History) -> Seen | None:
+    *before, last = history.last("grad_norm", 21) or [0.0]
+    before = [norm for norm in before if norm > 0]  # a step without a reward difference has none
+    limit = history.settings.get("max_grad_norm")
+    if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
+        return None
+    return Seen(f"the gradient's norm is {last:.3g}, {last / statistics.median(before):.0f} times that of usual steps")
+
+
+@rule(
+    "sampler-trainer-gap",
+    "`sampling/sampling_logp_difference/mean` is above 0.1 nats, or above 0.03 and three times that of the first steps",
+    "The completions are another policy's than the one that is trained, and a correction leaves most of them out.",
+    "Run `colograd doctor`. Set `cast_lm_head_to_fp32: true`, or `dtype: float32` with `bf16: false`; "
+    "`vllm_importance_sampling_mode: token_truncate` bears more of it.",
+    "https://fengyao.notion.site/off-policy-rl",
+)
+def sampler_trainer_gap(history: History) -> Seen | None:
+    name = "sampling/sampling_logp_difference/mean"
+    before, now = history.at_first(name), history.recently(name)
+    if before is None or now is None:
+        return None
+    grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
+    if now <= 0.1 and not grown:
+        return None
+    since = f", {before:.2g} in the first steps" if grown else ""
+    text = f"the sampler's and the trainer's log-probabilities differ by {now:.2g} nats on average{since}"
+    return Seen(text, severe=now > 0.5)
+
+
+@rule(
+    "clipped-away",
+    "More than 30 % of the tokens are clipped (`clip_ratio/region_mean`), or masked away by the sampler's correction "
+    "(`sampling/masked_tokens_share`, of tokens one by one `sampling/masked_share`); severe: 60 %",
+    "They have no gradient, and long completions go first.",
+    "Clipped: lower `learning_rate`, `num_iterations` or `steps_per_generation`, or raise `epsilon` and "
+    "`epsilon_high`. Masked: set `vllm_importance_sampling_mode: token_truncate`.",
+    "https://github.com/huggingface/trl/issues/4772",
+)
+def clipped_away(history: History) -> Seen | None:
+    shares = {
+        "clipped": history.recently("clip_ratio/region_mean"),
+        "masked away by the sampler's correction": history.recently("sampling/masked_tokens_share")
+        or history.recently("sampling/masked_share"),
+    }
+    name, share = max(shares.items(), key=lambda entry: entry[1] or 0.0)
+    if share is None or share <= 0.3:
+        return None
+    return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6)
+
+
+@rule(
+    "no-effect",
+    "The learning rate was 0 in each of the last steps; or after 50 steps reward, entropy and length are where they "
+    "were (2 % of the reward's spread, 1 % and 2 %), though groups differ",
+    "The policy hardly moves: bfloat16 can't hold so small a step without `adamw_split`, or the scheduler has ended.",
+    "Raise `learning_rate` (1e-6 is usual for all weights, 1e-5 for LoRA), look at `lr_scheduler_type` and "
+    "`warmup_steps`, or set `optim: adamw_split`.",
+    "https://arxiv.org/abs/2402.03300",
+)
+def no_effect(history: History) -> Seen | None:
+    rates = history.last("learning_rate")
+    if len(rates) >= LEAST and not any(rates):
+        return Seen(f"the learning rate was 0 in the last {len(rates)} steps", severe=True)
+    if len(history.rewards) < 50 or (history.recently("frac_reward_zero_std") or 0.0) > 0.9:
+        return None
+    spread = history.at_first("reward_std")
+    before, now = (_mean([reward for _, reward in part]) for part in (history.rewards[:20], history.rewards[-20:]))
+    if not spread or before is None or now is None or abs(now - before) > 0.02 * spread:
+        return None
+    for name, change in (("entropy", 0.01), ("completions/mean_length", 0.02)):
+        at_first, recently = history.at_first(name), _mean(history.last(name, 20))
+        if not at_first or recently is None or abs(recently - at_first) > change * at_first:
+            return None
+    return Seen(
+        f"after {len(history.rewards)} steps reward ({now:.3g}), entropy and length are where they were, at a learning "
+        f"rate of {rates[-1] if rates else 0.0:.2g}"
+    )
+
+
+# -- the engine
+
+
+@rule(
+    "engine-waits",
+    "Sequences were preempted in each of the last 3 rollouts, or half of them waited for half of the time beside a KV "
+    "cache that is 90 % full",
+    "The KV cache is too small: sequences wait for room, and preempted ones are computed again.",
+    "Give it more: `vllm_enable_sleep_mode: true`, `offload_optimizer: true`, a higher `vllm_gpu_memory_utilization`, "
+    "or `kv_cache_memory_bytes` in `vllm_engine_kwargs`. Or lower `max_completion_length`.",
+    "https://docs.vllm.ai/en/stable/configuration/optimization/",
+)
+def engine_waits(history: History) -> Seen | None:
+    rounds = list(dict.fromkeys(rollout.get("step") for rollout in history.rollouts))[-LEAST:]
+    if len(rounds) < LEAST:
+        return None
+    of_rounds = [[r for r in history.rollouts if r.get("step") == step] for step in rounds]
+    preempted = [sum(rollout.get("preemptions") or 0 for rollout in ranks) for ranks in of_rounds]
+    if all(preempted):
+        return Seen(f"the engine preempted {sum(preempted)} sequences in the last {LEAST} rollouts")
+    if all(any(map(_waits, ranks)) for ranks in of_rounds):
+        return Seen(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
+    return None
+
+
+def _waits(rollout: Mapping[str, Any]) -> bool:
+    """Whether at half of the looks or more as many sequences waited as ran, beside a cache that is full."""
+    looks = list(zip(rollout.get("running") or [], rollout.get("waiting") or [], rollout.get("kv") or [], strict=False))
+    full = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
+    return bool(looks) and full >= len(looks) / 2
+
+
+# -- a run's alarms
+
+
+class Advisor:
+    """Holds a run's history and says which alarms begin and end."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.history = History(settings)
+        self._raised: dict[str, int] = {}  # the step at which each rule that raised one last saw something
+
+    def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
+        """Take up what a run recorded up to step ``last``, from which it goes on: nothing is said twice."""
+        for event in events:
+            kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
+            if not isinstance(step, int) or step > last:
+                continue
+            if kind == "log" and isinstance(metrics := event.get("metrics"), Mapping):
+                self._add(step, metrics)
+            elif kind == "rollout":
+                self.history.rollouts.append(event)
+            elif kind == "alarm" and isinstance(name, str):
+                self._raised[name] = step
+            elif kind == "calm":
+                self._raised.pop(str(name), None)
+
+    def _add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if any(name.startswith("eval") for name in metrics):
+            self.history.evaluation(step, metrics)
+        elif "reward" in metrics or "step_time" in metrics:
+            self.history.step(step, metrics)
+
+    def rollout(self, event: Mapping[str, Any]) -> None:
+        """A rank's rollout, as it is recorded."""
+        self.history.rollouts.append(event)
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
+        """Take up a step's metrics, or those of an evaluation after it: the alarms that begin, and the names of rules
+        whose alarms end."""
+        self._add(step, metrics)
+        begin, end = [], []
+        for each in RULES:
+            seen, last = each.look(self.history), self._raised.get(each.name)
+            if seen is not None:
+                if last is None:
+                    begin.append(self._alarm(each, seen))
+                self._raised[each.name] = step
+            elif last is not None and step - last > QUIET:
+                del self._raised[each.name]
+                end.append(each.name)
+        return begin, end
+
+    def _alarm(self, each: Rule, seen: Seen) -> Alarm:
+        remedy = with_values(each.remedy, self.history.settings)
+        return Alarm(each.name, "severe" if seen.severe else "warning", seen.text, each.why, remedy, each.source)
+
+
+def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
+    """A remedy whose first mention of each knob is followed by its present value."""
+    told: set[str] = set()
+
+    def shown(match: re.Match[str]) -> str:
+        name = match[1]
+        value = settings.get(name)
+        if name not in settings or name in told or isinstance(value, dict | list):
+            return match[0]
+        told.add(name)
+        return f"{match[0]} (now {'null' if value is None else value})"
+
+    return re.sub(r"`(\w+)`", shown, remedy)

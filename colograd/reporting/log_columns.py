@@ -1,0 +1,19 @@
+"""The columns of a file of completions, for who writes it and who reads it (without torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FOLDER = "completions"
+TEXT = "completion"  # the column of what rows hold as UTF-8
+FIXED = (
+    "step", "position", "prompt", TEXT, "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
+)  # fmt: skip
+NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
+EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
+
+
+def column_names(reward_names: Sequence[str], extra: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The columns of rewards and of what was logged: their names, unless an earlier column has it."""
+    rewards = [f"rewards/{name}" if name in FIXED else name for name in reward_names]
+    return rewards, [f"extra/{name}" if name in (*FIXED, *rewards) else name for name in extra]

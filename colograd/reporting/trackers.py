@@ -1,0 +1,151 @@
+"""What trackers get beside numbers, each in its own form: tables, histograms, traces of conversations, alarms.
+
+transformers' callbacks start the trackers that ``report_to`` names, and send them the metrics. Here is found out which
+of them run; nothing is sent to another one.
+
+    wandb         Table, Histogram, alert
+    trackio       Table, Histogram, Trace, alert, and the run in a few lines of Markdown
+    tensorboard   histograms, alarms and the run's lines as texts
+
+wandb and trackio count their own steps. What is sent here begins none, but joins that of the metrics: wandb's own
+`commit` sees to it, and for trackio it waits until transformers' callback has sent these (`flush`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+TRACES = 8  # of a step, at most
+
+
+class Trackers:
+    """The trackers of a run, as far as they run.
+
+    Args:
+        report_to: their names.
+        writer: TensorBoard's, once transformers' callback has made it.
+        warn: is told, once, that something couldn't be sent.
+    """
+
+    def __init__(
+        self,
+        report_to: Sequence[str],
+        writer: Callable[[], Any] = lambda: None,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._names, self._writer, self._warn = list(report_to), writer, warn
+        self._told = False
+        self._waiting: dict[str, Any] = {}  # for trackio
+
+    def __bool__(self) -> bool:
+        """Whether anything is reported anywhere."""
+        return bool(self._names)
+
+    def flush(self) -> None:
+        """The metrics were sent: trackio gets what belongs to them."""
+        for name, tracker in self._running("trackio"):
+            if self._waiting:
+                data, self._waiting = self._waiting, {}
+                following = getattr(_current_run(tracker), "_next_step", None)  # it has no public name
+                with self._sending(name):
+                    tracker.log(data, step=None if following is None else max(following - 1, 0))
+
+    def table(self, key: str, columns: Mapping[str, Sequence[Any]]) -> None:
+        """A table of columns."""
+        import pandas as pd
+
+        for name, tracker in self._running("wandb", "trackio"):
+            with self._sending(name):
+                self._log(name, {key: tracker.Table(dataframe=pd.DataFrame(dict(columns)))})
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """A histogram of each list of numbers; NaN is left out."""
+        finite = {name: [v for v in of_name if math.isfinite(v)] for name, of_name in values.items()}
+        finite = {name: of_name for name, of_name in finite.items() if of_name}
+        for name, tracker in self._running("wandb", "trackio"):
+            with self._sending(name):
+                self._log(name, {key: tracker.Histogram(of_name) for key, of_name in finite.items()})
+        if (writer := self._tensorboard()) is not None:
+            import numpy as np
+
+            with self._sending("tensorboard"):
+                for key, of_name in finite.items():
+                    writer.add_histogram(key, np.asarray(of_name), step)
+
+    def traces(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Completions as conversations, of `samples.sample_entries`."""
+        for name, tracker in self._running("trackio"):
+            with self._sending(name):
+                traces = [tracker.Trace(conversation(entry), trace_facts(entry)) for entry in samples[:TRACES]]
+                if traces:
+                    self._log(name, {"completions/trace": traces})
+
+    def overview(self, text: str) -> None:
+        """The run in a few lines of Markdown."""
+        for name, tracker in self._running("trackio"):
+            with self._sending(name):
+                self._log(name, {"overview": tracker.Markdown(text)})
+        if (writer := self._tensorboard()) is not None:
+            with self._sending("tensorboard"):
+                writer.add_text("overview", text)
+
+    def alarm(self, step: int, title: str, text: str, severe: bool) -> None:
+        """An alarm of the advisor's."""
+        for name, tracker in self._running("wandb", "trackio"):
+            with self._sending(name):
+                level = tracker.AlertLevel.ERROR if severe else tracker.AlertLevel.WARN
+                tracker.alert(title=title, text=f"Step {step}: {text}", level=level)
+        if (writer := self._tensorboard()) is not None:
+            with self._sending("tensorboard"):
+                writer.add_text("alarms", f"**{title}**: {text}", step)
+
+    def _running(self, *names: str) -> Iterator[tuple[str, Any]]:
+        for name in names:
+            tracker = sys.modules.get(name)  # which transformers' callback has imported
+            if name in self._names and tracker is not None and _current_run(tracker) is not None:
+                yield name, tracker
+
+    def _tensorboard(self) -> Any:
+        return self._writer() if "tensorboard" in self._names else None
+
+    def _log(self, name: str, data: dict[str, Any]) -> None:
+        if name == "wandb":
+            sys.modules[name].log(data, commit=False)
+        else:
+            self._waiting |= data
+
+    @contextmanager
+    def _sending(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a tracker isn't worth a run
+            if not self._told:
+                self._told = True
+                line = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._warn(f"trackers: {name} didn't take all that was sent ({line}); said once")
+
+
+def _current_run(tracker: Any) -> Any:
+    """The tracker's run that has begun, if any."""
+    if hasattr(tracker, "context_vars"):
+        return tracker.context_vars.current_run.get()
+    return getattr(tracker, "run", None)
+
+
+def conversation(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A sample's prompt and completion as messages."""
+    asked = entry.get("prompt")
+    prompt = list(asked) if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
+    written = entry.get("messages") or [{"role": "assistant", "content": "".join(entry.get("tokens") or [])}]
+    return [*prompt, *written]
+
+
+def trace_facts(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What is told of a trace beside its messages."""
+    rewards = {f"rewards/{name}": value for name, value in entry["rewards"].items()}
+    facts = {name: entry[name] for name in ("step", "purpose", "position", "index", "key", "reward", "finish")}
+    return facts | rewards | {"tokens": len(entry["tokens"])}

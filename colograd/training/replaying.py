@@ -1,0 +1,164 @@
+"""Steps that are trained again: which ones, from where, whether all that takes is recorded, and whether they come out
+alike. The run's journal is read here, and never written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import GRPOConfig
+from ..rollout.figures import read_figures
+from ..rollout.journal import About, Journal, JournalError
+from . import checkpoints
+from .journaling import OF_GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The steps to be trained again, ``first`` to ``last``, and the folder of their run."""
+
+    run: Path
+    first: int
+    last: int
+
+    def starts(self) -> list[int]:
+        """After which steps it may begin, the nearest first: those of checkpoints, and 0, which is the model."""
+        before = {step for step in checkpoints.complete_steps(str(self.run)) if 0 < step < self.first}
+        return [*sorted(before, reverse=True), 0]
+
+    def name_of(self, start: int) -> str:
+        """Where it begins, for people."""
+        return f"checkpoint-{start}" if start else "the model"
+
+    @property
+    def shown(self) -> str:
+        """Its steps, for people."""
+        return steps_named(self.first, self.last)
+
+    def plan(self, start: int) -> str:
+        """A line on what is trained, and what of it is shown."""
+        be, also = ("is" if first == self.last else "are" for first in (start + 1, self.first))
+        shown = f", of which {self.shown} {also} shown" if start + 1 < self.first else ""
+        trained = steps_named(start + 1, self.last)
+        return f"replay: {trained} of {self.run} {be} trained again from {self.name_of(start)} on{shown}"
+
+
+def steps_named(first: int, last: int) -> str:
+    """For people."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+class RecordedRounds(Journal):
+    """A run's journal for a replay: nothing is written, and settings may differ that only training depends on.
+
+    Args:
+        replay: names the run.
+        rank, settings: as of a `Journal`.
+    """
+
+    def __init__(self, replay: Replay, rank: int, settings: Mapping[str, object]) -> None:
+        super().__init__(replay.run, rank, _of_groups(settings))
+        self.replay = replay
+
+    def check_recorded(self, start: int, args: GRPOConfig) -> None:
+        """Whether each round is recorded that is trained to get from ``start`` to the replay's last step.
+
+        Raises:
+            JournalError: one isn't, or not whole.
+        """
+        wanted = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
+        for step in range(start, self.replay.last, args.round_length):
+            found = len(self.positions(step))
+            if found < wanted:
+                raise JournalError(self._lacking(start, steps_named(step + 1, step + args.round_length), found, wanted))
+
+    def _lacking(self, start: int, steps: str, found: int, wanted: int) -> str:
+        is_there = f"has {found} of its {wanted} groups" if found else "isn't recorded"
+        rounds = list(self.rounds())
+        recorded = f"{len(rounds)} round(s), those from step {rounds[0]} to {rounds[-1]}" if rounds else "nothing"
+        later = [step for step in checkpoints.complete_steps(str(self.replay.run)) if step > start]
+        others = f" (there are those of steps {', '.join(map(str, sorted(later)))})" if later else ""
+        origin = self.replay.name_of(start) if start else f"the model, as no checkpoint is before it{others},"
+        return (
+            f"{self.replay.shown} of {self.replay.run} can't be trained again: that would begin at {origin} and the "
+            f"round of {steps} {is_there} in {self.folder}, which holds {recorded}. Name steps that are recorded; "
+            "journal: keep records all rounds of a run, and more checkpoints to begin at come from save_steps and "
+            "save_total_limit."
+        )
+
+    def _open(self, folder: Path, about: About) -> None:
+        """Nothing is written: `add` then does nothing."""
+        self._round = None
+
+    def _check_settings(self, found: About, path: Path) -> None:
+        super()._check_settings(dataclasses.replace(found, settings=_of_groups(found.settings)), path)
+
+    def _check_weights(self, found: About, now: About, path: Path) -> None:
+        """Other settings of the training make other weights: a line."""
+        self._weights_are_read = False
+        super()._check_weights(found, now, path)
+        if self.warning:
+            self.warning = (
+                f"replay: the weights of step {now.step} aren't those that sampled what is recorded of it, and are "
+                "trained on it all the same"
+            )
+
+    @property
+    def _remedy(self) -> str:
+        return "a replay trains the groups as they were recorded, so leave it as it was"
+
+
+def _of_groups(settings: Mapping[str, object]) -> dict[str, object]:
+    """Those that a replay must share."""
+    return {name: value for name, value in settings.items() if name in OF_GROUPS}
+
+
+class Comparison:
+    """The figures of steps beside those that were noted when they were trained first.
+
+    Args:
+        journal: what they were noted in.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.recorded: dict[int, dict[str, float]] = {}
+        for folder in journal.rounds().values():
+            self.recorded |= read_figures(folder)
+        self.compared = self.equal = 0
+        self.largest: dict[str, float] = {}  # differences
+
+    def line(self, step: int, figures: Mapping[str, float]) -> str:
+        """What a step's figures are, and what they were."""
+        was = self.recorded.get(step)
+        line = f"replay: step {step}: {_shown(figures)}"
+        if was is None:
+            return f"{line}; nothing is recorded of how it was trained first" if self.recorded else line
+        self.compared += 1
+        apart = {name: abs(value - was.get(name, float("nan"))) for name, value in figures.items()}
+        if not any(apart.values()):
+            self.equal += 1
+            return f"{line}; as recorded, bit for bit"
+        self.largest = {name: max(value, self.largest.get(name, 0.0)) for name, value in apart.items()}
+        return f"{line}; recorded: {_shown(was)}"
+
+    def summary(self, flags: str) -> str:
+        """How alike the steps were.
+
+        Args:
+            flags: by which the settings differ from the run's; empty: by none.
+        """
+        if not self.compared:
+            return "replay: nothing is recorded to compare with"
+        line = f"replay: {self.equal} of {self.compared} step(s) came out bit for bit as recorded"
+        if self.equal == self.compared:
+            return line
+        apart = ", ".join(f"{name} {value:.2g}" for name, value in self.largest.items())
+        why = f"with {flags}" if flags else "on a GPU, or with other ranks, threads or kernels, sums round otherwise"
+        return f"{line}; the largest differences: {apart} ({why})"
+
+
+def _shown(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.9g}" for name, value in figures.items())

@@ -1,0 +1,205 @@
+"""Where a start goes: from the command to the first generation, by stage, in wall and processor seconds.
+
+    python tests/benchmarks/startup.py [--repeats 3] [--ranks 2] [--config recipes/X.yaml --any_flag value ...]
+
+Each start is the command as a user types it (`python colograd/train.py --config ...`) in a fresh process, which ends
+when the engine is asked for its first completion. A stage's time is its own: what a stage inside of it takes is that
+one's. Wall seconds are the main thread's; processor seconds are all threads' while it was in that stage. The first
+start on a machine reads files that aren't in memory yet: of several the quickest counts. With several ranks, started
+by torchrun, the figures are the first one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import json
+import os
+import resource
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
+
+# Functions that are stages: where they are, and what they are called. Looked for where they are used.
+STAGES = {
+    "colograd.config": {"parse_arguments": "recipe and command line"},
+    "colograd.data": {"load_datasets": "dataset"},
+    "colograd.trainer": {
+        "load_policy": "policy: model and tokenizer",
+        "train_prompts_of": "prompts: tokenised",
+        "assemble": "engine and policy brought together",
+        "choose_kernels": "kernels",
+        "settle_by_memory": "memory plan",
+        "PackedTrainer.__init__": "transformers.Trainer",
+        "GRPOTrainer._prove_rows": "proof of the rows",
+        "GRPOTrainer.train": "train: until the first generation",
+    },
+    "colograd.policy.loading": {"choose_rows": "proof of the rows"},
+    "colograd.training.assembly": {
+        "Engine.__init__": "engine: vLLM is built",
+        "Engine.check": "check of the sampling settings",
+        "publisher": "weights: mapped, compared, shared",
+    },
+    "colograd.weights.proof": {"check_read": "weights: proof that they are read"},
+}
+IMPORTS = ("torch", "transformers", "datasets", "accelerate", "peft", "deepspeed", "trl", "vllm")
+OTHER = "everything else"
+ONE = "one-start"  # the first argument of the process that is measured
+
+
+class Clock:
+    """Seconds of each stage: those of the innermost one count."""
+
+    def __init__(self, begun: float) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self._open = [OTHER]
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self._wall, self._processor = time.time(), used.ru_utime + used.ru_stime
+        self.seconds["interpreter"] = [self._wall - begun, self._processor]
+
+    def lap(self) -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        wall, processor = time.time(), used.ru_utime + used.ru_stime
+        spent = self.seconds.setdefault(self._open[-1], [0.0, 0.0])
+        spent[0] += wall - self._wall
+        spent[1] += processor - self._processor
+        self._wall, self._processor = wall, processor
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.lap()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self.lap()
+            self._open.pop()
+
+
+class Wrapping(importlib.abc.MetaPathFinder):
+    """Makes stages of functions as soon as their module is there, and ``ends`` of the first generation."""
+
+    def __init__(self, clock: Clock, ends: Callable[..., NoReturn]) -> None:
+        self.clock, self.ends = clock, ends
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in STAGES:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            for function, stage in STAGES[name].items():
+                *owner, attribute = function.split(".")
+                holder = functools.reduce(getattr, owner, module)
+                if attribute in vars(holder):
+                    setattr(holder, attribute, self.wrapped(getattr(holder, attribute), stage))
+            if name == "colograd.trainer":
+                module.GRPOTrainer.generate = self.ends
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def wrapped(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.clock.stage(stage):
+                return function(*args, **kwargs)
+
+        return timed
+
+
+def time_imports(clock: Clock) -> None:
+    """A stage for each of the large packages, while its import is the outermost of them."""
+    theirs, main, inside = builtins.__import__, threading.main_thread(), [False]
+
+    def timed(name: str, *args: Any, **kwargs: Any) -> Any:
+        top = name.partition(".")[0]
+        if inside[0] or top not in IMPORTS or name in sys.modules or threading.current_thread() is not main:
+            return theirs(name, *args, **kwargs)
+        inside[0] = True
+        try:
+            with clock.stage(f"import {top}"):
+                return theirs(name, *args, **kwargs)
+        finally:
+            inside[0] = False
+
+    builtins.__import__ = timed
+
+
+def start(out: Path, begun: float, arguments: Sequence[str]) -> None:
+    """The command, in this process, until the engine is asked for completions."""
+    clock = Clock(begun)
+
+    def ends(*args: Any, **kwargs: Any) -> NoReturn:
+        from torch import distributed
+
+        clock.lap()
+        if distributed.get_rank() == 0:
+            out.write_text(json.dumps(clock.seconds))
+        distributed.barrier()
+        os._exit(0)
+
+    sys.meta_path.insert(0, Wrapping(clock, ends))
+    time_imports(clock)
+    sys.argv = [str(ROOT / "colograd" / "train.py"), *arguments]
+    sys.path[0] = str(ROOT / "colograd")  # as Python does it
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    raise SystemExit("startup: the command ended without a generation")
+
+
+def measure(arguments: Sequence[str], ranks: int) -> dict[str, list[float]]:
+    """Wall and processor seconds by stage, of one start."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "stages.json")
+        own = [ONE, str(out), str(time.time())]
+        elsewhere = ["--output_dir", f"{folder}/run", "--resume_from_checkpoint", "false"]
+        subprocess.run(
+            [sys.executable, *launcher, __file__, *own, *arguments, *elsewhere], check=True, stdout=sys.stderr
+        )
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    if sys.argv[1:2] == [ONE]:
+        start(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    from figures import machine, table, write
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--config", type=Path, default=RECIPE)
+    parser.add_argument("--out", type=Path, help="for the figures as JSON")
+    options, rest = parser.parse_known_args()
+    starts = [measure(["--config", str(options.config), *rest], options.ranks) for _ in range(options.repeats)]
+    best = min(starts, key=lambda stages: sum(processor for _, processor in stages.values()))
+    rows = [[name, f"{wall:.1f}", f"{cpu:.1f}"] for name, (wall, cpu) in best.items() if max(wall, cpu) >= 0.05]
+    total = [sum(seconds[clock] for seconds in best.values()) for clock in (0, 1)]
+    print(f"{options.config.name} on {machine()}, the quickest of {options.repeats}:\n")
+    print(table(["Stage", "wall, s", "processor, s"], [*rows, ["all", *(f"{one:.1f}" for one in total)]]))
+    write(options.out, {"machine": machine(), "starts": starts})
+
+
+if __name__ == "__main__":
+    main()

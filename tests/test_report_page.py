@@ -1,0 +1,278 @@
+"""A report in a headless browser without a network: every view, filters, tokens, two runs, hostile text; and live."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+from made_up_run import WRONG, WRONG_SAMPLES, MadeUp
+
+from colograd.report import write_report
+from colograd.report.serving import Server
+
+VIEWS = ("overview", "time", "completions", "groups", "advisor", "settings")
+
+pytestmark = [
+    pytest.mark.skipif(browser.found() is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is installed"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[browser.Browser]:
+    pytest.importorskip("websockets", reason="the browser is driven over a websocket")
+    with browser.Browser() as found:
+        yield found
+
+
+@pytest.fixture
+def page(chrome: browser.Browser) -> Iterator[browser.Browser]:
+    """The browser; afterwards nothing was on its console, and nothing had left the page."""
+    chrome.problems.clear()
+    chrome.requests.clear()
+    yield chrome
+    chrome.run("1")  # what is still on its way arrives
+    assert chrome.problems == [] and chrome.requests == []
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> str:
+    run = MadeUp(steps=40, ranks=2, tools=True, alarms=True).write(folder / "with tools")
+    return write_report(run).as_uri()
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> str:
+    first = MadeUp(steps=30, seed=1).write(folder / "first")
+    second = MadeUp(steps=45, seed=2, learning_rate=1e-6, gain=0.5, ranks=2, tools=True, ended="stopped").write(
+        folder / "second"
+    )
+    return write_report(first, second, out=folder / "two.html").as_uri()
+
+
+def texts(page: browser.Browser, selector: str) -> list[str]:
+    return page.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.innerText)")
+
+
+def count(page: browser.Browser, selector: str) -> int:
+    return page.run(f"document.querySelectorAll({json.dumps(selector)}).length")
+
+
+def no_wider(page: browser.Browser) -> bool:
+    """Whether the page needs no scrolling to the side."""
+    return page.run("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
+def test_every_view_opens_by_a_click(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, dark=dark)
+    assert "Entropy collapse" in texts(page, ".alarm-line")[0], "alarms stand at the top"
+    shown = {}
+    for view in VIEWS:
+        page.click(f"[data-view={view}]")
+        main = "document.querySelector('#main')"
+        page.wait(f"{main}.dataset.view === '{view}' && {main}.innerText.length > 60")
+        shown[view] = page.run("document.querySelector('#main').innerText")
+        assert no_wider(page), view
+    assert "pass@k" in shown["overview"] and "Model FLOP utilisation" in shown["time"]
+    assert "optimizer state" in shown["time"] and "Raise max_completion_length" in shown["advisor"]
+    assert "learning_rate" in shown["settings"] and "Half of all reward difference" in shown["groups"]
+
+
+def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
+    page.open(one)
+    page.wait("document.querySelectorAll('.u-over').length > 2")
+    page.click(".u-over")
+    page.wait("document.querySelector('.step-panel')")
+    step = texts(page, ".step-panel h3")[0]
+    assert step in ("Step 20", "Step 21") and count(page, ".step-panel canvas") == 2
+    assert page.run("[...document.querySelectorAll('.marker')].every((m) => !m.hidden)")
+    page.click("[data-view=time]")
+    page.wait(f"document.querySelector('#main').innerText.includes('The rollout of {step.lower()}.')")
+    assert count(page, ".lane canvas") == 2, "a lane per rank"
+    page.click("[data-view=completions]")
+    page.wait(f"document.querySelector('#main').innerText.includes('{step}: 16 completions')")
+    page.click("[aria-label='Next step']")
+    page.wait(f"document.querySelector('#main').innerText.includes('Step {int(step[5:]) + 1}: 16 completions')")
+    assert page.run("location.hash").endswith(f"step={int(step[5:]) + 1}")
+
+
+def test_smoothing_draws_the_raw_values_behind(page: browser.Browser, one: str) -> None:
+    page.open(one)
+    raw = "[...document.querySelectorAll('.u-label')].filter((e) => e.textContent === 'raw').length"
+    page.wait("document.querySelectorAll('.u-over').length > 2")
+    before = page.run(raw)
+    page.fill("#smoothing", "0.8")
+    page.wait(f"{raw} > {before} + 2")
+    page.fill("#smoothing", "0")
+    page.wait(f"{raw} === {before}")
+
+
+def test_completions_are_filtered_and_sorted(page: browser.Browser, one: str) -> None:
+    page.open(one + "#view=completions&step=30")
+    rows = "table.list tbody tr:not(.group)"
+    page.wait(f"document.querySelectorAll('{rows}').length === 16")
+    facts = "[r.completion.reward, r.completion.finish, r.completion.text]"
+    every = page.run(f"[...document.querySelectorAll('{rows}')].map((r) => {facts})")
+    page.fill("select[aria-label=Order]", "reward-high")
+    rewards = page.run(f"[...document.querySelectorAll('{rows}')].map((r) => r.completion.reward)")
+    assert rewards == sorted((reward for reward, _, _ in every), reverse=True)
+    page.fill("input[aria-label='reward ≥']", "1")
+    assert count(page, rows) == sum(reward >= 1 for reward, _, _ in every)
+    page.fill("input[aria-label='reward ≥']", "")
+    page.fill("select[aria-label='How it ended']", "length")
+    assert count(page, rows) == sum(finish == "length" for _, finish, _ in every)
+    page.fill("select[aria-label='How it ended']", "")
+    page.fill("input[type=search]", "Seven And")
+    wanted = sum("seven and" in text.lower() for _, _, text in every)
+    assert count(page, rows) == wanted < 16 and count(page, "mark") <= wanted
+    page.fill("input[type=search]", "no such words")
+    assert count(page, rows) == 0 and "0 completions of 16" in texts(page, ".count")[0]
+    page.fill("input[type=search]", "")
+    page.click(".check input")
+    page.wait("document.querySelector('.count').innerText.startsWith('640')")
+
+
+def test_a_completion_is_seen_token_by_token(page: browser.Browser, one: str) -> None:
+    page.open(one + "#view=completions&step=30")
+    page.wait("document.querySelectorAll('button.open').length === 16")
+    page.click("button.open", 3)
+    page.wait("document.querySelector('.tokens')")
+    told = page.run("document.querySelector('.detail').innerText")
+    assert "calculator({" in told and "tool · calculator" in told
+    given = page.run("document.querySelectorAll('.token.given').length")
+    assert given == 4, "a tool's words"
+    colours = set()
+    for mode in ("sampler", "difference", "advantage", "mask"):
+        page.click(f"[data-mode={mode}]")
+        colours.add(page.run("[...document.querySelectorAll('.token')].map((t) => t.style.backgroundColor).join()"))
+    assert len(colours) == 4 and count(page, ".tokens.masks .unmasked") == 4
+    page.run("document.querySelector('.tokens').focus()")
+    for _ in range(3):
+        page.key("ArrowRight")
+    told = texts(page, ".told")[0]
+    assert told.startswith("Token 3 of") and "sampler -" in told and "difference" in told and "in the loss" in told
+    page.click("button.beside", 5)
+    page.wait("document.querySelectorAll('article.one').length === 2")
+    assert no_wider(page)
+
+
+def test_two_runs_stand_side_by_side(page: browser.Browser, two: str) -> None:
+    page.open(two)
+    page.wait("document.querySelectorAll('.u-over').length > 2")
+    legend = page.run("document.querySelector('.plot .u-legend').innerText")
+    assert "first · reward" in legend and "second · reward" in legend
+    table = page.run("document.querySelector('table').innerText")
+    assert "first" in table and "second" in table and "stopped" in table
+    page.click("[data-view=settings]")
+    assert page.run("[...document.querySelectorAll('table.settings td.name')].map((e) => e.innerText)") == [
+        "learning_rate",
+        "seed",
+    ]
+    page.click("[data-view=time]")
+    page.fill("select[aria-label=Run]", "1")
+    page.wait("document.querySelectorAll('.lane').length === 2")
+    page.click("[data-view=completions]")
+    page.wait("document.querySelector('#main').innerText.includes('Step 45: 16 completions')")
+
+
+def test_what_a_model_wrote_stays_text(page: browser.Browser, folder: Path) -> None:
+    run = MadeUp(steps=6, hostile=True, alarms=True).write(
+        folder / "<img src=x onerror='window.hacked=1'>".replace("/", "")
+    )
+    page.open(write_report(run, out=folder / "hostile.html").as_uri())
+    for view in VIEWS:
+        page.click(f"[data-view={view}]")
+        page.wait(f"document.querySelector('#main').dataset.view === '{view}'")
+        page.run("new Promise((done) => setTimeout(done, 150))")
+        if view == "overview":
+            page.run("document.querySelector('details.more').open = true")
+        if view == "completions":
+            page.click("button.open")
+            page.wait("document.querySelector('.tokens')")
+            shown = page.run("document.querySelector('.tokens').innerText + document.querySelector('#main').innerText")
+            assert "<script>" in shown or "<img" in shown
+            assert "\u202e" not in shown and "\u0000" not in shown, "what steers is named instead"
+        if view == "advisor":
+            assert count(page, "#main a") == 0, "a source that is no address of the web is no link"
+    assert page.run("typeof window.hacked") == "undefined"
+    assert count(page, "#main img, #head img, #main script, #head script") == 0
+
+
+def test_old_and_empty_runs_are_shown(page: browser.Browser, folder: Path) -> None:
+    old = folder / "old"
+    old.mkdir()
+    history = [{"step": step, "reward": step / 9, "time/generate": 1.0} for step in range(1, 9)]
+    (old / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    for uri in (write_report(old).as_uri(), write_report(begun(folder / "begun")).as_uri()):
+        for view in VIEWS:
+            page.open(f"{uri}#view={view}&step=5")
+            assert page.run("document.querySelector('#main').innerText.length") > 30, view
+
+
+def test_what_no_run_should_have_written_is_survived(page: browser.Browser, folder: Path) -> None:
+    run = MadeUp(steps=3, alarms=True).write(folder / "wrong")
+    for name, lines in (("events.jsonl", WRONG), ("samples.jsonl", WRONG_SAMPLES)):
+        with (run / "_report" / name).open("ab") as file:
+            file.writelines(lines)
+    page.open(write_report(run).as_uri())
+    for view in VIEWS:
+        for step in (1, 2, 3):
+            page.open(f"{(run / 'report.html').as_uri()}#view={view}&step={step}")
+            page.run("new Promise((done) => setTimeout(done, 60))")
+            if view == "completions":
+                page.run("document.querySelectorAll('button.open').forEach((e) => e.click())")
+
+
+def begun(folder: Path) -> Path:
+    """A run before its first step."""
+    (folder / "_report").mkdir(parents=True)
+    (folder / "_report" / "events.jsonl").write_text(json.dumps(MadeUp().start()) + "\n")
+    return folder
+
+
+def test_a_live_page_shows_a_step_when_it_ends(folder: Path) -> None:
+    pytest.importorskip("websockets", reason="the browser is driven over a websocket")
+    run, where = MadeUp(steps=9, alarms=True), folder / "live"
+    with Server(where) as server, browser.Browser(allowed=["127.0.0.1"]) as page:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            page.open(f"http://127.0.0.1:{server.server_port}/")
+            assert "waiting for its first step" in page.run("document.body.innerText")
+            begun(where)
+            page.wait("document.querySelector('#head').innerText.includes('SmolLM2')", 5)
+            write(where, run, 1)
+            page.wait("document.querySelector('#head').innerText.includes('step 1 of')", 5)
+            page.click("[data-view=time]")
+            for step in range(2, 5):
+                write(where, run, step)
+            page.wait("document.querySelector('#head').innerText.includes('Entropy collapse')", 5)
+            page.wait("document.querySelector('#main').innerText.includes('The rollout of step 4.')", 5)
+            page.click("[data-view=completions]")
+            page.wait("document.querySelector('#main').innerText.includes('Step 4: 1 completion.')", 5)
+            assert all(address.startswith(f"http://127.0.0.1:{server.server_port}/") for address in page.requests)
+            assert page.problems == []
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def write(folder: Path, run: MadeUp, step: int) -> None:
+    entries: list[tuple[str, list[dict[str, Any]]]] = [
+        ("samples.jsonl", [{"step": step, "position": 0, "index": 0, **run.completion(step, 0, 0)}]),
+        ("events.jsonl", list(run.step_events(step))),
+    ]
+    for name, lines in entries:
+        with (folder / "_report" / name).open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
