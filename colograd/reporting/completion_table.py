@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import os
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # `colograd show` does without torch, whose import takes long
     from ..batch import ScoredGroup
 
 DEFAULT_WIDTH = 120  # characters
+STDERR = 2
 TEXT_LINES = 6  # lines a cell of text is meant to have
 EXTRA_CHARACTERS = 60  # of a logged value
 # What a model writes is shown, never obeyed: control characters (but newline and tab) would steer the terminal.
@@ -139,12 +141,11 @@ def print_table(
 
 
 def terminal_width() -> int:
-    """In characters, by COLUMNS or what the output, or else the errors beside a pipe to a pager, are shown on."""
-    if os.environ.get("COLUMNS", "").isdigit():
-        return int(os.environ["COLUMNS"]) or DEFAULT_WIDTH
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):
-            return os.get_terminal_size(descriptor).columns or DEFAULT_WIDTH
+    """In characters, of what the output, or else the errors beside a pipe to a pager, are shown on; of a log 120."""
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
+    with contextlib.suppress(OSError):
+        return os.get_terminal_size(STDERR).columns or DEFAULT_WIDTH
     return DEFAULT_WIDTH
 
 

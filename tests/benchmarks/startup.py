@@ -43,7 +43,7 @@ STAGES = {
         "assemble": "engine and policy brought together",
         "choose_kernels": "kernels",
         "settle_by_memory": "memory plan",
-        "PackedTrainer.__init__": "transformers.Trainer",
+        "EvaluatingTrainer.__init__": "transformers.Trainer",
         "GRPOTrainer._prove_rows": "proof of the rows",
         "GRPOTrainer.train": "train: until the first generation",
     },
