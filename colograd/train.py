@@ -115,18 +115,25 @@ def run(trainer: GRPOTrainer) -> None:
     """Train, then save the model, the state, the reward plot and the card; push where asked."""
     config = trainer.args
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    state = trainer.state
     if trainer.stop_signal.received:
-        return  # the checkpoint is written: `--resume_from_checkpoint auto` goes on from it
+        trainer.console.say(
+            f"stopped by SIGTERM at step {state.global_step} of {state.max_steps}, with a checkpoint: the same command "
+            "goes on from it with resume_from_checkpoint: auto"
+        )
+        return
     trainer.save_model(config.output_dir)
     trainer.save_state()
     if config.push_to_hub:
         trainer.push_to_hub()
     else:
         trainer.create_model_card()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    rewards = [entry["reward"] for entry in state.log_history if "reward" in entry]
     last = rewards[-5:]
     ends = f", mean reward {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} at last" if rewards else ""
-    trainer.console.say(f"saved to {os.path.relpath(config.output_dir)}{ends}")
+    folder = os.path.relpath(config.output_dir)
+    report = f"; what it did is in {folder}/report.html" if config.report else ""
+    trainer.console.say(f"saved to {folder}{ends}{report}")
     trainer.close()
 
 

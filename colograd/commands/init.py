@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ncolograd init: nothing was written", file=sys.stderr)
         return 130
     print(f"wrote {', '.join(str(path) for path in written)}")
+    if not Path(plan.model).is_dir():
+        print(f"model:     {plan.model} comes from the Hub; --model names another one, or a folder")
     change = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     print(f"check it:  {change}colograd doctor --config {RECIPE}")
     print(f"train:     {change}colograd train --config {RECIPE}")
@@ -173,8 +175,8 @@ def _column(
     name = given or (likely if likely and not asks else _ask(asks, f"Column that holds {what}", likely))
     if there and name not in there:
         raise Refusal(
-            f"{data} has no column {name!r} for {what}; it has {', '.join(map(repr, there))}: name one "
-            "(--prompt-column, --answer-column)."
+            f"{data} has no column {name!r} for {what}; it has {', '.join(map(repr, there))}"
+            f"{f' beside the prompt, {but!r}' if but else ''}: name one (--prompt-column, --answer-column)."
         )
     return name
 

@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not found:
         groups = sorted({row.position for row in rows})
         return _refuse(f"none of the {len(rows)} completions of step {step} fits; its groups are {_ranges(groups)}.")
-    shown = "" if len(found) == len(rows) else f", {len(found)} of {len(rows)} completions"
-    print_table(found, names, f"Step {step}{shown}", options.limit, options.unique_prompts, options.width)
+    limit = options.limit or len(found)
+    several = f", {min(limit, len(found))} of {len(rows)} completions"
+    shown = several if min(limit, len(found)) < len(rows) else ""
+    print_table(found, names, f"Step {step}{shown}", limit, options.unique_prompts, options.width)
     return 0
 
 
@@ -46,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", action="store_true", help="highest advantages first")
     order.add_argument("--worst", action="store_true", help="lowest advantages first")
-    parser.add_argument("--limit", type=int, help="rows at most, one of each prompt before the second of any")
+    parser.add_argument(
+        "--limit", type=int, default=16, help="rows at most, one of each prompt before the second of any; 0: all"
+    )
     parser.add_argument("--unique-prompts", action="store_true", help="one completion per prompt")
     parser.add_argument("--width", type=int, help="characters; default: the terminal's, also in a pager")
     return parser

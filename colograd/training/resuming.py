@@ -41,6 +41,8 @@ class ResumableTrainer(SavingTrainer):
         self._save_is_due, self._failures = False, 0
         if found is not None and (finished := self._finished(found)) is not None:
             return finished
+        if found is not None:
+            self.console.say(f"resumed from {os.path.relpath(found)}: step {checkpoints.step_of(found) + 1} is next")
         self._expect_prompts(found)
         self._open_journal(found, resume_from_checkpoint)
         if self.nodes_are_apart:
