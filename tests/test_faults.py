@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from torch.distributed import TCPStore
 
 from colograd.parallel import faults
 from colograd.parallel.faults import ends_together
@@ -20,10 +21,10 @@ from colograd.runtime import process
 SCRIPT = Path(__file__).parent / "scripts" / "faulty_ranks.py"
 
 
-def run(fault: str, ranks: int = 2) -> list[tuple[int, str]]:
-    """The exit status and output of each rank."""
+def run(fault: str, ranks: int = 2, **variables: str) -> list[tuple[int, str]]:
+    """The exit status and output of each rank, started with further environment variables."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "OMP_NUM_THREADS": "1"}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **variables}
     started = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), fault],
@@ -64,6 +65,14 @@ def test_ranks_that_fail_alike_and_catch_it_go_on_together() -> None:
         assert status == 0 and said.count("goes on after: ") == 2, said
         # Else a thread of gloo's may be left that drops the last exchange's tensor when there is no interpreter.
         assert "at its end: has parted" in said, said
+
+
+def test_ranks_that_torchrun_starts_anew_meet_in_the_store_of_the_attempt_before() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's own process has it
+    shared = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert [status for status, _ in run("killed", **shared, TORCHELASTIC_RESTART_COUNT="0")] == [1, -signal.SIGKILL]
+    for status, said in run("caught", **shared, TORCHELASTIC_RESTART_COUNT="1"):
+        assert status == 0 and said.count("goes on after: ") == 2, said
 
 
 @pytest.mark.slow  # they take the same ways

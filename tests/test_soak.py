@@ -23,6 +23,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_paid_for_twice(ranks: int) -> N
     assert kill.soak(3, seed=ranks, ranks=ranks)["kills"] == 3
 
 
+@pytest.mark.slow  # tests/test_faults.py has what is special about it
 def test_torchrun_starts_a_killed_group_of_ranks_anew(tiny_model: Path, tmp_path: Path) -> None:
     """`--max-restarts`: the second attempt meets in the store of the first, and goes on from checkpoint and journal."""
     kills = [{"victim": 1, "event": 90}]
