@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from ..config import GRPOConfig
 from .lora import adapter_folder, unwrap
+from .replay import SHARES
 from .routing import num_experts
 
 # Model types whose experts the engine has a place for; docs/models.md says what was tried of each.
@@ -26,13 +27,25 @@ def check_supported(model: Any, config: GRPOConfig) -> None:
         ValueError: it is a mixture of experts that can't be trained, or not with these settings, with the remedy.
     """
     model_config = _configuration(model, config)
-    if model_config is None or not num_experts(model_config):
+    if model_config is None:
+        return
+    if not num_experts(model_config):
+        if config.router_replay:
+            raise ValueError(
+                f"router_replay is true, but {model_config.get_text_config().model_type} is no mixture of experts: "
+                "set it to false."
+            )
         return
     kind = model_config.get_text_config().model_type
     if kind not in FAMILIES:
         raise ValueError(
             f"{kind} is a mixture of experts that wasn't tried in this version, and perhaps has experts that can't be "
             f"given to vLLM: choose one of {', '.join(FAMILIES)}."
+        )
+    if config.router_replay and kind not in SHARES:
+        raise ValueError(
+            f"router_replay is true, but how {kind}'s router shares a token out among experts isn't known: set it to "
+            f"false, or choose one of {', '.join(SHARES)}."
         )
     ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
     if ranks > 1 and kind in WHOLE:
