@@ -19,6 +19,7 @@ from ..parallel.ranks import world_size
 from . import quantized
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
+from .packed import packed_weights, settle
 from .quantized import Quantization
 from .routing import num_experts, tells_routing
 from .row_proof import choose_rows
@@ -92,6 +93,10 @@ class Policy:
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
             f"{_recomputed(config.checkpointing)}"
         ]
+        if self.quantization is not None:
+            packed = [weight for _, weight in packed_weights(self.model).items()]
+            size = sum(weight.nbytes for weight in packed) / 2**20
+            lines.append(f"base: {len(packed)} matrices quantised to {self.quantization.name}, {size:,.1f} MiB")
         if coefficient := self.router_coef(config):
             lines.append(
                 f"experts: {coefficient:g} of the routers' load-balancing loss is added (router_aux_loss_coef), for "
@@ -178,9 +183,9 @@ def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | N
         ValueError: its head is quantised.
     """
     inner = unwrap(model)
-    if not quantized.packed_weights(inner):
+    if not packed_weights(inner):
         return None
-    quantized.settle(inner)
+    settle(inner)
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     trust = given.get("trust_remote_code", config.trust_remote_code)
     on_disk = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
@@ -259,7 +264,7 @@ def _from_adapter(
             f"{folder!r} holds an adapter, but peft can't be imported ({error}): pip install peft."
         ) from None
     try:
-        loaded = _from_name(base, config)
+        loaded = _from_name(base, config, adapter=folder)
     except ValueError as error:
         raise ValueError(f"{folder!r} holds an adapter whose base can't be loaded: {error}") from None
     model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
@@ -267,7 +272,11 @@ def _from_adapter(
     return model, base, folder if has_tokenizer else base
 
 
-def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
+def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedModel:
+    """
+    Args:
+        adapter: the folder of one that will be put on it, which may say how its base was quantised.
+    """
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit"):
         kwargs.pop(name, None)
@@ -275,8 +284,9 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     kwargs.pop("torch_dtype", None)
     kwargs.pop("attn_implementation", None)  # `choose_rows` settles it
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
-    if (asked := quantized.asked_for(config)) is not None or _is_packed(path, kwargs):
-        kwargs |= quantized.load_arguments(config, asked)
+    asked, packed = quantized.asked_for(config, adapter or path), _is_packed(path, kwargs)
+    if packed or asked is not None:
+        kwargs |= quantized.load_arguments(None if packed else asked, config.device)
     if not config.verbose and os.path.isdir(path):
         hf_logging.disable_progress_bar()  # a download keeps its bar
     try:

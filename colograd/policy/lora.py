@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .quantized import dense_weight
+from .packed import dense_weight
 
 PREFIX = "base_model.model."  # of every parameter of a PeftModel
 LARGEST_RANK = 512  # that vLLM has slots for

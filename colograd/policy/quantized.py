@@ -1,26 +1,21 @@
-"""Quantised bases (QLoRA, arXiv 2305.14314): how one is asked for and loaded, and what its packed weights amount to.
-
-The layers are bitsandbytes' of 4 and 8 bits. Their weights stay packed, frozen below an adapter; `PackedWeight.values`
-is the matrix that the policy's products are computed with, in their precision, and what the engine is given.
-"""
+"""Quantised bases (QLoRA, arXiv 2305.14314): how one is asked for, checked and loaded, and what is noted of it beside
+the adapter that is trained on it."""
 
 from __future__ import annotations
 
-import math
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..config import GRPOConfig
+from .packed import is_4bit
 
 METHOD = "bitsandbytes"  # the one that is available
-PACKED = ("Params4bit", "Int8Params")  # its classes of parameters
-BLOCK = 64  # values that share a scale with 4 bits
-NESTED_BLOCK = 256  # scales that share one, where they are quantised too
 FILE = "base_quantization.json"  # beside a saved adapter, whose base must be loaded in the same way
 
 
@@ -34,84 +29,36 @@ class Quantization:
     @property
     def name(self) -> str:
         """For people: `NF4`, `FP4` or `int8`."""
-        return str(self.settings.get("bnb_4bit_quant_type", "fp4")).upper() if is_4bit(self.settings) else "int8"
+        return name_of(self.settings)
 
-
-def is_4bit(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit"))
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A layer's weight as it is stored; W of y = x W^T + b, (out, in)."""
-
-    layer: Any  # bitsandbytes' Linear4bit or Linear8bitLt
-
-    @property
-    def shape(self) -> torch.Size:
-        state = getattr(self.layer.weight, "quant_state", None)
-        return torch.Size(self.layer.weight.shape if state is None else state.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the values and their scales."""
-        scales = _scales(self.layer)
-        return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
-
-    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The matrix that products are computed with, as a new tensor (out, in).
+    def write(self, folder: str | Path, dtype: torch.dtype) -> None:
+        """Note it beside an adapter that is saved, which fits this base alone.
 
         Args:
-            dtype: to which it is rounded at last; default: that of the products.
+            dtype: the policy's.
         """
-        layer = self.layer
-        if type(layer.weight).__name__ == "Int8Params":
-            rows: torch.Tensor = _row_scales(layer)[:, None]
-            return (layer.weight.detach() * rows).to(dtype or torch.float32)
-        import bitsandbytes
-
-        found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-        products = layer.compute_dtype or found.dtype
-        return found.to(products).to(dtype or products)
+        said = {"quantization_config": dict(self.settings), "dtype": str(dtype).removeprefix("torch.")}
+        Path(folder, FILE).write_text(json.dumps(said, indent=2) + "\n")
 
 
-def packed_weight(module: Any) -> PackedWeight | None:
-    """Of a layer whose weight is quantised; None of any other module."""
-    return PackedWeight(module) if type(getattr(module, "weight", None)).__name__ in PACKED else None
+def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
+    """What is noted beside a saved adapter: its base's quantisation, and the dtype of the policy. None: nothing."""
+    file = Path(folder, FILE)
+    if not file.is_file():
+        return None
+    said = json.loads(file.read_text())
+    dtype: torch.dtype = getattr(torch, said["dtype"])
+    return dict(said["quantization_config"]), dtype
 
 
-def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
-    """By the names of the parameters."""
-    found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
-    return {name: packed for name, packed in found if packed is not None}
+def name_of(settings: Mapping[str, Any]) -> str:
+    """See `Quantization.name`."""
+    return str(settings.get("bnb_4bit_quant_type", "fp4")).upper() if is_4bit(settings) else "int8"
 
 
-def dense_weight(module: Any) -> torch.Tensor:
-    """A layer's weight, dequantised where it is packed."""
-    packed = packed_weight(module)
-    weight: torch.Tensor = module.weight if packed is None else packed.values()
-    return weight
-
-
-def _scales(layer: Any) -> list[torch.Tensor]:
-    state = getattr(layer.weight, "quant_state", None)
-    if state is None:
-        return [_row_scales(layer)]
-    nested = [state.state2.absmax, state.offset] if state.nested else []
-    return [state.absmax, *nested]
-
-
-def _row_scales(layer: Any) -> torch.Tensor:
-    """(out,) float32 of an 8-bit layer: what an integer is times. They move to its state at its first forward."""
-    largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
-    return largest.detach().float() / 127
-
-
-# -- loading
-
-
-def asked_for(config: GRPOConfig) -> dict[str, Any] | None:
-    """What ``model_init_kwargs`` asks for, as in a checkpoint's config.json; None: nothing.
+def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
+    """What ``model_init_kwargs`` asks for, as in a checkpoint's config.json; else what is noted beside the adapter of
+    which ``name`` is the folder. None: nothing.
 
     Where it doesn't say in which precision products are computed, in the policy's (transformers': float32).
 
@@ -122,7 +69,8 @@ def asked_for(config: GRPOConfig) -> dict[str, Any] | None:
     found: Any = given.get("quantization_config")
     flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
     if found is None and not flags:
-        return None
+        noted = beside(name)
+        return None if noted is None else noted[0]
     if found is not None and flags:
         raise ValueError(
             f"model_init_kwargs has quantization_config and {next(iter(flags))}: remove the second, which is an old "
@@ -189,20 +137,25 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
-def check_quantized(model_config: Any, config: GRPOConfig, by_name: bool, has_adapter: bool) -> None:
+def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has_adapter: bool) -> None:
     """From the configurations alone, before weights are read.
 
     Args:
         model_config: the checkpoint's, or the given model's; None: it can't be read.
-        by_name: it is to be loaded, rather than given as an object.
+        name: of what is to be loaded: the model, or an adapter on it; None: it is given as an object.
 
     Raises:
         ValueError: a base that can't be trained, with the value, the rule and the remedy.
     """
-    saved, asked = saved_in(model_config), asked_for(config) if by_name else None
+    saved, asked = saved_in(model_config), None if name is None else asked_for(config, name)
     if saved is not None:
         check_method(saved, "The model's configuration")
-    settings = asked or saved
+    if saved is not None and asked is not None and is_4bit(saved) != is_4bit(asked):
+        raise ValueError(
+            f"The base is to be quantised to {name_of(asked)}, but the checkpoint's weights are {name_of(saved)} "
+            "already: remove load_in_4bit, load_in_8bit and quantization_config, or take the checkpoint in bfloat16."
+        )
+    settings = saved or asked
     if settings is None:
         return
     if not has_adapter:
@@ -223,74 +176,13 @@ def check_quantized(model_config: Any, config: GRPOConfig, by_name: bool, has_ad
         ) from None
 
 
-def load_arguments(config: GRPOConfig, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """What `from_pretrained` is given for a quantised base: it goes to the device as it is read, packed.
 
     Args:
-        settings: that are asked for; None: the checkpoint's own.
+        settings: None: the checkpoint is packed already, and has its own.
     """
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}
-    return {"device_map": {"": str(config.device)}, **asked}
-
-
-def settle(model: Any) -> None:
-    """Make a quantised model's products those of its dequantised weights, in training and evaluation alike.
-
-    On some CPUs bitsandbytes packs 4-bit weights anew for a bfloat16 kernel when no gradient is wanted. Its 8-bit
-    layers round their inputs to 8 bits too, which the engine doesn't.
-
-    Raises:
-        ValueError: the head is quantised, whose weight logits are computed from in tiles.
-    """
-    head = model.get_output_embeddings()
-    if packed_weight(head) is not None:
-        raise ValueError(
-            "The language-model head is quantised, but logits are computed from its weight: name it in "
-            "llm_int8_skip_modules of the quantization_config, or leave that out."
-        )
-    for packed in packed_weights(model).values():
-        layer = packed.layer
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
-        if type(layer.weight).__name__ == "Int8Params":
-            layer.forward = _exact_products(packed)
-
-
-def _exact_products(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _Product.apply(x, packed)
-        return y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)
-
-    return forward
-
-
-class _Product(torch.autograd.Function):
-    """x W^T, with W dequantised for it and once more for its gradient, so that it isn't kept from one to the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-        ctx.packed = packed
-        return F.linear(x, packed.values(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient @ ctx.packed.values(gradient.dtype), None
-
-
-# -- bytes
-
-
-def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
-    """Of a weight (out, in) once it is quantised, with its scales.
-
-    4 bits: half a byte each, and a float32 per block; with nested quantisation a byte per block, and a float32 per
-    block of those. 8 bits: a byte each, and a float32 per row.
-    """
-    numel = math.prod(shape)
-    if not is_4bit(settings):
-        return numel + 4 * shape[0]
-    blocks = -(-numel // BLOCK)
-    nested = settings.get("bnb_4bit_use_double_quant")
-    return -(-numel // 2) + (blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if nested else 4 * blocks)
+    return {"device_map": {"": str(device)}, **asked}

@@ -30,7 +30,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
     """
     by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
-    check_quantized(model_config, config, by_name, has_adapter)
+    check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
     if model_config is not None and num_experts(model_config):
         _check_experts(model_config, config)
 

@@ -101,8 +101,7 @@ def check_same(policy: torch.nn.Module, engine: Engine) -> None:
     ids = probe_ids(engine, PROBE_TOKENS[-1])
     theirs = engine.prompt_logprobs(ids)
     with together("the comparison of policy and engine"):
-        base_alone = policy.disable_adapter() if is_adapted(policy) else nullcontext()
-        with evaluation_mode(policy), torch.no_grad(), base_alone:
+        with base_alone(policy), torch.no_grad():
             tokens = torch.tensor([ids], device=policy.device)
             logits = policy(tokens).logits[0, :-1].float()
         ours = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
@@ -205,7 +204,7 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
         hooks += [parameter.register_post_accumulate_grad_hook(look) for parameter in asked]
         hooks += [layer.register_forward_hook(partial(_look_behind, part, found)) for part, layer in packed]
         tokens = torch.tensor([ids], device=next(iter(given)).device)
-        with evaluation_mode(policy), torch.enable_grad():  # a dropout would change the output by itself
+        with base_alone(policy), torch.enable_grad():
             logits = policy(tokens).logits[0, :-1].float()
             said = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
             if said.requires_grad:  # else it depends on none of them
@@ -220,6 +219,21 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
             if parameter in asked:
                 parameter.grad = None
     return found
+
+
+@contextmanager
+def base_alone(policy: torch.nn.Module) -> Iterator[None]:
+    """The policy in evaluation mode (a dropout would change the output by itself) and without its adapter, which the
+    engine doesn't have yet."""
+    given = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
+    try:
+        with evaluation_mode(policy), policy.disable_adapter() if is_adapted(policy) else nullcontext():
+            for parameter, requires_grad in given:
+                parameter.requires_grad_(requires_grad)  # peft freezes what it disables
+            yield
+    finally:
+        for parameter, requires_grad in given:
+            parameter.requires_grad_(requires_grad)
 
 
 def _look_behind(part: Slice, found: dict[str, float], layer: Any, inputs: Any, output: torch.Tensor) -> None:
