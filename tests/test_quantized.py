@@ -121,7 +121,7 @@ def at_start(trained) -> Any:
     for slot in trained.weights.slots:
         slot.destination.zero_()
     yield
-    trained.publish()
+    trained.weights.publish(trained.state.global_step)
 
 
 # -- in a run
