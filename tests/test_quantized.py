@@ -18,7 +18,7 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from colograd import GRPOTrainer
+from colograd import GRPOTrainer, train
 from colograd.commands import cli
 from colograd.config import ModelConfig
 from colograd.memory.ways import PolicySizes, held
@@ -38,6 +38,8 @@ NESTED = {**NF4, "bnb_4bit_use_double_quant": True}
 FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
 INT8 = {"load_in_8bit": True}
 KINDS = {"NF4": NF4, "nested": NESTED, "FP4": FP4, "int8": INT8}
+ROOT = Path(__file__).parents[1]
+MODEL, RECIPE = ROOT / "models" / "SmolLM2-135M-Instruct", ROOT / "recipes" / "grpo_qlora_smollm2_cpu.yaml"
 RANKS = Path(__file__).parent / "scripts" / "quantized_ranks.py"
 PROJECTIONS = 2 * 7  # of two layers
 
@@ -193,6 +195,9 @@ def test_what_is_saved_fits_its_base_alone_and_says_which(trained, tiny_model, t
     (checkpoint,) = Path(trained.args.output_dir).glob("checkpoint-3")
     assert not list(checkpoint.glob("model*.safetensors"))
     settings, dtype = quantized.beside(checkpoint)
+    quantized.check_fits(trained.policy.quantization, checkpoint)
+    with pytest.raises(ValueError, match=r"a base quantised to NF4, but this run's is as it is.*set load_in_4bit"):
+        quantized.check_fits(None, checkpoint)
     assert dtype == torch.float32 and settings["bnb_4bit_quant_type"] == "nf4"
     check_supported(str(checkpoint), config(tmp_path))
     policy = load_policy(str(checkpoint), None, config(tmp_path))
@@ -282,6 +287,21 @@ def test_two_ranks_have_the_same_base_and_the_same_adapter(sharding, tiny_model,
     assert first["base"] == second["base"] and first["adapter"] == second["adapter"]
     assert all(difference < 1e-5 for rank in (first, second) for difference in rank["differences"])
     assert len(first["differences"]) == 3 and not first["differing"] and not second["differing"]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="made by `make model`")
+def test_smollm2_learns_on_a_base_of_4_bits(tmp_path, closing) -> None:
+    """The recipe, as a new user runs it: some minutes on two cores."""
+    arguments = ["--config", str(RECIPE), "--model_name_or_path", str(MODEL), "--output_dir", str(tmp_path)]
+    trainer = closing(train.build(arguments))
+    started = time.perf_counter()
+    trainer.train()
+    rewards = [step["reward"] for step in steps(trainer)]
+    last = sum(rewards[-3:]) / 3
+    print(f"SmolLM2, NF4: {rewards[0]:.2f} -> {last:.2f} in {time.perf_counter() - started:.0f} s")
+    assert rewards[0] < 0.3 and last > 0.7
 
 
 # -- the layers

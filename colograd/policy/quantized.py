@@ -51,6 +51,21 @@ def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
     return dict(said["quantization_config"]), dtype
 
 
+def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
+    """
+    Raises:
+        ValueError: the adapter in the folder was trained on a base of another precision.
+    """
+    noted = beside(folder)
+    then = "as it is" if noted is None else f"quantised to {name_of(noted[0])}"
+    now = "as it is" if quantization is None else f"quantised to {quantization.name}"
+    if then != now:
+        raise ValueError(
+            f"{str(folder)!r} has an adapter of a base {then}, but this run's is {now}, for which it wasn't trained: "
+            "set load_in_4bit or load_in_8bit as it was."
+        )
+
+
 def name_of(settings: Mapping[str, Any]) -> str:
     """See `Quantization.name`."""
     return str(settings.get("bnb_4bit_quant_type", "fp4")).upper() if is_4bit(settings) else "int8"
