@@ -23,7 +23,7 @@ from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
-from .arguments import computes_float32_heads, engine_kwargs, lora_kwargs
+from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
@@ -71,6 +71,8 @@ class Engine:
         end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
         adapter: the LoRA to have a slot for; see `load_adapter`.
         sequences: the most of one generation; 0: unknown.
+        blank: don't load the checkpoint's weights, which are packed in a way that vLLM doesn't read: all will be
+            written.
 
     Raises:
         RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
@@ -86,6 +88,7 @@ class Engine:
         end_tokens: Sequence[int] = (),
         adapter: Adapter | None = None,
         sequences: int = 0,
+        blank: bool = False,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
@@ -102,6 +105,9 @@ class Engine:
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
         kwargs |= lora_kwargs(model_path, config, adapter)
+        self.blank = blank
+        if blank:
+            kwargs |= blank_kwargs(kwargs)
         watchdog.progress("the start of vLLM")
         with closed_if_it_fails(), build_conditions(config.device, self.sleeps, adapter is not None, ranks):
             from vllm import LLM

@@ -102,6 +102,7 @@ def assemble(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, prompts),
+        blank=policy.quantization is not None and policy.quantization.in_checkpoint,
     )
     closing.callback(engine.close)
     with together("the check of the sampling settings"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..policy.lora import base_name
+from ..policy.packed import PackedWeight, packed_weights
 
 # All experts of a block, (E, 2I, H) and (E, H, I) and their biases, as transformers and as vLLM name them. A policy may
 # have them transposed: (E, H, 2I) and (E, I, H).
@@ -35,14 +36,16 @@ class Slice:
     """
 
     name: str  # the policy's name of the parameter
-    source: torch.Tensor
+    source: torch.Tensor  # of a quantised one only its shape and dtype, without memory
     destination: torch.Tensor
     cut: tuple[slice, ...] = ()  # of the source, what ``destination`` holds; empty: all of it
+    packed: PackedWeight | None = None  # the policy has it quantised
 
     @property
     def held(self) -> torch.Tensor:
-        """What ``destination`` holds, as a view of the policy's parameter; looked up anew, as that may move."""
-        return self.part_of(self.source.detach())
+        """What ``destination`` holds, as a view of the policy's parameter; looked up anew, as that may move. Of a
+        quantised one, a new tensor."""
+        return self.part_of(self.source.detach() if self.packed is None else self.packed.values())
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same part of a tensor that has the parameter's shape."""
@@ -72,6 +75,7 @@ def map_parameters(
     """
     targets, sources = _base_parameters(engine_model), _base_parameters(policy)
     own_names = {base_name(name): name for name, _ in policy.named_parameters()}
+    packed = packed_weights(policy)
     for name, buffer in policy.named_buffers():  # what the engine has as a parameter: a router's correction, say
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], own_names[base] = buffer, name
@@ -99,12 +103,14 @@ def map_parameters(
     bare = sorted(_uncovered(slices, targets))
     if bare:
         raise UnmappedParameter(f"The policy has no source for {len(bare)} engine tensors: {', '.join(bare[:4])}.")
-    return slices
+    return [dataclasses.replace(part, packed=packed.get(part.name)) for part in slices]
 
 
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by the names they have in a model without adapters."""
-    return {base: p for name, p in model.named_parameters() if (base := base_name(name)) is not None}
+    """Parameters by the names they have in a model without adapters; of quantised ones, what they amount to."""
+    dense = {name: torch.empty(packed.shape, device="meta") for name, packed in packed_weights(model).items()}
+    named = ((name, base_name(name), p) for name, p in model.named_parameters())
+    return {base: dense.get(name, p) for name, base, p in named if base is not None}
 
 
 def _whereabouts(
