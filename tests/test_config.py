@@ -338,6 +338,7 @@ NEW = {
     "fsdp_offload_params",
     "weights",
     "reward_workers",
+    "router_replay",
     "reward_timeout",
     "reward_on_error",
     "reward_call",
