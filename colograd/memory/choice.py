@@ -244,6 +244,8 @@ def _changes(run: Run, way: str) -> Iterator[str]:
             ("offload_reference", dataclasses.replace(run, reference=0)),
         ]
     yield from (f"{name}: true" for name, changed in switches if changed != run and fits(changed, way))
+    if run.sizes.packed and not run.served and fits(dataclasses.replace(run, served=True), way):
+        yield "weights: shared (the engine reads the quantised base too)"
     if run.tokens > run.length and fits(dataclasses.replace(run, tokens=run.length), way):
         yield f"max_tokens_per_microbatch: {run.length}"
     if run.ranks > 1:
