@@ -50,6 +50,7 @@ from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.packing import lay_out
 from .policy.quantized import take_quantization
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .policy.replay import replay_figures
 from .policy.routing import num_experts
 from .policy.row_proof import choose_rows_where_it_trains
 from .policy.supported import check_supported
@@ -303,7 +304,10 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         else:
             logprobs, entropy = policy_logprobs(model, micro_batch, temperature, entropy_gradient)
         self.run_record.keep(micro_batch, logprobs)
-        return self.loss(logprobs, entropy, micro_batch, routing)
+        output = self.loss(logprobs, entropy, micro_batch, routing)
+        if self.args.router_replay:
+            output = dataclasses.replace(output, sums={**output.sums, **replay_figures(model, micro_batch)})
+        return output
 
     # -- what stages are made of
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from families import read
 from transformers import TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,12 +34,39 @@ def test_the_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.Capt
 def test_a_stale_page_is_noticed_and_left_alone(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("models.md", "models.json"):
+        shutil.copy(ROOT / "docs" / name, tmp_path)
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     (tmp_path / "trl.md").write_text("old\n")
     assert generate.main(["--check"]) == 1
     assert "configuration.md, trl.md" in capsys.readouterr().out
     assert (tmp_path / "trl.md").read_text() == "old\n" and not (tmp_path / "configuration.md").exists()
     assert generate.main([]) == 0 and generate.main(["--check"]) == 0
+
+
+def test_every_cell_of_the_families_table_has_a_test_that_tells_it() -> None:
+    record, functions = read(), {}
+    for family, columns in record["tried"].items():
+        assert family in record["families"] and set(columns) <= set(record["columns"])
+        for column, tests in columns.items():
+            for test in tests:
+                path, name = test.split("::")
+                for node in functions.setdefault(path, ast.parse((ROOT / path).read_text())).body:
+                    if isinstance(node, ast.FunctionDef) and node.name == name:
+                        break
+                else:
+                    pytest.fail(f"{test} is gone: rename it in docs/models.json, or run its successor with --families")
+                told = {part.arg if isinstance(part, ast.keyword) else part.value for part in told_by(node)}
+                assert column in told, f"{test} tells of {', '.join(sorted(told))}: not of {column}"
+
+
+def told_by(test: ast.FunctionDef) -> list[ast.keyword | ast.Constant]:
+    """The columns in a test's calls of ``tried``."""
+    calls = [n for n in ast.walk(test) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "tried"]
+    return [
+        part for call in calls for place in (*call.args[1:], *call.keywords) for part in ast.walk(place)
+        if isinstance(part, ast.keyword) or (isinstance(part, ast.Constant) and place in call.args)
+    ]  # fmt: skip
 
 
 def test_a_field_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ..batch import Experts, FinishReason, Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
@@ -28,6 +28,7 @@ from .building import build_conditions, check_vllm, untested_vllm, usual_algorit
 from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
 from .packed_layers import Parts, ServedLayers, served_layers
+from .routed import RoutedExperts, one_prompt
 from .sampling import Sampling, request_seed
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Sampled:
     ids: array[int]  # [C] "i"
     logprobs: array[float]  # [C] "f", nats
     finish_reason: FinishReason
+    experts: Experts | None = None  # of all that was read and written, with `router_replay`
 
     def rollout(self, asked: ModelInput, version: int) -> Rollout:
         """The completion that the model wrote to its end in one go when it was ``asked``."""
@@ -54,6 +56,7 @@ class Sampled:
             sampled=torch.ones(len(self.ids), dtype=torch.bool),
             finish_reason=self.finish_reason,
             policy_version=version,
+            experts=self.experts,
         )
 
 
@@ -99,7 +102,7 @@ class Engine:
         self.version: int | None = None  # the step of the weights, written by `stamp` and `invalidate` alone
         self._adapter: Any = None  # the LoRARequest that every request carries
         self._requests = 0  # so far
-        self._open: dict[str, None] = {}  # requests in flight
+        self._open: dict[str, tuple[int, ...]] = {}  # requests in flight, and what they read
         self.after_step: Callable[[], None] | None = None  # somebody watches: see `load.watched`
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
@@ -119,6 +122,8 @@ class Engine:
 
             self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
+            leads = self._lockstep is None or self._lockstep.leads
+            self._routed = RoutedExperts(self.core, not config.on_cpu) if config.router_replay and leads else None
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
         self.head_dtype: torch.dtype = (
@@ -186,6 +191,8 @@ class Engine:
         self.version = version
 
     def _forget_prefixes(self, version: int | None) -> None:
+        if self._routed is not None:
+            self._routed.forget()
         if not self.core.reset_prefix_cache():
             raise RuntimeError(
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
@@ -309,6 +316,7 @@ class Engine:
                 for request, completions in self.advance():
                     prompt = waiting.pop(request)
                     rollouts = tuple(completion.rollout(prompt.input, version) for completion in completions)
+                    rollouts = one_prompt(rollouts)
                     yield Group(prompt.example, rollouts, prompt.position)
         finally:
             self.abort(waiting)
@@ -352,7 +360,7 @@ class Engine:
         self._requests += 1
         request = f"request-{self._requests}"
         self.core.add_request(request, {"prompt_token_ids": list(asked.ids)}, params, lora_request=self._adapter)
-        self._open[request] = None
+        self._open[request] = asked.ids
         return request
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
@@ -382,9 +390,18 @@ class Engine:
         watchdog.progress("what follows a step of the engine")
         if self.after_step is not None:
             self.after_step()
-        for output in finished:
-            self._open.pop(output.request_id, None)
-        return [(output.request_id, _sampled(output)) for output in finished]
+        return [(output.request_id, self._sampled(output)) for output in finished]
+
+    def _sampled(self, output: Any) -> list[Sampled]:
+        """vLLM's finished request -> its completions."""
+        request, read, found = output.request_id, self._open.pop(output.request_id, ()), []
+        for completion in sorted(output.outputs, key=lambda c: c.index):
+            ids = array("i", completion.token_ids)
+            experts = None if self._routed is None else self._routed.take(request, completion, read, ids)
+            found.append(Sampled(ids, _logprobs(completion), FinishReason(completion.finish_reason), experts))
+        if self._routed is not None:
+            self._routed.drop(request)
+        return found
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop those of the requests that are in flight, and drain the engine."""
@@ -392,6 +409,8 @@ class Engine:
             self.core.abort_request(names)
             for name in names:
                 del self._open[name]
+                if self._routed is not None:
+                    self._routed.drop(name)
             while self.core.has_unfinished_requests():
                 self.core.step()
 
@@ -416,6 +435,8 @@ class Engine:
             while self.core.has_unfinished_requests():
                 outputs += self.core.step()
         del self._open[request]
+        if self._routed is not None:
+            self._routed.drop(request)
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
 
@@ -424,14 +445,6 @@ class Engine:
         self._close()
         self.served.close()
         self.llm = None
-
-
-def _sampled(output: Any) -> list[Sampled]:
-    """vLLM's finished request -> its completions."""
-    return [
-        Sampled(array("i", completion.token_ids), _logprobs(completion), FinishReason(completion.finish_reason))
-        for completion in sorted(output.outputs, key=lambda c: c.index)
-    ]
 
 
 def _logprobs(completion: Any) -> array[float]:

@@ -21,6 +21,7 @@ from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .packed import packed_weights, settle
 from .quantized import Quantization
+from .replay import make_replaying
 from .routing import num_experts, tells_routing
 from .row_proof import choose_rows
 
@@ -172,6 +173,8 @@ def load_policy(
                 module.p = 0.0
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
+    if config.router_replay:
+        make_replaying(loaded)
     new_adapter = peft_config is not None
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter, quantization)
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from ..config import GRPOConfig
 from .lora import adapter_folder, is_adapted, unwrap
 from .quantized import check_quantized
+from .replay import SHARES
 from .routing import num_experts
 
 # Model types whose experts the engine has a place for; docs/models.md says what was tried of each.
@@ -31,8 +32,15 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
     by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
     check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
-    if model_config is not None and num_experts(model_config):
+    if model_config is None:
+        return
+    if num_experts(model_config):
         _check_experts(model_config, config)
+    elif config.router_replay:
+        raise ValueError(
+            f"router_replay is true, but {model_config.get_text_config().model_type} is no mixture of experts: "
+            "set it to false."
+        )
 
 
 def _check_experts(model_config: Any, config: GRPOConfig) -> None:
@@ -41,6 +49,11 @@ def _check_experts(model_config: Any, config: GRPOConfig) -> None:
         raise ValueError(
             f"{kind} is a mixture of experts that wasn't tried in this version, and perhaps has experts that can't be "
             f"given to vLLM: choose one of {', '.join(FAMILIES)}."
+        )
+    if config.router_replay and kind not in SHARES:
+        raise ValueError(
+            f"router_replay is true, but how {kind}'s router shares a token out among experts isn't known: set it to "
+            f"false, or choose one of {', '.join(SHARES)}."
         )
     ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
     if ranks > 1 and kind in WHOLE:

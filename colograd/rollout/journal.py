@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from ..batch import Experts, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from .figures import note_figures
 from .record_file import Record, RecordFile, read_records
 
@@ -58,6 +58,12 @@ TABLE = pa.schema(
         ("example", pa.string()),  # a digest of the dataset's row
         ("logged", pa.string()),  # JSON, of the whole group: in the first row
     ]
+)
+
+
+# Behind it, with `router_replay`: see `batch.Experts`. A prompt's are null where they are those of the row before.
+EXPERTS = pa.schema(
+    [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
 
 
@@ -352,7 +358,55 @@ def _bytes_of(recorded: Recorded) -> bytes:
         pa.array([_digest_of(recorded.group.example)] * len(rollouts)),
         pa.array([_json({"columns": logged.columns, "metrics": logged.metrics}), *[""] * (len(rollouts) - 1)]),
     ]
-    return pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
+    table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
+    return table + _experts_bytes(rollouts)
+
+
+def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
+    """A second table behind the first, where the engine told the experts of any token."""
+    if all(rollout.experts is None for rollout in rollouts):
+        return b""
+    prompt: torch.Tensor | None = None
+    rows: list[tuple[Any, Any, Any]] = []
+    for experts in (rollout.experts for rollout in rollouts):
+        if experts is None:
+            rows.append((None, None, None))
+            continue
+        known = prompt is not None and torch.equal(prompt, experts.prompt)
+        prompt = experts.prompt
+        parts = (None if known else experts.prompt, experts.completion)
+        first, second = (None if part is None else part.numpy().tobytes() for part in parts)
+        rows.append((first, second, _shape_of(experts)))
+    columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), EXPERTS, strict=True)]
+    return bytes(pa.record_batch(columns, schema=EXPERTS).serialize().to_pybytes())
+
+
+def _shape_of(experts: Experts) -> list[int]:
+    """Layers, experts per token, and bytes of each number."""
+    return [*experts.completion.shape[1:], experts.completion.element_size()]
+
+
+def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """The rollouts with what stands behind their table."""
+    if reader.tell() == reader.size():
+        return tuple(rollouts)
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
+    batch.validate(full=True)
+    found, prompt = [], None
+    for rollout, row in zip(rollouts, batch.to_pylist(), strict=True):
+        if row["shape"] is not None:
+            layers, chosen, width = row["shape"]
+
+            def of(content: bytes, tokens: int, shape: tuple[int, int] = (layers, chosen), w: int = width) -> Any:
+                kind = {1: np.int8, 2: np.int16}[w]
+                return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, *shape))
+
+            prompt = prompt if row["prompt"] is None else of(row["prompt"], len(rollout.input))
+            assert prompt is not None and len(prompt) == len(rollout.input), "the prompt's experts are missing"
+            experts = Experts(prompt, of(row["completion"], len(rollout.completion_ids)))
+            rollout = dataclasses.replace(rollout, experts=experts)
+        found.append(rollout)
+    return tuple(found)
 
 
 def _group_of(content: bytes, prompt: Prompt) -> Recorded:
@@ -363,11 +417,12 @@ def _group_of(content: bytes, prompt: Prompt) -> Recorded:
     """
     where = f"the journal's group at position {prompt.position}"
     try:
-        batch = pa.ipc.read_record_batch(pa.py_buffer(content), TABLE)
+        reader = pa.BufferReader(content)
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), TABLE)
         batch.validate(full=True)
         assert batch.num_rows > 0, "no rows"
         asked = ModelInput(tuple(batch.column("input")[0].as_py()))
-        rollouts = tuple(_rollout(batch, row, asked) for row in range(batch.num_rows))
+        rollouts = _experts_of(reader, [_rollout(batch, row, asked) for row in range(batch.num_rows)])
         rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch.column("logged")[0].as_py())
