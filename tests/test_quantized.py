@@ -257,6 +257,28 @@ def test_a_packed_checkpoint_is_trained_with_an_adapter_that_is_merged_on_its_wa
     same_on_both_sides(trainer)
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["nested", pytest.param("int8", marks=pytest.mark.slow)])
+def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_path, closing) -> None:
+    """`weights: shared`: the engine has no linear weights of its own, and says the same to the last bits."""
+    trainer = closing(build(tiny_qwen, tmp_path, KINDS[kind], weights="shared"))
+    mine = {id(weight.layer) for weight in packed_weights(trainer.model).values()}
+    served = {id(weight.layer) for weight in trainer.engine.served.weights}
+    assert served == mine and len(mine) == PROJECTIONS and not trainer.engine.served.unused
+    assert "quantised, one memory with the engine's (14 packed matrices" in trainer.weights.describe()
+    names = {p.numel() for name, p in trainer.engine.model.named_parameters() if "_proj" in name and "weight" in name}
+    assert names == {0}
+    trainer.train()
+    same_on_both_sides(trainer)
+    assert trainer.moved[1:] == [adapter_bytes(trainer)] * 2
+    ids = proof.probe_ids(trainer.engine, 30)
+    before = trainer.engine.prompt_logprobs(ids)
+    scales = next(iter(packed_weights(trainer.model).values())).layer.weight
+    with torch.no_grad():
+        (scales.SCB if kind == "int8" else scales.quant_state.state2.absmax).mul_(2)
+    assert not torch.equal(trainer.engine.prompt_logprobs(ids), before), "it is one memory"
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["packed", "int8", "FP4", "object"])
@@ -369,6 +391,8 @@ def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(kind, tiny_m
     assert planned == loaded
     whole = PolicySizes.of(outline.with_adapter(outline.outline(str(tiny_model), torch.float32), 4), "adamw_torch", 4)
     assert planned.elements == whole.elements and planned.trained == whole.trained and planned.block == whole.block
+    one = held("none", planned, 1, engine_itemsize=4, served=True)
+    assert one.engine == 4 * (whole.elements - planned.packed_elements) and one.policy == planned.packed
     both = held("none", planned, 1, engine_itemsize=4)
     assert both.engine == 4 * whole.elements and both.policy == planned.packed > 0 == held("none", whole, 1).policy
 

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lora-rank", type=int, default=0, metavar="R", help="train an adapter on all linear layers")
     add("--bits", type=int, choices=(4, 8), help="quantise the base below the adapter (load_in_4bit, load_in_8bit)")
     add("--nested", action="store_true", help="with --bits 4, quantise the scales too (use_bnb_nested_quant)")
+    add("--served", action="store_true", help="the engine reads the quantised base too (weights: shared)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of policy and engine; default: bfloat16")
     add("--optim", default="adamw_split", help="default: adamw_split")
     add("--reference", action="store_true", help="a frozen copy for the KL term (beta above 0)")
@@ -124,6 +125,7 @@ def run_of(options: argparse.Namespace) -> Run:
         lengths=Lengths(max(1, options.context - completion), completion, options.group),
         tokens=options.max_tokens,
         checkpointing=not options.no_checkpointing,
+        served=options.served and sizes.packed > 0,
         sleeps=options.sleep,
         offloads=options.offload_optimizer,
         reference=sizes.weights if options.reference and not options.lora_rank else 0,

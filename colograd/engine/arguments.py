@@ -195,11 +195,18 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
     return kwargs
 
 
-def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def blank_kwargs(kwargs: Mapping[str, Any], served: bool = False) -> dict[str, Any]:
     """The arguments, beside the others in ``kwargs``, of an engine whose weights aren't read: of a checkpoint with
-    packed weights it has the layers as they would be without."""
+    packed weights it has the layers as they would be without.
+
+    Args:
+        served: some layers multiply with the policy's weights. What vLLM has compiled for others mustn't be taken.
+    """
     overrides = _given_overrides(kwargs.get("hf_overrides"))
-    return {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    found: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    if served:
+        found["additional_config"] = {**(kwargs.get("additional_config") or {}), "colograd_packed_layers": True}
+    return found
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:

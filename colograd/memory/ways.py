@@ -44,7 +44,8 @@ class PolicySizes:
     largest: int  # elements of the largest trained parameter
     block: int  # elements of the largest decoder layer
     rest: int  # elements outside of the decoder's layers: embedding, head
-    packed: int = 0  # bytes of quantised weights with their scales, which are never the engine's
+    packed: int = 0  # bytes of quantised weights with their scales, which are never the engine's own
+    packed_elements: int = 0  # of the matrices that they are
 
     @classmethod
     def of(
@@ -73,6 +74,7 @@ class PolicySizes:
             block=max(layers, default=0),
             rest=elements - sum(layers),
             packed=sum(packed.values()),
+            packed_elements=_packed_elements(model) if to_pack is None else sum(p.numel() for p in packed),
         )
 
     def with_adapter(self, trained: int) -> PolicySizes:
@@ -90,6 +92,7 @@ class PolicySizes:
             block=self.block,
             rest=self.rest,
             packed=self.packed,
+            packed_elements=self.packed_elements,
         )
 
 
@@ -97,6 +100,10 @@ def _packed(model: torch.nn.Module) -> dict[torch.Tensor, int]:
     """The bytes of each quantised parameter."""
     found = packed_weights(model)
     return {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
+
+
+def _packed_elements(model: torch.nn.Module) -> int:
+    return sum(weight.shape.numel() for weight in packed_weights(model).values())
 
 
 def _elements(module: torch.nn.Module) -> int:
@@ -158,6 +165,7 @@ def held(
     in_layout: bool = False,
     reshard: bool = True,
     offload: bool = False,
+    served: bool = False,
 ) -> Held:
     """What one of ``ranks`` holds.
 
@@ -166,10 +174,12 @@ def held(
         engine_itemsize: bytes of one of the engine's weights.
         shared: the policy's parameters may be the engine's own tensors (they can't if that is cut, nor with FSDP).
         in_layout: the policy is cut as the engine is, instead of being whole on each rank.
+        served: the engine reads the policy's quantised weights.
         reshard, offload: with FSDP, forget gathered weights after a forward; keep what each rank owns on its host.
     """
     assert way in WAYS, way
-    engine = sizes.elements * engine_itemsize // ranks_per_engine
+    whole_there = sizes.elements - (sizes.packed_elements if served else 0)
+    engine = whole_there * engine_itemsize // ranks_per_engine
     if way == "fsdp":
         return _fsdp(sizes, 0 if offload else ranks, engine, reshard)
     cut = ranks_per_engine if in_layout else 1  # parts of the policy

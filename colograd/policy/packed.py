@@ -52,6 +52,17 @@ class PackedWeight:
         products = layer.compute_dtype or found.dtype
         return found.to(products).to(dtype or products)
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T, (..., out), computed as the layer does."""
+        layer = self.layer
+        if type(layer.weight).__name__ == "Int8Params":
+            return F.linear(x, self.values(x.dtype))
+        import bitsandbytes
+
+        given = x.to(layer.compute_dtype or x.dtype)
+        y: torch.Tensor = bitsandbytes.matmul_4bit(given, layer.weight, quant_state=layer.weight.quant_state)
+        return y.to(x.dtype)
+
 
 def packed_weight(module: Any) -> PackedWeight | None:
     """Of a layer whose own weight is quantised; None of any other module (peft's, around it, show its weight too)."""

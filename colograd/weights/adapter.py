@@ -100,6 +100,9 @@ class AdapterWeights(PlannedWay):
     def _base(self) -> str:
         """How the engine has the base, in words."""
         shared = isinstance(self.base, SharedWeights)
+        if served := self.engine.served.weights:
+            size = sum(weight.nbytes for weight in served) / 2**20
+            return f"quantised, one memory with the engine's ({len(served)} packed matrices, {size:,.1f} MiB)"
         if packed := [part for part in self.base.slices if part.packed is not None]:
             size = sum(part.destination.nbytes for part in packed) / 2**20
             rest = ", the rest is shared" if shared else ""

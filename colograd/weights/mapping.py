@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +61,11 @@ class UnmappedParameter(ValueError):
 
 
 def map_parameters(
-    policy: torch.nn.Module, engine_model: torch.nn.Module, place: int = 0, ranks: int = 1
+    policy: torch.nn.Module,
+    engine_model: torch.nn.Module,
+    place: int = 0,
+    ranks: int = 1,
+    served: Collection[PackedWeight] = (),
 ) -> list[Slice]:
     """Pair every parameter of the policy with its slice of the engine's tensors.
 
@@ -69,6 +73,7 @@ def map_parameters(
 
     Args:
         place: of this rank among the ``ranks`` of its engine.
+        served: the policy's packed weights that the engine reads where they are.
 
     Raises:
         UnmappedParameter: naming what is left over on either side.
@@ -76,6 +81,8 @@ def map_parameters(
     targets, sources = _base_parameters(engine_model), _base_parameters(policy)
     own_names = {base_name(name): name for name, _ in policy.named_parameters()}
     packed = packed_weights(policy)
+    for name in [base_name(name) for name, weight in packed.items() if weight in served]:
+        sources.pop(str(name))
     for name, buffer in policy.named_buffers():  # what the engine has as a parameter: a router's correction, say
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], own_names[base] = buffer, name
@@ -201,12 +208,12 @@ def _parts(
     ]
 
 
-def fusions(engine_model: torch.nn.Module) -> dict[str, list[str]]:
+def fusions(engine_model: torch.nn.Module | type) -> dict[str, list[str]]:
     """The parts of each fused layer by its name: ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``."""
     return getattr(engine_model, "packed_modules_mapping", None) or {}
 
 
-def renamed(name: str, engine_model: torch.nn.Module) -> str:
+def renamed(name: str, engine_model: torch.nn.Module | type) -> str:
     """The name after the model's renamings, but before its fusions (newer mappers do both, and drop the place)."""
     mapper = getattr(engine_model, "hf_to_vllm_mapper", None)
     if mapper is None:
@@ -269,7 +276,26 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
     for part in slices:
         filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
+        if not target.numel():  # of a layer that reads the policy's
+            continue
         vocabulary = "embed" in name or "lm_head" in name or "wte" in name
         storage = target.untyped_storage().data_ptr()
         if storage not in filled or (filled[storage] < target.numel() and not vocabulary):
             yield name
+
+
+def packed_parts(policy: torch.nn.Module, model_class: type) -> dict[str, list[PackedWeight]]:
+    """By the names of vLLM's linear layers, the policy's packed weights that each would multiply with, in their order.
+
+    None for a layer some of whose parts aren't packed.
+    """
+    own = {base_name(name): weight for name, weight in packed_weights(policy).items()}
+    packed = {renamed(str(name), model_class).removesuffix(".weight"): weight for name, weight in own.items()}
+    found = {name: [weight] for name, weight in packed.items()}
+    for name in packed:
+        head, _, last = name.rpartition(".")
+        for fused, parts in fusions(model_class).items():
+            names = [f"{head}.{part}" for part in parts]
+            if last in parts and all(part in packed for part in names):
+                found[f"{head}.{fused}"] = [packed[part] for part in names]
+    return found

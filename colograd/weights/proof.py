@@ -275,7 +275,7 @@ def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine) -> bool:
     """Whether the policy's own output doesn't depend on the parameter either."""
-    device = part.source.device
+    device = (part.source if part.packed is None else part.packed.layer.weight).device
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=device)
     was_training = policy.training
     policy.eval()  # a dropout would change the output by itself

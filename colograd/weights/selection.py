@@ -113,6 +113,11 @@ def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
     return engine_dtype(config, dtype) == dtype and config.vllm_tensor_parallel_size == 1
 
 
+def serves_packed(config: GRPOConfig, policy: Policy) -> bool:
+    """Whether the engine is to read a quantised base where the policy has it, rather than dequantised copies."""
+    return policy.quantization is not None and config.weights == "shared"
+
+
 def publisher(
     wanted: str,
     policy: torch.nn.Module,
@@ -146,11 +151,13 @@ def publisher(
         )
     layout = engine.layout
     with together("the map of the weights"):
-        slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine)
+        served = engine.served.weights
+        slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine, served)
     equal = untouched and not engine.blank and engine.dtype == policy.dtype
     if equal:
         proof.check_equal(slices)
-    if packed := [part for part in slices if part.packed is not None]:
+    packed = [part for part in slices if part.packed is not None]
+    if packed or served:
         _dequantise(slices if engine.blank else packed, policy, engine, device)
     sides = Sides(policy, engine, slices, device, equal and not packed)
     with_slots = check_choice(wanted, adapter, cut)
@@ -171,10 +178,19 @@ def publisher(
 
 
 def _dequantise(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, device: torch.device) -> None:
-    """Write a quantised base into the engine, which then is shown to say what the policy does."""
+    """Write a quantised base into the engine, which then is shown to say what the policy does.
+
+    Raises:
+        RuntimeError: it doesn't, or doesn't use some of the packed weights that it was given.
+    """
     _move(policy, device)
     Copies(slices).write()
     proof.check_same(policy, engine)
+    if engine.served.unused:
+        raise RuntimeError(
+            f"{engine.served.unused} of the engine's layers that should multiply with the policy's packed weights did "
+            "nothing: this architecture isn't known yet. Set weights: auto."
+        )
 
 
 def _own(path: str, sides: Sides) -> Publisher:
