@@ -3,8 +3,7 @@
 Trainer and engine round differently, and a token whose scores are nearly alike then goes to other experts on one side
 than on the other. With the engine's choice on both sides that is gone (rollout routing replay, R3, arXiv 2510.11370).
 What is replayed is the choice alone: the experts' shares are the trainer's own, by its own router's logits at those
-experts, so the router gets its gradient. A token whose experts weren't told has those that the trainer's router
-chooses.
+experts, so the router gets its gradient. A token whose experts weren't told has those that the policy's router chooses.
 """
 
 from __future__ import annotations
