@@ -48,6 +48,7 @@ from .policy.liger import check_liger
 from .policy.loading import load_policy
 from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.packing import lay_out
+from .policy.quantized import take_quantization
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
 from .policy.replay import replay_figures
 from .policy.routing import num_experts
@@ -111,7 +112,8 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
         environment_factory: makes environments, whose methods are tools; or several by name.
-        quantization_config: refused in this version.
+        quantization_config: how the model is quantised when it is loaded, below an adapter: a
+            `transformers.BitsAndBytesConfig`.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -145,8 +147,9 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         with together("the start"):
             check_places(places)
             check_engines(args.layout, places)
-            args.check_for_trainer(quantization_config=quantization_config)
-            check_supported(model, args)
+            args.check_for_trainer()
+            take_quantization(args, model, quantization_config)
+            check_supported(model, args, peft_config)
             self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)

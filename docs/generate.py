@@ -183,7 +183,8 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   as `max_completion_length` says) may stay where they ask for what is done anyway.
 
 LoRA is asked for as in TRL (`use_peft` and `lora_*` in a recipe, `peft_config=LoraConfig(...)`, a `PeftModel` or an
-adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. [lora.md](lora.md).
+adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. Quantised bases (QLoRA)
+are asked for as in TRL too; the adapter on them stays in float32. [lora.md](lora.md).
 
 An `IterableDataset` is read while training, as in TRL: shuffled in a buffer, every rank reads all of it, `max_steps` is
 needed. Each rank reads it in its own process: `accelerator_config` (`dispatch_batches`, `split_batches`) and
@@ -202,8 +203,8 @@ information. TRL's deprecation warnings have no counterpart: old names are read,
 other lengths); `torch_compile_mode` takes modes without CUDA graphs. `use_liger_kernel` means the kernels of layers, as
 in TRL 1.16; Liger's losses are an error ([performance.md](performance.md#compiled-layers-and-ligers-kernels)).
 
-`fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size`, `parallelism_config`, images and
-quantised bases aren't available in this version: each is an error at start that says so. So are datasets with a
+`fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size`, `parallelism_config` and images aren't available in this
+version: each is an error at start that says so. So are datasets with a
 transform (`with_transform`): apply it with `map`. `deepspeed` means the way of sharding that does the same
 ([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
 

@@ -238,10 +238,8 @@ def test_what_a_mixture_cant_do_is_said_from_its_configuration_alone(model_confi
     model_config.save_pretrained(tmp_path)
     args = tiny.config(tmp_path / "run")
     args.vllm_tensor_parallel_size = ranks
-    started = time.process_time()
     with pytest.raises(ValueError, match=said):
         check_supported(str(tmp_path), args)
-    assert time.process_time() - started < 5
 
 
 def test_what_isnt_a_mixture_or_can_be_trained_passes(tiny_model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
@@ -142,8 +143,8 @@ def _given_overrides(given: Any) -> dict[str, Any]:
     """
     if given is not None and not isinstance(given, dict):
         raise ValueError(
-            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, beside which cast_lm_head_to_fp32 can't be told to "
-            "vLLM: give a mapping."
+            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, but must be a mapping, to which "
+            "cast_lm_head_to_fp32 or a quantised checkpoint adds: give one."
         )
     return given or {}
 
@@ -192,6 +193,20 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
     if _accepted("lora_target_modules"):  # other layers then need no slots
         kwargs["lora_target_modules"] = list(adapter.targets)
     return kwargs
+
+
+def blank_kwargs(kwargs: Mapping[str, Any], served: bool = False) -> dict[str, Any]:
+    """The arguments, beside the others in ``kwargs``, of an engine whose weights aren't read: of a checkpoint with
+    packed weights it has the layers as they would be without.
+
+    Args:
+        served: some layers multiply with the policy's weights. What vLLM has compiled for others mustn't be taken.
+    """
+    overrides = _given_overrides(kwargs.get("hf_overrides"))
+    found: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    if served:
+        found["additional_config"] = {**(kwargs.get("additional_config") or {}), "colograd_packed_layers": True}
+    return found
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:

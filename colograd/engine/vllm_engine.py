@@ -23,10 +23,11 @@ from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
-from .arguments import computes_float32_heads, engine_kwargs, lora_kwargs
+from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
+from .packed_layers import Parts, ServedLayers, served_layers
 from .routed import RoutedExperts, one_prompt
 from .sampling import Sampling, request_seed
 
@@ -71,6 +72,10 @@ class Engine:
         end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
         adapter: the LoRA to have a slot for; see `load_adapter`.
         sequences: the most of one generation; 0: unknown.
+        blank: don't load the checkpoint's weights, which are packed in a way that vLLM doesn't read: all will be
+            written.
+        parts_of: of vLLM's class of the model, which of its layers multiply with the policy's packed weights; see
+            `packed_layers`. Such an engine is blank.
 
     Raises:
         RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
@@ -86,6 +91,8 @@ class Engine:
         end_tokens: Sequence[int] = (),
         adapter: Adapter | None = None,
         sequences: int = 0,
+        blank: bool = False,
+        parts_of: Callable[[type], Parts] | None = None,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
@@ -102,8 +109,15 @@ class Engine:
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
         kwargs |= lora_kwargs(model_path, config, adapter)
+        self.blank, self.served = blank or parts_of is not None, ServedLayers()
+        if self.blank:
+            kwargs |= blank_kwargs(kwargs, served=parts_of is not None)
         watchdog.progress("the start of vLLM")
-        with closed_if_it_fails(), build_conditions(config.device, self.sleeps, adapter is not None, ranks):
+        with contextlib.ExitStack() as while_built:
+            while_built.enter_context(closed_if_it_fails())
+            while_built.enter_context(build_conditions(config.device, self.sleeps, adapter is not None, ranks))
+            if parts_of is not None:
+                self.served = while_built.enter_context(served_layers(parts_of))
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
@@ -429,6 +443,7 @@ class Engine:
     def close(self) -> None:
         """Free the engine; another may be built in the same process afterwards."""
         self._close()
+        self.served.close()
         self.llm = None
 
 

@@ -1,5 +1,5 @@
-"""What of a mixture of experts can't be trained, said from its configuration alone: before weights are read, and long
-before an engine would find no place for them."""
+"""What of a mixture of experts, or of a quantised base, can't be trained, said from its configuration alone: before
+weights are read, and long before an engine would find no place for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..config import GRPOConfig
-from .lora import adapter_folder, unwrap
+from .lora import adapter_folder, is_adapted, unwrap
+from .quantized import check_quantized
 from .replay import SHARES
 from .routing import num_experts
 
@@ -18,24 +19,31 @@ FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 
 
-def check_supported(model: Any, config: GRPOConfig) -> None:
+def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> None:
     """
     Args:
         model: its name, or itself.
+        peft_config: of the adapter that will be put on it.
 
     Raises:
-        ValueError: it is a mixture of experts that can't be trained, or not with these settings, with the remedy.
+        ValueError: it is a mixture of experts or a quantised base that can't be trained, or not with these settings,
+            with the remedy.
     """
-    model_config = _configuration(model, config)
+    by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
+    has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
+    check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
     if model_config is None:
         return
-    if not num_experts(model_config):
-        if config.router_replay:
-            raise ValueError(
-                f"router_replay is true, but {model_config.get_text_config().model_type} is no mixture of experts: "
-                "set it to false."
-            )
-        return
+    if num_experts(model_config):
+        _check_experts(model_config, config)
+    elif config.router_replay:
+        raise ValueError(
+            f"router_replay is true, but {model_config.get_text_config().model_type} is no mixture of experts: "
+            "set it to false."
+        )
+
+
+def _check_experts(model_config: Any, config: GRPOConfig) -> None:
     kind = model_config.get_text_config().model_type
     if kind not in FAMILIES:
         raise ValueError(
