@@ -303,20 +303,15 @@ def test_each_kind_of_base_agrees_with_its_engine(kind, packed_checkpoint, tiny_
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("served", [False, True], ids=["dequantised", "served"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe", "mixtral", "glm4_moe"])
-def test_other_families_agree_too(family, served, tmp_path, closing, tried) -> None:
-    """Of a mixture the attention and what else is a linear layer; its adapter is merged on a CPU."""
-    mixture = family in tiny.EXPERTS
-    if served and mixture:
-        pytest.skip("a merged adapter needs whole weights")
-    model = tiny.make_model(tmp_path / family, family, tied=not mixture)
-    lora_config = adapter(target_modules=["q_proj", "v_proj"]) if mixture else adapter()
-    trainer = closing(build(model, tmp_path / "run", NF4, lora_config, weights="shared" if served else "auto"))
-    assert isinstance(trainer.weights, MergedWeights if mixture else AdapterWeights)
+@pytest.mark.parametrize("weights", ["auto", "shared"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_other_families_agree_too(family, weights, tmp_path, closing, tried) -> None:
+    """Mixtures of experts: tests/test_experts.py."""
+    trainer = closing(build(tiny.make_model(tmp_path / family, family), tmp_path / "run", NF4, weights=weights))
+    assert isinstance(trainer.weights, AdapterWeights)
     trainer.train()
     same_on_both_sides(trainer)
-    tried(family, qlora="all but the experts, merged" if mixture else "")
+    tried(family, "qlora")
 
 
 @pytest.mark.slow
