@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeC
 
 from colograd import GRPOTrainer
 from colograd.engine import building
+from colograd.policy.packed import packed_weights
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
 from colograd.weights import proof
@@ -133,6 +134,23 @@ def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_r
     train_and_compare(trainer)
     assert [step["kl"] > 0 for step in steps(trainer)] == [False, True, True]
     tried("qwen3_moe", lora_merged="on a CPU")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
+    family: str, models, tmp_path: Path, closing, tried
+) -> None:
+    """Its linear layers are quantised, its experts aren't."""
+    pytest.importorskip("bitsandbytes")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    asked = {"dtype": "float32", "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+    trainer = closing(build(models[family], tmp_path, adapter, model_init_kwargs=asked))
+    assert not any(".experts." in name for name in packed_weights(trainer.model))
+    assert packed_weights(trainer.model) and isinstance(trainer.weights, MergedWeights)
+    train_and_compare(trainer)
+    tried(family, qlora="all but the experts")
 
 
 @pytest.mark.engine

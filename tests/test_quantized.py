@@ -130,7 +130,7 @@ def at_start(trained) -> Any:
 
 
 @pytest.mark.engine
-def test_sampler_and_trainer_agree_and_only_the_adapter_moves(trained, capsys) -> None:
+def test_sampler_and_trainer_agree_and_only_the_adapter_moves(trained, tried) -> None:
     assert isinstance(trained.weights, AdapterWeights) and isinstance(trained.weights.base, SharedWeights)
     assert "14 matrices (0 MiB) dequantised into the engine once, the rest is shared" in trained.weights.describe()
     same_on_both_sides(trained)
@@ -141,6 +141,7 @@ def test_sampler_and_trainer_agree_and_only_the_adapter_moves(trained, capsys) -
     assert len(after) == PROJECTIONS
     assert all(torch.equal(after[name].layer.weight, kept) for name, kept in trained.before.items())
     assert [step["kl"] > 0 for step in steps(trained)] == [False, True, True], "the reference is the quantised base"
+    tried("llama", "qlora")
 
 
 @pytest.mark.engine
@@ -259,7 +260,7 @@ def test_a_packed_checkpoint_is_trained_with_an_adapter_that_is_merged_on_its_wa
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["nested", pytest.param("int8", marks=pytest.mark.slow)])
-def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_path, closing) -> None:
+def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_path, closing, tried) -> None:
     """`weights: shared`: the engine has no linear weights of its own, and says the same to the last bits."""
     trainer = closing(build(tiny_qwen, tmp_path, KINDS[kind], weights="shared"))
     mine = {id(weight.layer) for weight in packed_weights(trainer.model).values()}
@@ -277,6 +278,7 @@ def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_
     with torch.no_grad():
         (scales.SCB if kind == "int8" else scales.quant_state.state2.absmax).mul_(2)
     assert not torch.equal(trainer.engine.prompt_logprobs(ids), before), "it is one memory"
+    tried("qwen2", "qlora")
 
 
 @pytest.mark.slow
@@ -297,6 +299,19 @@ def test_each_kind_of_base_agrees_with_its_engine(kind, packed_checkpoint, tiny_
     trainer.train()
     same_on_both_sides(trainer)
     assert trainer.moved[1:] == [adapter_bytes(trainer)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("weights", ["auto", "shared"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_other_families_agree_too(family, weights, tmp_path, closing, tried) -> None:
+    """Mixtures of experts: tests/test_experts.py."""
+    trainer = closing(build(tiny.make_model(tmp_path / family, family), tmp_path / "run", NF4, weights=weights))
+    assert isinstance(trainer.weights, AdapterWeights)
+    trainer.train()
+    same_on_both_sides(trainer)
+    tried(family, "qlora")
 
 
 @pytest.mark.slow
