@@ -158,7 +158,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             self.toolbox = toolbox_of(args, tools, environment_factory)
             if self.toolbox is not None:
                 self.closing.callback(self.toolbox.close)
-            rollout_func = rollout_func_of(rollout_func, self.toolbox)
+            rollout_func = rollout_func_of(rollout_func, self.toolbox, args)
             functions = with_models(reward_funcs, reward_processing_classes, args)
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.toolbox)
             self.scorer = Scorer(

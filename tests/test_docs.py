@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 import re
 import shutil
@@ -45,28 +46,29 @@ def test_a_stale_page_is_noticed_and_left_alone(
 
 
 def test_every_cell_of_the_families_table_has_a_test_that_tells_it() -> None:
-    record, functions = read(), {}
+    record = read()
     for family, columns in record["tried"].items():
         assert family in record["families"] and set(columns) <= set(record["columns"])
         for column, tests in columns.items():
             for test in tests:
-                path, name = test.split("::")
-                for node in functions.setdefault(path, ast.parse((ROOT / path).read_text())).body:
-                    if isinstance(node, ast.FunctionDef) and node.name == name:
-                        break
-                else:
-                    pytest.fail(f"{test} is gone: rename it in docs/models.json, or run its successor with --families")
-                told = {part.arg if isinstance(part, ast.keyword) else part.value for part in told_by(node)}
+                told = told_by(*test.split("::"))
+                assert told, f"{test} is gone: rename it in docs/models.json, or run its successor with --families"
                 assert column in told, f"{test} tells of {', '.join(sorted(told))}: not of {column}"
 
 
-def told_by(test: ast.FunctionDef) -> list[ast.keyword | ast.Constant]:
+@functools.cache
+def told_by(path: str, name: str) -> set[str]:
     """The columns in a test's calls of ``tried``."""
-    calls = [n for n in ast.walk(test) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "tried"]
-    return [
-        part for call in calls for place in (*call.args[1:], *call.keywords) for part in ast.walk(place)
-        if isinstance(part, ast.keyword) or (isinstance(part, ast.Constant) and place in call.args)
-    ]  # fmt: skip
+    found = [n for n in tree_of(path).body if isinstance(n, ast.FunctionDef) and n.name == name]
+    calls = [n for test in found for n in ast.walk(test) if getattr(getattr(n, "func", None), "id", "") == "tried"]
+    named = {keyword.arg for call in calls for keyword in call.keywords}
+    parts = [part for call in calls for place in call.args[1:] for part in ast.walk(place)]
+    return named | {part.value for part in parts if isinstance(part, ast.Constant)}
+
+
+@functools.cache
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
 
 
 def test_a_field_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,27 @@ from ..batch import UNTOLD, Experts, Rollout
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
 
 
+class _Sequence:
+    """What was seen of a request's tokens so far: [n, L, K] with room behind."""
+
+    def __init__(self, start: int, chosen: torch.Tensor) -> None:
+        self.cached = start  # tokens before it were in the prefix cache
+        self.rows = chosen.new_empty((0, *chosen.shape[1:]))
+
+    def put(self, start: int, chosen: torch.Tensor) -> None:
+        end = start + len(chosen)
+        if end > len(self.rows):
+            rows = self.rows.new_full((max(end, 2 * len(self.rows)), *self.rows.shape[1:]), UNTOLD)
+            rows[: len(self.rows)] = self.rows
+            self.rows = rows
+        self.rows[start:end] = chosen
+
+    def whole(self, tokens: int) -> torch.Tensor:
+        """[tokens, L, K] of its own."""
+        rows = self.rows[:tokens]
+        return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNTOLD)])
+
+
 class RoutedExperts:
     """What is told of an engine's sequences. Weights of one version only: `forget` at each publish.
 
@@ -40,15 +61,15 @@ class RoutedExperts:
         runner, cache = core.model_executor.driver_worker.worker.model_runner, core.vllm_config.cache_config
         self.version, self.itself = found, itself
         self._layers = _expert_layers(runner.model)
-        numbers = getattr(core.vllm_config.model_config, "get_num_experts", lambda: 0)()
-        self.dtype = torch.int8 if numbers <= 128 else torch.int16
+        experts = int(core.vllm_config.model_config.get_num_experts())
+        self.dtype = torch.int8 if experts <= 128 else torch.int16
         self._block = int(cache.block_size) if cache.enable_prefix_caching else 0
         self._cached: dict[bytes, torch.Tensor] = {}  # [block, L, K] by a digest of all tokens up to the block's end
-        self._seen: dict[str, dict[int, list[tuple[int, torch.Tensor]]]] = {}  # by request and completion
+        self._seen: dict[str, dict[int, _Sequence]] = {}  # by request and completion
         self._prompts: dict[str, list[bytes]] = {}  # the digests of a request's prompt, by vLLM's name
         self._step: list[torch.Tensor | None] = [None] * len(self._layers)
         routers = [getattr(layer, "router", None) for layer in self._layers]
-        if not routers or not all(hasattr(router, "set_capture_fn") for router in routers):
+        if not routers or not (itself or all(hasattr(router, "set_capture_fn") for router in routers)):
             raise RuntimeError(
                 f"router_replay is true, but vLLM {found} has no routers for this model that tell which experts they "
                 "choose: set router_replay: false, or install vLLM 0.31."
@@ -84,8 +105,10 @@ class RoutedExperts:
         """[n, L, K] of a request's tokens from ``start`` on. Requests that aren't ours are left out."""
         if (ours := NAME.fullmatch(name)) is None:
             return
-        chunks = self._seen.setdefault(ours[2], {}).setdefault(int(ours[1] or 0), [])
-        chunks.append((start, chosen))
+        of_request, index = self._seen.setdefault(ours[2], {}), int(ours[1] or 0)
+        if index not in of_request:
+            of_request[index] = _Sequence(start, chosen)
+        of_request[index].put(start, chosen)
         self._put_blocks(self._prompts.get(name, ()), start, chosen)
 
     def _put_blocks(self, digests: Sequence[bytes], start: int, chosen: torch.Tensor) -> None:
@@ -95,7 +118,8 @@ class RoutedExperts:
         end = start + len(chosen)
         for place in range(-(-start // self._block), min(end // self._block, len(digests))):
             first = place * self._block - start
-            self._cached.setdefault(digests[place], chosen[first : first + self._block])
+            if digests[place] not in self._cached:
+                self._cached[digests[place]] = chosen[first : first + self._block].clone()
 
     def _digests(self, ids: Sequence[int]) -> Iterator[bytes]:
         """Of each whole block with all before it."""
@@ -119,19 +143,17 @@ class RoutedExperts:
         tokens = len(prompt) + len(ids)
         if self.itself:
             return _split(self._told_by_vllm(completion, tokens), len(prompt))
-        chunks = self._seen.get(request, {}).pop(completion.index, None)
-        if not chunks:
+        seen = self._seen.get(request, {}).pop(completion.index, None)
+        if seen is None:
             raise RuntimeError(
                 f"router_replay is true, but vLLM {self.version} stepped under another name than {request!r}, so that "
                 "its experts aren't known: set router_replay: false, or install vLLM 0.31."
             )
-        whole = chunks[0][1].new_full((tokens, *chunks[0][1].shape[1:]), UNTOLD)
+        whole = seen.whole(tokens)
         digests = list(self._digests([*prompt, *ids])) if self._block else []
-        for place, digest in enumerate(digests[: chunks[0][0] // (self._block or 1)]):
+        for place, digest in enumerate(digests[: seen.cached // (self._block or 1)]):
             if (known := self._cached.get(digest)) is not None:
                 whole[place * self._block : (place + 1) * self._block] = known
-        for start, chosen in chunks:
-            whole[start : start + len(chosen)] = chosen[: tokens - start]
         self._put_blocks(digests, 0, whole[: tokens - 1])  # a further turn's prompt begins with them
         return _split(whole, len(prompt))
 

@@ -3,8 +3,7 @@
 Trainer and engine round differently, and a token whose scores are nearly alike then goes to other experts on one side
 than on the other. With the engine's choice on both sides that is gone (rollout routing replay, R3, arXiv 2510.11370).
 What is replayed is the choice alone: the experts' shares are the trainer's own, by its own router's logits at those
-experts, so the router gets its gradient. A token whose experts weren't told has those that the trainer's router
-chooses.
+experts, so the router gets its gradient. A token whose experts weren't told has those that the policy's router chooses.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def make_replaying(model: Any) -> None:
     model, place = unwrap(model), 0
     kind = model.config.get_text_config().model_type
     for layer in decoder_layers(model):
-        routers = [m for m in layer.modules() if type(m).__name__.lower().endswith("topkrouter")]
+        routers = routers_of(layer)
         for router in routers:
             _prove(kind, router)
             router.replayed, router.apart = None, None
@@ -70,6 +69,11 @@ def make_replaying(model: Any) -> None:
         layer.register_forward_pre_hook(functools.partial(_hand_out, routers, place), with_kwargs=True)
         place += len(routers)
     model.replays_routing = True
+
+
+def routers_of(module: torch.nn.Module) -> list[Any]:
+    """The routers in a model or a layer, in their order."""
+    return [part for part in module.modules() if type(part).__name__.lower().endswith("topkrouter")]
 
 
 def _prove(kind: str, router: Any) -> None:
@@ -121,7 +125,6 @@ def replay_figures(model: Any, micro_batch: MicroBatch) -> dict[str, tuple[Any, 
     tokens = micro_batch.layout.num_tokens
     if micro_batch.experts is None:
         return {"router/replayed": (0.0, tokens)}
-    apart = [module.apart for module in unwrap(model).modules() if getattr(module, "apart", None) is not None]
-    strange, choices = torch.stack(apart).sum(0)
+    strange, choices = torch.stack([router.apart for router in routers_of(unwrap(model))]).sum(0)
     told = (micro_batch.experts[:, 0, 0] != UNTOLD).sum()
     return {"router/replayed": (told, tokens), "router/disagreement": (strange, choices)}

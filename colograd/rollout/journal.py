@@ -392,21 +392,23 @@ def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]
         return tuple(rollouts)
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
     batch.validate(full=True)
-    found, prompt = [], None
+    found: list[Rollout] = []
+    prompt: torch.Tensor | None = None
     for rollout, row in zip(rollouts, batch.to_pylist(), strict=True):
         if row["shape"] is not None:
-            layers, chosen, width = row["shape"]
-
-            def of(content: bytes, tokens: int, shape: tuple[int, int] = (layers, chosen), w: int = width) -> Any:
-                kind = {1: np.int8, 2: np.int16}[w]
-                return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, *shape))
-
-            prompt = prompt if row["prompt"] is None else of(row["prompt"], len(rollout.input))
+            if row["prompt"] is not None:
+                prompt = _numbers(row["prompt"], len(rollout.input), *row["shape"])
             assert prompt is not None and len(prompt) == len(rollout.input), "the prompt's experts are missing"
-            experts = Experts(prompt, of(row["completion"], len(rollout.completion_ids)))
+            experts = Experts(prompt, _numbers(row["completion"], len(rollout.completion_ids), *row["shape"]))
             rollout = dataclasses.replace(rollout, experts=experts)
         found.append(rollout)
     return tuple(found)
+
+
+def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) -> torch.Tensor:
+    """(tokens, layers, chosen) numbers of ``width`` bytes."""
+    kind = {1: np.int8, 2: np.int16}[width]
+    return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, layers, chosen))
 
 
 def _group_of(content: bytes, prompt: Prompt) -> Recorded:

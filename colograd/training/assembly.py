@@ -232,11 +232,6 @@ def rollout_source(
         source: RolloutSource = rollout_func(engine) if isinstance(rollout_func, type) else rollout_func
         return source
     if rollout_func is not None:
-        if config.router_replay:
-            raise ValueError(
-                "router_replay is true, but a rollout_func returns tokens, and not the experts that the engine chose "
-                "for them: set router_replay: false, or write a rollout source, which yields the engine's own groups."
-            )
         write: Callable[[list[Any]], dict[str, Any]] = lambda prompts: rollout_func(prompts, trainer)  # noqa: E731
         return CustomRollouts(engine, write, policy.end_tokens)
     if tools is not None and form is not None:

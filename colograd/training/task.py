@@ -63,11 +63,12 @@ def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbo
     return None
 
 
-def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:
+def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) -> Any:
     """The user's function or class that writes completions, if there is one.
 
     Raises:
-        ValueError: its import path leads nowhere, it is no rollout source, or there are tools, which it wouldn't call.
+        ValueError: its import path leads nowhere, it is no rollout source, there are tools, which it wouldn't call, or
+            experts are to be replayed, of which it tells nothing.
     """
     if rollout_func is not None and tools is not None:
         raise ValueError(
@@ -80,6 +81,11 @@ def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:
         raise ValueError(
             f"rollout_func is the class {rollout_func.__name__}, which has no method `generate`, but must be a rollout "
             "source: see docs/architecture.md."
+        )
+    if args.router_replay and rollout_func is not None and not hasattr(rollout_func, "generate"):
+        raise ValueError(
+            "router_replay is true, but a rollout_func returns tokens, and not the experts that the engine chose for "
+            "them: set router_replay: false, or write a rollout source, which yields the engine's own groups."
         )
     return rollout_func
 
