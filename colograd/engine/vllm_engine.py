@@ -26,6 +26,7 @@ from ..runtime import process
 from .arguments import computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
+from .images import check_expanded, check_forgets, check_same_processor, forget_features, prompt_with_images
 from .leading import follow, leading
 from .sampling import Sampling, request_seed
 
@@ -68,6 +69,7 @@ class Engine:
         end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
         adapter: the LoRA to have a slot for; see `load_adapter`.
         sequences: the most of one generation; 0: unknown.
+        images: the most of one prompt, of a model that reads them.
 
     Raises:
         RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
@@ -83,6 +85,7 @@ class Engine:
         end_tokens: Sequence[int] = (),
         adapter: Adapter | None = None,
         sequences: int = 0,
+        images: int = 0,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
@@ -97,7 +100,9 @@ class Engine:
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
+        self._reads_images = images > 0
+        self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences, images)
         kwargs |= lora_kwargs(model_path, config, adapter)
         watchdog.progress("the start of vLLM")
         with closed_if_it_fails(), build_conditions(config.device, self.sleeps, adapter is not None, ranks):
@@ -116,6 +121,16 @@ class Engine:
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each counted once
         self.build_seconds = time.perf_counter() - started
+
+    def check_processor(self, processor: Any) -> None:
+        """Whether vLLM makes of images what the trainer's ``processor`` makes, and anew when weights change.
+
+        Raises:
+            ValueError: vLLM's processor has other settings.
+            RuntimeError: this vLLM can't forget features.
+        """
+        check_forgets(self.core)
+        check_same_processor(self.vllm_config.model_config, processor)
 
     @property
     def core(self) -> Any:
@@ -177,6 +192,8 @@ class Engine:
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
                 "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
+        if self._reads_images:
+            forget_features(self.core)
 
     # -- LoRA
 
@@ -337,7 +354,10 @@ class Engine:
         """Give vLLM a request, all of whose parts come together here. Returns its name."""
         self._requests += 1
         request = f"request-{self._requests}"
-        self.core.add_request(request, {"prompt_token_ids": list(asked.ids)}, params, lora_request=self._adapter)
+        prompt: Any = {"prompt_token_ids": list(asked.ids)}
+        if asked.images is not None:
+            prompt, self._seen[request] = prompt_with_images(asked.images), asked
+        self.core.add_request(request, prompt, params, lora_request=self._adapter)
         self._open[request] = None
         return request
 
@@ -370,6 +390,8 @@ class Engine:
             self.after_step()
         for output in finished:
             self._open.pop(output.request_id, None)
+            if (asked := self._seen.pop(output.request_id, None)) is not None:
+                check_expanded(asked, output.prompt_token_ids)
         return [(output.request_id, _sampled(output)) for output in finished]
 
     def abort(self, requests: Iterable[str]) -> None:
@@ -378,11 +400,12 @@ class Engine:
             self.core.abort_request(names)
             for name in names:
                 del self._open[name]
+                self._seen.pop(name, None)
             while self.core.has_unfinished_requests():
                 self.core.step()
 
-    def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [len(ids) - 1] float32, in nats, of each token after the first: one forward.
+    def prompt_logprobs(self, asked: ModelInput | Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [P - 1] float32, in nats, of each token after the first: one forward.
 
         With whatever weights the engine holds: for proofs and parities, before a run samples anything.
         """
@@ -396,12 +419,17 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request = self._enqueue(ModelInput(tuple(ids)), params)
+        asked = asked if isinstance(asked, ModelInput) else ModelInput(tuple(asked))
+        ids = asked.ids
+        request = self._enqueue(asked, params)
         outputs: list[Any] = []
         with usual_algorithms():
             while self.core.has_unfinished_requests():
                 outputs += self.core.step()
         del self._open[request]
+        if self._seen.pop(request, None) is not None:
+            check_expanded(asked, outputs[-1].prompt_token_ids)
+            forget_features(self.core)
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
 

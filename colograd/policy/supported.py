@@ -1,5 +1,5 @@
-"""What of a mixture of experts can't be trained, said from its configuration alone: before weights are read, and long
-before an engine would find no place for them."""
+"""What of a mixture of experts or a vision-language model can't be trained, said from its configuration alone: before
+weights are read, and long before an engine would find no place for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..config import GRPOConfig
+from . import images
 from .lora import adapter_folder, unwrap
 from .routing import num_experts
 
@@ -26,6 +27,8 @@ def check_supported(model: Any, config: GRPOConfig) -> None:
         ValueError: it is a mixture of experts that can't be trained, or not with these settings, with the remedy.
     """
     model_config = _configuration(model, config)
+    if model_config is not None and images.has_tower(model_config):
+        _check_images(model_config, config)
     if model_config is None or not num_experts(model_config):
         return
     kind = model_config.get_text_config().model_type
@@ -52,6 +55,34 @@ def check_supported(model: Any, config: GRPOConfig) -> None:
             f"{kind} has router_jitter_noise {noise:g}: its training forward would send tokens to other experts than "
             "the sampler did. Set model_init_kwargs: {router_jitter_noise: 0.0}."
         )
+
+
+def _check_images(model_config: Any, config: GRPOConfig) -> None:
+    """
+    Raises:
+        ValueError: a model that reads more than text, which can't be trained, or not with these settings.
+    """
+    kind = model_config.model_type
+    if not images.takes_images(model_config):
+        raise ValueError(
+            f"{kind} reads more than text, in a way that isn't known in this version: choose a vision-language model "
+            f"of the types {', '.join(images.FAMILIES)}, or a text model."
+        )
+    if kind in images.BOTH_WAYS and config.on_cpu:
+        raise ValueError(
+            f"{kind} lets the tokens of an image see each other both ways, which vLLM doesn't do on a CPU: train it on "
+            "a GPU, or choose another model."
+        )
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    settings = {
+        f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}": config.vllm_tensor_parallel_size > 1,
+        "sharding: fsdp": config.cuts_weights,
+        "torch_compile": config.torch_compile,
+        "use_liger_kernel": config.use_liger_kernel,
+        "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,
+    }
+    if asked := [name for name, is_set in settings.items() if is_set]:
+        raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
 
 
 def _configuration(model: Any, config: GRPOConfig) -> Any:
