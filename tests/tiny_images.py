@@ -10,6 +10,8 @@ import torch
 from datasets import Dataset
 from PIL import Image
 
+from colograd.batch import Images, ModelInput
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
@@ -23,8 +25,16 @@ SIDE = 32  # pixels of an image that needs the fewest tokens
 
 def make_model(folder: Path, family: str, seed: int = 0, **shape: Any) -> Path:
     """Save a random model of the family and its processor."""
+    model, tokenizer = random_model(family, seed, **shape)
+    model.save_pretrained(folder)
+    PROCESSORS[family](tokenizer).save_pretrained(folder)
+    return folder
+
+
+def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
+    """A random model of the family, and its tokenizer."""
     torch.manual_seed(seed)
-    model, processor = FAMILIES[family](
+    model, tokenizer = FAMILIES[family](
         {
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -39,9 +49,7 @@ def make_model(folder: Path, family: str, seed: int = 0, **shape: Any) -> Path:
     with torch.no_grad():  # see `tiny.make_model`
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.dim() >= 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+    return model.eval(), tokenizer
 
 
 def _tokenizer(special: tuple[str, ...], placeholder: str, **named: str) -> Any:
@@ -64,7 +72,6 @@ def _ends(tokenizer: Any) -> dict[str, Any]:
 def _idefics3(shape: dict[str, Any]) -> tuple[Any, Any]:
     """4 tokens an image."""
     import transformers as hf
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     tokenizer = _tokenizer(IDEFICS3, "<image>")
     ids = tokenizer.convert_tokens_to_ids
@@ -77,11 +84,17 @@ def _idefics3(shape: dict[str, Any]) -> tuple[Any, Any]:
         text_config=text, vision_config=vision, scale_factor=2, image_token_id=ids("<image>"),
         pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
     )  # fmt: skip
+    return hf.Idefics3ForConditionalGeneration(config), tokenizer
+
+
+def _idefics3_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
     images = Idefics3ImageProcessorPil(
         size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
     )
-    processor = hf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
-    return hf.Idefics3ForConditionalGeneration(config), processor
+    return hf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
 
 
 def _qwen2_5_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
@@ -99,9 +112,14 @@ def _qwen2_5_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
         text_config={"rope_parameters": rope, **_ends(tokenizer), **shape}, vision_config=vision,
         **_qwen_tokens(ids), tie_word_embeddings=False,
     )  # fmt: skip
+    return hf.Qwen2_5_VLForConditionalGeneration(config), tokenizer
+
+
+def _qwen2_5_vl_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+
     images = _qwen_images(hf, patch_size=14)
-    processor = hf.Qwen2_5_VLProcessor(images, tokenizer, hf.Qwen2VLVideoProcessor(), tokenizer.chat_template)
-    return hf.Qwen2_5_VLForConditionalGeneration(config), processor
+    return hf.Qwen2_5_VLProcessor(images, tokenizer, hf.Qwen2VLVideoProcessor(), tokenizer.chat_template)
 
 
 def _qwen3_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
@@ -119,9 +137,14 @@ def _qwen3_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
         text_config={"head_dim": 32, "rope_parameters": rope, **_ends(tokenizer), **shape}, vision_config=vision,
         **_qwen_tokens(ids), tie_word_embeddings=False,
     )  # fmt: skip
+    return hf.Qwen3VLForConditionalGeneration(config), tokenizer
+
+
+def _qwen3_vl_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+
     images = _qwen_images(hf, patch_size=16)
-    processor = hf.Qwen3VLProcessor(images, tokenizer, hf.Qwen3VLVideoProcessor(), tokenizer.chat_template)
-    return hf.Qwen3VLForConditionalGeneration(config), processor
+    return hf.Qwen3VLProcessor(images, tokenizer, hf.Qwen3VLVideoProcessor(), tokenizer.chat_template)
 
 
 def _qwen_tokens(ids: Any) -> dict[str, int]:
@@ -143,7 +166,6 @@ def _qwen_images(hf: Any, patch_size: int) -> Any:
 def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
     """4 tokens an image, which see each other both ways."""
     import transformers as hf
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     named = {"boi_token": GEMMA3[0], "eoi_token": GEMMA3[1], "image_token": GEMMA3[2]}
     tokenizer = _tokenizer(GEMMA3, GEMMA3[0])
@@ -162,12 +184,54 @@ def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
         text_config=text, vision_config=vision, mm_tokens_per_image=4, boi_token_index=ids(GEMMA3[0]),
         eoi_token_index=ids(GEMMA3[1]), image_token_index=ids(GEMMA3[2]), tie_word_embeddings=True,
     )  # fmt: skip
+    return hf.Gemma3ForConditionalGeneration(config), tokenizer
+
+
+def gemma3_processor(tokenizer: Any) -> Any:
+    """It needs no torchvision."""
+    import transformers as hf
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
     images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
-    processor = hf.Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
-    return hf.Gemma3ForConditionalGeneration(config), processor
+    return hf.Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
 
 
 FAMILIES = {"idefics3": _idefics3, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3}
+PROCESSORS = {
+    "idefics3": _idefics3_processor,
+    "qwen2_5_vl": _qwen2_5_vl_processor,
+    "qwen3_vl": _qwen3_vl_processor,
+    "gemma3": gemma3_processor,
+}
+
+
+def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelInput:
+    """A prompt with pictures of noise, as a processor would make it."""
+    draw = torch.Generator().manual_seed(seed)
+    token, per_picture = model.config.image_token_id, 2 if family.startswith("qwen") else 4
+    ids, places, engine_ids = [11 + seed], [], [11 + seed]
+    for _ in range(pictures):
+        places += range(len(ids), len(ids) + per_picture)
+        ids += [token] * per_picture + [70 + seed]
+        engine_ids += [token, 70 + seed]
+    kinds = torch.zeros(1, len(ids), dtype=torch.long)
+    kinds[0, places] = 1
+    inputs: dict[str, torch.Tensor]
+    if family.startswith("qwen"):
+        patch = model.config.vision_config.patch_size
+        inputs = {
+            "pixel_values": torch.randn(8 * pictures, 6 * patch**2, generator=draw),
+            "image_grid_thw": torch.tensor([[1, 2, 4]] * pictures),
+            "mm_token_type_ids": kinds,
+        }
+    elif family == "gemma3":
+        inputs = {"pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw), "token_type_ids": kinds}
+    else:
+        inputs = {
+            "pixel_values": torch.randn(1, pictures, 3, SIDE, SIDE, generator=draw),
+            "pixel_attention_mask": torch.ones(1, pictures, SIDE, SIDE, dtype=torch.long),
+        }
+    return ModelInput(tuple(ids), Images(f"{seed}-{pictures}", tuple(engine_ids), (), inputs, tuple(places)))
 
 
 def picture(number: int, width: int = SIDE, height: int = SIDE) -> Image.Image:

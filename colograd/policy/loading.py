@@ -218,7 +218,8 @@ def load_processor(path: str, config: GRPOConfig) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
-            "SmolVLM's) and Idefics3's need torchvision: install the build that fits torch (see docs/guide/images.md). If the "
+            "SmolVLM's) and Idefics3's need torchvision: install the build that fits torch (see "
+            "docs/guide/images.md). If the "
             "folder has no processor, copy the files of the model it was trained from."
         ) from None
     if not hasattr(found, "image_processor"):
