@@ -146,7 +146,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             check_places(places)
             check_engines(args.layout, places)
             args.check_for_trainer(quantization_config=quantization_config)
-            check_supported(model, args)
+            check_supported(model, args, tools=bool(tools) or environment_factory is not None)
             self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)

@@ -96,12 +96,13 @@ def test_image_tokens_that_differ_in_number_are_an_error_that_names_both() -> No
 
 
 def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Path) -> None:
-    from transformers import LlavaConfig, Qwen2_5_VLConfig
+    from transformers import Gemma3Config, LlavaConfig, Qwen2_5_VLConfig
 
     for config, changes, said in (
         (LlavaConfig(), {}, "llava reads more than text"),
         (Qwen2_5_VLConfig(), {"vllm_engine_kwargs": {"mm_processor_kwargs": {}}}, "mm_processor_kwargs"),
         (Qwen2_5_VLConfig(), {"torch_compile": True}, "torch_compile"),
+        (Gemma3Config(), {}, "see each other both ways, which vLLM doesn't do on a CPU"),
     ):
         folder = tmp_path / str(time.perf_counter())
         config.save_pretrained(folder)
@@ -162,7 +163,9 @@ def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None
     model, _ = tiny_images.random_model(family)
     why = row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)])
     assert bool(why) == (family == "gemma3"), why
-    groups = [group for group in groups_of(model, family) if group.group.position]  # the model's own sees no sampled one
+    groups = [
+        group for group in groups_of(model, family) if group.group.position
+    ]  # the model's own sees no sampled one
     rows = pack(groups, 400, False, torch.device("cpu"), share_prompts=not why)
     assert float(row_proof.differences(model, rows, 1.0)[1].max()) < 1e-5
 
@@ -171,6 +174,7 @@ def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None
 def test_probabilities_are_those_of_trl(family: str) -> None:
     """On the same sample, by TRL's own `_get_per_token_logps_and_entropies`."""
     import trl_oracle
+    from trl.trainer.grpo_trainer import add_fused_lm_head
 
     model, _ = tiny_images.random_model(family)
     images.set_attention(model, "sdpa")
@@ -179,30 +183,14 @@ def test_probabilities_are_those_of_trl(family: str) -> None:
     row = pack([group], 400, False, torch.device("cpu"), share_prompts=False)[0]
     ours = policy_logprobs(model, row, 1.0)[0]
     trainer = trl_oracle.bare_trainer(temperature=1.0)
-    trainer.accelerator.autocast = torch.no_grad
+    trainer.accelerator.autocast, trainer.accelerator.is_main_process = torch.no_grad, False
+    add_fused_lm_head(model, temperature=1.0)
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
     seen = images.own_inputs(rollout.input.images, len(rollout.completion_ids))
-    if family == "idefics3":
-        seen["pixel_values"], seen["pixel_attention_mask"] = seen["pixel_values"], seen["pixel_attention_mask"]
-    from trl.models import utils as trl_models  # noqa: F401
-
-    patched = trl_forward(model)
     theirs = trainer._get_per_token_logps_and_entropies(
-        patched, ids, torch.ones_like(ids), len(rollout.completion_ids), num_images=[2], **seen
+        model, ids, torch.ones_like(ids), len(rollout.completion_ids), num_images=[2], **seen
     )[0]
     assert float((ours - theirs[0]).abs().max()) < 1e-4
-
-
-def trl_forward(model: Any) -> Any:
-    """The model as TRL's trainer prepares it: with log-probabilities among its outputs."""
-    from types import SimpleNamespace
-
-    def forward(labels: torch.Tensor, fused_lm_head: bool, **inputs: Any) -> Any:
-        logits = model(**inputs).logits[:, :-1].float()
-        targets = inputs["input_ids"][:, 1:]
-        return SimpleNamespace(log_probs=logits.log_softmax(-1).gather(2, targets[..., None])[..., 0])
-
-    return forward
 
 
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
@@ -254,3 +242,83 @@ def test_a_family_trains(family: str, tmp_path: Path) -> None:
     again = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
     assert all(torch.equal(again[name], p) for name, p in after.items())
     trainer.close()
+
+
+def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@needs_torchvision
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Path) -> None:
+    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+
+    def run(folder: str, steps: int, resume: Any = None) -> dict[str, torch.Tensor]:
+        settings = {"save_strategy": "steps", "save_steps": 2, "num_iterations": 1} | tiny.ONE_BY_ONE
+        args = tiny.config(tmp_path / folder, max_steps=steps, lr_scheduler_type="constant", **settings)
+        trainer = GRPOTrainer(str(model), tiny.vowels, args, tiny_images.prompts(8, images=2))
+        trainer.train(resume_from_checkpoint=resume)
+        found = weights_after(trainer)
+        trainer.close()
+        return found
+
+    whole = run("whole", 4)
+    run("parts", 2)
+    again = run("parts", 4, resume=True)
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+@needs_torchvision
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"weights": "copied"}])
+def test_adapters_a_frozen_tower_a_reference_and_an_evaluation(changes: dict[str, Any], tmp_path: Path) -> None:
+    import peft
+
+    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, **changes)
+    trainer = GRPOTrainer(
+        str(model), tiny.vowels, args, tiny_images.prompts(8), eval_dataset=tiny_images.prompts(3), peft_config=lora
+    )
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps), steps
+    assert trainer.evaluate()["eval_reward"] > 0
+    trainer.close()
+
+
+@needs_torchvision
+@pytest.mark.slow
+def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
+    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+    args = tiny.config(tmp_path / "run", max_steps=2, weights="copied", freeze_vision_tower=True)
+    trainer = GRPOTrainer(str(model), tiny.vowels, args, tiny_images.prompts(8))
+    before, moved, publish = weights_after(trainer), [], trainer.weights.publish
+
+    def count(version: int) -> int:
+        moved.append(publish(version))
+        assert trainer.weights.differing() == []
+        return moved[-1]
+
+    trainer.weights.publish = count
+    trainer.train()
+    trainer.publish()
+    frozen = [name for name, p in trainer.model.named_parameters() if not p.requires_grad]
+    assert frozen and all(torch.equal(before[name], trainer.model.get_parameter(name)) for name in frozen)
+    assert moved[0] > moved[1] == moved[2] > 0
+    trainer.close()
+
+
+@needs_torchvision
+@pytest.mark.slow
+def test_a_random_model_learns_colours(tmp_path: Path) -> None:
+    from colograd.tasks import colours
+    from colograd.train import main
+
+    colours.make_model(tmp_path / "model")
+    recipe = Path(__file__).parents[1] / "recipes" / "grpo_colours_cpu.yaml"
+    folder = tmp_path / "run"
+    main(["--config", str(recipe), "--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(folder)])
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    rewards = [entry["reward"] for entry in history if "reward" in entry]
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-5:]) / 5 > 0.7, rewards

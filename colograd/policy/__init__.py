@@ -4,6 +4,7 @@
 
 `loading` makes the policy and its tokenizer, `lora` knows its adapter, `row_proof` proves on a few tokens which rows it
 takes, `reference` is the model that the KL term holds it to. `routing` says how a mixture's routers spread a row over
-its experts, `supported` what of a mixture can't be trained. `layers` compiles its decoder layers, `liger` puts other
+its experts, `images` how pictures come into a row,
+`supported` which models can't be trained. `layers` compiles its decoder layers, `liger` puts other
 kernels into them. `outline` is a model's parameters without their values; `sending` brings small tensors to the device.
 """

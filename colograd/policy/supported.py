@@ -18,17 +18,18 @@ FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 
 
-def check_supported(model: Any, config: GRPOConfig) -> None:
+def check_supported(model: Any, config: GRPOConfig, tools: bool = False) -> None:
     """
     Args:
         model: its name, or itself.
+        tools: there are tools or environments.
 
     Raises:
         ValueError: it is a mixture of experts that can't be trained, or not with these settings, with the remedy.
     """
     model_config = _configuration(model, config)
     if model_config is not None and images.has_tower(model_config):
-        _check_images(model_config, config)
+        _check_images(model_config, config, tools)
     if model_config is None or not num_experts(model_config):
         return
     kind = model_config.get_text_config().model_type
@@ -57,7 +58,7 @@ def check_supported(model: Any, config: GRPOConfig) -> None:
         )
 
 
-def _check_images(model_config: Any, config: GRPOConfig) -> None:
+def _check_images(model_config: Any, config: GRPOConfig, tools: bool) -> None:
     """
     Raises:
         ValueError: a model that reads more than text, which can't be trained, or not with these settings.
@@ -75,6 +76,7 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
         )
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     settings = {
+        "A model with tools or environments": tools,
         f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}": config.vllm_tensor_parallel_size > 1,
         "sharding: fsdp": config.cuts_weights,
         "torch_compile": config.torch_compile,
