@@ -46,6 +46,26 @@ def freeze_tower(model: Any) -> int:
     return frozen
 
 
+@torch.no_grad()
+def load_weights(model: Any, folder: str) -> None:
+    """Give a whole model a folder's weights, in place. Files may name them as older versions of transformers did, which
+    its loading understands and its Trainer doesn't.
+
+    Raises:
+        ValueError: some of them aren't there.
+    """
+    loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{folder!r} lacks {len(missing)} of the policy's weights ({', '.join(missing[:3])}): they are of another "
+            "model, or a file is missing."
+        )
+    for (name, parameter), saved in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        if parameter.shape != saved.shape:
+            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: it is of another model.")
+        parameter.copy_(saved)
+
+
 def sees(name: str) -> bool:
     """Whether a parameter of that name is the tower's or what projects its features."""
     return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
