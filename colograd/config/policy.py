@@ -25,6 +25,11 @@ class PolicyKnobs(TrainingArguments):
         None, "Keyword arguments of `from_pretrained`, when the model is given by name."
     )
     trust_remote_code: bool = knob(False, "Allow code that comes with a model.")
+    freeze_vision_tower: bool = knob(
+        False,
+        "Of a vision-language model, leave the tower that sees as it is: what projects its features and the language "
+        "model are trained, and the tower is published once.",
+    )
     disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
     cast_lm_head_to_fp32: bool = knob(
         False,

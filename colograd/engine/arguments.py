@@ -30,12 +30,19 @@ TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
 
 
 def engine_kwargs(
-    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0
+    model_path: str,
+    config: GRPOConfig,
+    dtype: torch.dtype,
+    context: int | None,
+    kv_bytes: int,
+    sequences: int = 0,
+    images: int = 0,
 ) -> dict[str, Any]:
     """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
 
     Args:
         sequences: the most of one generation, in training or evaluation; 0: unknown.
+        images: the most of one prompt, of a model that reads them.
 
     Raises:
         ValueError: an argument that would break what the trainer relies on.
@@ -63,6 +70,8 @@ def engine_kwargs(
     }
     if config.cast_lm_head_to_fp32 and computes_float32_heads():
         kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
+    if images:
+        kwargs["limit_mm_per_prompt"] = {"image": images, "video": 0}
     if config.world_size > 1:
         kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:

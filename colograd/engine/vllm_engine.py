@@ -26,6 +26,7 @@ from ..runtime import process
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
+from .images import check_expanded, check_forgets, check_same_processor, forget_features, prompt_with_images
 from .leading import follow, leading
 from .packed_layers import Parts, ServedLayers, served_layers
 from .routed import RoutedExperts, one_prompt
@@ -76,6 +77,7 @@ class Engine:
             written.
         parts_of: of vLLM's class of the model, which of its layers multiply with the policy's packed weights; see
             `packed_layers`. Such an engine is blank.
+        images: the most of one prompt, of a model that reads them.
 
     Raises:
         RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
@@ -93,6 +95,7 @@ class Engine:
         sequences: int = 0,
         blank: bool = False,
         parts_of: Callable[[type], Parts] | None = None,
+        images: int = 0,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
@@ -107,7 +110,9 @@ class Engine:
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
+        self._reads_images = images > 0
+        self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences, images)
         kwargs |= lora_kwargs(model_path, config, adapter)
         self.blank, self.served = blank or parts_of is not None, ServedLayers()
         if self.blank:
@@ -135,6 +140,16 @@ class Engine:
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each counted once
         self.build_seconds = time.perf_counter() - started
+
+    def check_processor(self, processor: Any) -> None:
+        """Whether vLLM makes of images what the trainer's ``processor`` makes, and anew when weights change.
+
+        Raises:
+            ValueError: vLLM's processor has other settings.
+            RuntimeError: this vLLM can't forget features.
+        """
+        check_forgets(self.core)
+        check_same_processor(self.vllm_config.model_config, processor)
 
     @property
     def core(self) -> Any:
@@ -198,6 +213,8 @@ class Engine:
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
                 "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
+        if self._reads_images:
+            forget_features(self.core)
 
     # -- LoRA
 
@@ -359,7 +376,10 @@ class Engine:
         """Give vLLM a request, all of whose parts come together here. Returns its name."""
         self._requests += 1
         request = f"request-{self._requests}"
-        self.core.add_request(request, {"prompt_token_ids": list(asked.ids)}, params, lora_request=self._adapter)
+        prompt: Any = {"prompt_token_ids": list(asked.ids)}
+        if asked.images is not None:
+            prompt, self._seen[request] = prompt_with_images(asked.images), asked
+        self.core.add_request(request, prompt, params, lora_request=self._adapter)
         self._open[request] = asked.ids
         return request
 
@@ -395,6 +415,8 @@ class Engine:
     def _sampled(self, output: Any) -> list[Sampled]:
         """vLLM's finished request -> its completions."""
         request, read, found = output.request_id, self._open.pop(output.request_id, ()), []
+        if (asked := self._seen.pop(request, None)) is not None:
+            check_expanded(asked, output.prompt_token_ids)
         for completion in sorted(output.outputs, key=lambda c: c.index):
             ids = array("i", completion.token_ids)
             experts = None if self._routed is None else self._routed.take(request, completion, read, ids)
@@ -411,11 +433,12 @@ class Engine:
                 del self._open[name]
                 if self._routed is not None:
                     self._routed.drop(name)
+                self._seen.pop(name, None)
             while self.core.has_unfinished_requests():
                 self.core.step()
 
-    def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [len(ids) - 1] float32, in nats, of each token after the first: one forward.
+    def prompt_logprobs(self, asked: ModelInput | Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [P - 1] float32, in nats, of each token after the first: one forward.
 
         With whatever weights the engine holds: for proofs and parities, before a run samples anything.
         """
@@ -429,7 +452,9 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request = self._enqueue(ModelInput(tuple(ids)), params)
+        asked = asked if isinstance(asked, ModelInput) else ModelInput(tuple(asked))
+        ids = asked.ids
+        request = self._enqueue(asked, params)
         outputs: list[Any] = []
         with usual_algorithms():
             while self.core.has_unfinished_requests():
@@ -437,6 +462,9 @@ class Engine:
         del self._open[request]
         if self._routed is not None:
             self._routed.drop(request)
+        if self._seen.pop(request, None) is not None:
+            check_expanded(asked, outputs[-1].prompt_token_ids)
+            forget_features(self.core)
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
 

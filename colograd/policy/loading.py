@@ -5,18 +5,27 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..parallel.ranks import world_size
 from . import quantized
+from .images import freeze_tower, takes_images
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .packed import packed_weights, settle
@@ -38,6 +47,12 @@ class Policy:
     adapter: Adapter | None = None  # what is trained of a PeftModel
     new_adapter: bool = False  # the run put it on; else the model came with it
     quantization: Quantization | None = None  # of its base
+    processor: Any = None  # of a model that reads images, around the tokenizer; None: it reads text alone
+
+    @property
+    def image_token(self) -> int:
+        """The token whose embeddings are replaced by an image's features."""
+        return int(self.model.config.image_token_id)
 
     @property
     def checkpointing(self) -> tuple[int, ...]:
@@ -123,7 +138,7 @@ def _recomputed(every: int) -> str:
 
 def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Any,
     config: GRPOConfig,
     peft_config: Any = None,
 ) -> Policy:
@@ -157,6 +172,16 @@ def load_policy(
     if adapter is not None and config.checkpointing and reentrant:
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
     why_padded = choose_rows(loaded)
+    processor = None
+    if takes_images(unwrap(loaded).config):
+        if config.freeze_vision_tower:
+            freeze_tower(unwrap(loaded))
+        processor = tokenizer if hasattr(tokenizer, "image_processor") else load_processor(path, config)
+        tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else processor.tokenizer
+    elif config.freeze_vision_tower:
+        raise ValueError(
+            f"freeze_vision_tower is true, but {type(unwrap(loaded)).__name__} has no vision tower: remove it."
+        )
     if tokenizer is None:
         revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
         tokenizer = AutoTokenizer.from_pretrained(
@@ -165,6 +190,8 @@ def load_policy(
     check_tokenizer(tokenizer)
     if config.chat_template_path is not None:
         tokenizer.chat_template = _chat_template(config.chat_template_path)
+        if processor is not None:
+            processor.chat_template = tokenizer.chat_template
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.disable_dropout:
@@ -176,7 +203,7 @@ def load_policy(
     if config.router_replay:
         make_replaying(loaded)
     new_adapter = peft_config is not None
-    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter, quantization)
+    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter, quantization, processor)
 
 
 def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | None:
@@ -196,6 +223,38 @@ def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | N
     return Quantization(quantized.saved_in(inner.config) or {}, in_checkpoint=saved is not None)
 
 
+def load_processor(path: str, config: GRPOConfig) -> Any:
+    """A vision-language model's processor.
+
+    Raises:
+        ValueError: there is none, or a library that it needs isn't installed.
+    """
+    from transformers import AutoProcessor
+
+    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+    try:
+        found = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
+            "SmolVLM's) and Idefics3's need torchvision: install the build that fits torch (see "
+            "docs/guide/images.md). If the "
+            "folder has no processor, copy the files of the model it was trained from."
+        ) from None
+    if not hasattr(found, "image_processor"):
+        raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
+    return found
+
+
+def proven_with_images(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
+    """The policy with its rows proved on prompts with images, which it then packs or pads."""
+    if not prompts:
+        return policy
+    why = choose_rows(policy.model, why=policy.why_padded, asked=prompts)
+    return dataclasses.replace(policy, why_padded=why)
+
+
 def check_tokenizer(given: Any) -> None:
     """Refuse what isn't a tokenizer; of a processor, which holds one, say how to give it."""
     if isinstance(given, PreTrainedTokenizerBase):
@@ -203,8 +262,8 @@ def check_tokenizer(given: Any) -> None:
     kind = type(given).__name__
     if hasattr(given, "tokenizer"):
         raise ValueError(
-            f"processing_class is a {kind}, for more than text, but policies are trained on text in this version: give "
-            "its tokenizer (processing_class.tokenizer)."
+            f"processing_class is a {kind}, for more than text, but the model reads text alone: give its tokenizer "
+            "(processing_class.tokenizer)."
         )
     raise ValueError(f"processing_class is a {kind}, but must be a tokenizer of transformers: give one, or none.")
 
@@ -275,6 +334,16 @@ def _from_adapter(
     return model, base, folder if has_tokenizer else base
 
 
+def auto_class(path: str, kwargs: Mapping[str, Any]) -> Any:
+    """The class of transformers that loads the model at ``path``: with its vision tower, where it has one."""
+    known = {name: kwargs[name] for name in ("revision", "trust_remote_code") if kwargs.get(name) is not None}
+    try:
+        found = AutoConfig.from_pretrained(path, **known)
+    except (OSError, ValueError):
+        found = None
+    return AutoModelForImageTextToText if takes_images(found) else AutoModelForCausalLM
+
+
 def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedModel:
     """
     Args:
@@ -293,7 +362,7 @@ def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedMo
     if not config.verbose and os.path.isdir(path):
         hf_logging.disable_progress_bar()  # a download keeps its bar
     try:
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        return auto_class(path, kwargs).from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         if has_config and not isinstance(error, FileNotFoundError):

@@ -340,9 +340,16 @@ def digest_of(model: torch.nn.Module) -> str:
 
 
 def _digest_of(example: Mapping[str, Any]) -> str:
-    """Of a dataset's row. What JSON has no type for (an image, say) counts with its type alone."""
-    text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
+    """Of a dataset's row. What JSON has no type for counts with its type, an image with its pixels too."""
+    text = json.dumps(dict(example), sort_keys=True, default=_named)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _named(value: Any) -> str:
+    name = type(value).__name__
+    if hasattr(value, "tobytes") and hasattr(value, "size"):
+        return f"{name} {value.size} {hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()}"
+    return name
 
 
 def _about(record: Record, path: Path) -> About:
@@ -436,8 +443,8 @@ def _group_of(content: bytes, prompt: Prompt) -> Recorded:
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), TABLE)
         batch.validate(full=True)
         assert batch.num_rows > 0, "no rows"
-        asked = ModelInput(tuple(batch.column("input")[0].as_py()))
-        rollouts = _experts_of(reader, [_rollout(batch, row, asked) for row in range(batch.num_rows)])
+        asked = _input(batch.column("input")[0].as_py(), prompt)
+        rollouts = _experts_of(reader, [_rollout(batch, row, asked, prompt) for row in range(batch.num_rows)])
         rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch.column("logged")[0].as_py())
@@ -454,7 +461,12 @@ def _group_of(content: bytes, prompt: Prompt) -> Recorded:
     return Recorded(Group(prompt.example, rollouts, prompt.position), rewards, Logged(columns, metrics))
 
 
-def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput) -> Rollout:
+def _input(ids: Sequence[int], prompt: Prompt) -> ModelInput:
+    """What a rollout was asked. Images are the prompt's, which reads them from the dataset: none are recorded."""
+    return prompt.input if tuple(ids) == prompt.input.ids else ModelInput(tuple(ids))
+
+
+def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput, prompt: Prompt) -> Rollout:
     def of(name: str) -> Any:
         return batch.column(name)[row]
 
@@ -465,7 +477,7 @@ def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput) -> Rollout:
         sampled = torch.tensor(of("sampled").as_py(), dtype=torch.bool)
     assert len(ids) == len(logprobs) == len(sampled) > 0, "lengths differ"
     return Rollout(
-        ModelInput(tuple(of("input").as_py())) if of("input").is_valid else asked,
+        _input(of("input").as_py(), prompt) if of("input").is_valid else asked,
         ids,
         logprobs,
         sampled,

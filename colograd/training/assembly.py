@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptStream
 from ..engine.absent import NoEngine
@@ -48,6 +49,7 @@ from .task import longest_completion, reset_rules
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
 OBSERVATION = 1024
+IMAGES_LOOKED_AT = 64  # rows, of which one should have an image
 Prompts = PromptDataset | PromptStream
 
 
@@ -114,11 +116,15 @@ def assemble(
         sequences=most_sequences(config, prompts),
         blank=policy.quantization is not None and policy.quantization.in_checkpoint,
         parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
+        images=0 if policy.processor is None else max(1, *(getattr(part, "most_images", 0) for part in prompts)),
     )
     closing.callback(engine.close)
     with together("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)
+    if policy.processor is not None:
+        with together("the check of the processor"):
+            engine.check_processor(policy.processor)
     with together("the plan of the weights"):
         weights = publisher(
             config.weights,
@@ -128,6 +134,7 @@ def assemble(
             device=config.device,
             adapter=policy.adapter,
             cut=config.cuts_weights,
+            seen=with_images(prompts),
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
@@ -186,6 +193,14 @@ def read_run(
         packed=not policy.why_padded,
         served=serves_packed(config, policy),
     )
+
+
+def with_images(prompts: Sequence[Prompts]) -> ModelInput | None:
+    """A prompt with images, to prove things on; None: there are none, or not in the first rows."""
+    if not getattr(prompts[0], "most_images", 0):
+        return None
+    found = (prompt.input for prompt in prompts[0].first(IMAGES_LOOKED_AT) if prompt.input.images is not None)
+    return next(found, None)
 
 
 def sampled_together(config: GRPOConfig) -> int:

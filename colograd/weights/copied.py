@@ -47,14 +47,24 @@ class CopiedWeights(PlannedWay):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.slices, self.why = list(slices), why
-        self.copies = Copies(self.slices)
+        self.copies, self._copied = Copies(self.slices), list(self.slices)
+        self._once = not all(map(_is_trained, self._copied))
 
     def describe(self) -> str:
         size = f"{self.copies.nbytes / 2**20:,.0f} MiB per publish"
         return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
 
     def write(self) -> int:
-        return self.copies.write()
+        """What isn't trained (a frozen vision tower, say) is written once."""
+        written = self.copies.write()
+        if self._once:
+            self.copies, self._once = Copies([part for part in self._copied if _is_trained(part)]), False
+        return written
 
     def differing(self) -> list[str]:
         return [part.name for part in self.slices if not part.equal()]
+
+
+def _is_trained(part: Slice) -> bool:
+    """Buffers may change by themselves."""
+    return part.source.requires_grad or not isinstance(part.source, torch.nn.Parameter)

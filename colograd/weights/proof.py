@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 
+from ..batch import ModelInput
 from ..engine.vllm_engine import Engine
 from ..parallel.ranks import gather, together
+from ..policy.images import own_inputs, sees
 from ..policy.logprobs import evaluation_mode
 from ..policy.lora import is_adapted
 from ..policy.row_proof import allowed
@@ -47,13 +49,13 @@ class Probe:
     """A short prompt, and what the engine says of it as it is."""
 
     engine: Engine
-    ids: list[int]
+    ids: list[int] | ModelInput
     usual: torch.Tensor  # [tokens - 1] log-probabilities
     noise: float  # the most by which two forwards of the same weights differ; 0 where kernels are deterministic
 
     @classmethod
-    def of(cls, engine: Engine, length: int) -> Probe:
-        ids = probe_ids(engine, length)
+    def of(cls, engine: Engine, length: int, seen: ModelInput | None = None) -> Probe:
+        ids = probe_ids(engine, length) if seen is None else seen
         usual = engine.prompt_logprobs(ids)
         return cls(engine, ids, usual, float((engine.prompt_logprobs(ids) - usual).abs().max()))
 
@@ -115,12 +117,17 @@ def check_same(policy: torch.nn.Module, engine: Engine) -> None:
 
 
 def check_read(
-    slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = ()
+    slices: Sequence[Slice],
+    policy: torch.nn.Module,
+    engine: Engine,
+    every: Sequence[Slice] = (),
+    seen: ModelInput | None = None,
 ) -> list[Slice]:
     """Check that the engine reads every slice on which the policy's output depends. A collective.
 
     Args:
         every: those of all of the policy's parameters, if ``slices`` are some of them.
+        seen: a prompt with images, on which what text doesn't depend on is looked at again.
 
     Returns:
         The slices on which neither output depends.
@@ -128,10 +135,12 @@ def check_read(
     Raises:
         RuntimeError: the policy's output depends on a parameter, and the engine's doesn't.
     """
-    shown = read_together(slices, policy, engine, every or slices)
-    silent = unread([part for part in slices if part.name not in shown], engine)
+    text, eyes = ([part for part in slices if sees(part.name) == seeing] for seeing in (False, True))
+    shown = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)])
+    silent = unread([part for part in text if part.name not in shown], engine)
+    silent += eyes if seen is None else unread(eyes, engine, seen)
     with together("the proof of the weights"):
-        elsewhere = [part.name for part in silent if not inert(part, policy, engine)]
+        elsewhere = [part.name for part in silent if not inert(part, policy, engine, seen)]
         if elsewhere:
             raise RuntimeError(
                 f"The engine's output doesn't depend on {len(elsewhere)} of {len(slices)} parameters at the place "
@@ -156,7 +165,7 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
         return set()
     probe = Probe.of(engine, PROBE_TOKENS[0])
     with together("the gradients for the proof of the weights"):
-        effects = effects_on(probe.ids, slices, policy)
+        effects = effects_on(probe_ids(engine, PROBE_TOKENS[0]), slices, policy)
     visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
     shown: set[str] = set()
     for norms in (True, False):
@@ -251,7 +260,7 @@ def _look_behind(part: Slice, found: dict[str, float], layer: Any, inputs: Any, 
     output.register_hook(look)
 
 
-def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
+def unread(slices: Sequence[Slice], engine: Engine, seen: ModelInput | None = None) -> list[Slice]:
     """Those of ``slices`` that can be changed without a change of the engine's output.
 
     One short forward of the engine per slice and rank of it, with the slice's values negated and then negated back,
@@ -262,7 +271,7 @@ def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
     for length in PROBE_TOKENS:
         if not silent:
             break
-        probe = Probe.of(engine, length)
+        probe = Probe.of(engine, length, seen)
         candidates, silent = silent, []
         for part, place in candidates:
             with changed(part.destination) if place == layout.engine_place else nullcontext():
@@ -273,15 +282,19 @@ def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
 
 
 @torch.no_grad()
-def inert(part: Slice, policy: torch.nn.Module, engine: Engine) -> bool:
+def inert(part: Slice, policy: torch.nn.Module, engine: Engine, seen: ModelInput | None = None) -> bool:
     """Whether the policy's own output doesn't depend on the parameter either."""
+    more: dict[str, torch.Tensor] = {}
     device = (part.source if part.packed is None else part.packed.layer.weight).device
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=device)
+    if seen is not None and seen.images is not None and sees(part.name):
+        ids = torch.tensor([seen.ids], device=device)
+        more = {name: value.to(device) for name, value in own_inputs(seen.images, 0).items()}
     was_training = policy.training
     policy.eval()  # a dropout would change the output by itself
-    usual = policy(ids).logits
+    usual = policy(ids, **more).logits
     with changed(part.held) if part.packed is None else _negated(part.packed.layer):
-        same = torch.equal(policy(ids).logits, usual)
+        same = torch.equal(policy(ids, **more).logits, usual)
     policy.train(was_training)
     return same
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.vllm_engine import Engine
@@ -33,6 +34,7 @@ class Sides:
     slices: list[Slice]  # every parameter of the policy (with LoRA of its base) and its place in the engine
     device: torch.device  # where the policy shall be
     equal: bool  # every slice was found to hold its parameter's value, as both sides loaded one checkpoint
+    seen: ModelInput | None = None  # a prompt with images
 
     def place_policy(self) -> None:
         """Move what isn't on the device yet."""
@@ -127,6 +129,7 @@ def publisher(
     device: torch.device,
     adapter: Adapter | None = None,
     cut: bool = False,
+    seen: ModelInput | None = None,
 ) -> Publisher:
     """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
 
@@ -138,6 +141,7 @@ def publisher(
         untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
         adapter: what the policy trains in place of its weights.
         cut: a rank will hold a part of the weights only, once this is done.
+        seen: a prompt with images, of a model that reads them: what sees is proved on it.
 
     Raises:
         ValueError: what is forced can't be had; or the policy isn't the checkpoint's shape.
@@ -159,7 +163,7 @@ def publisher(
     packed = [part for part in slices if part.packed is not None]
     if packed or served:
         _dequantise(slices if engine.blank else packed, policy, engine, device)
-    sides = Sides(policy, engine, slices, device, equal and not packed)
+    sides = Sides(policy, engine, slices, device, equal and not packed, seen)
     with_slots = check_choice(wanted, adapter, cut)
     if is_import_path(wanted):
         return _own(wanted, sides)
@@ -196,7 +200,7 @@ def _dequantise(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine
 def _own(path: str, sides: Sides) -> Publisher:
     """The user's class."""
     sides.place_policy()
-    proof.check_read(sides.slices, sides.policy, sides.engine)
+    proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return find_way(path)(sides.policy, sides.engine, sides.slices)
 
 
@@ -205,7 +209,7 @@ def _gathered(sides: Sides) -> GatheredWeights:
     if not any(shared.obstacle(part) for part in sides.slices):
         shared.bind(sides.slices)
         sides.place_policy()  # its buffers
-    proof.check_read(sides.slices, sides.policy, sides.engine)
+    proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return GatheredWeights(sides.policy, sides.engine, sides.slices)
 
 
@@ -228,7 +232,7 @@ def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
         return _shared(sides, obstacles, constant)
     sides.place_policy()
     if not constant:
-        proof.check_read(sides.slices, sides.policy, sides.engine)
+        proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     why = "as asked" if wanted == "copied" else next(iter(obstacles.values()), "")
     if split:
         why = f"each of the engine's {sides.engine.layout.ranks_per_engine} ranks has a part, the policy is whole"
@@ -242,7 +246,7 @@ def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> Share
     shared.bind(able)
     sides.place_policy()  # what isn't bound: buffers, and the parameters that are copied
     proved = [*able, *(part for part, _ in rest if part.packed is not None)]
-    for part in [] if constant else proof.check_read(proved, sides.policy, sides.engine, sides.slices):
+    for part in [] if constant else proof.check_read(proved, sides.policy, sides.engine, sides.slices, seen=sides.seen):
         if part.packed is not None:
             continue
         part.source.data = part.destination.clone()  # memory of its own again, with the same value
@@ -263,5 +267,5 @@ def _merged(sides: Sides, why: str) -> MergedWeights:
     sides.place_policy()
     merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
     moving = merged.moving if sides.equal else sides.slices
-    proof.check_read(moving, sides.policy, sides.engine, sides.slices)
+    proof.check_read(moving, sides.policy, sides.engine, sides.slices, seen=sides.seen)
     return merged
