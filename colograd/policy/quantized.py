@@ -141,7 +141,7 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method != METHOD:
         raise ValueError(
-            f"{where} has quant_method {method!r}, but a quantised base must be {METHOD}'s (4 or 8 bits), whose values "
+            f"{where} has quant_method {method!r}, but a quantised base must be {METHOD}' (4 or 8 bits), whose values "
             "the engine can be given: take the checkpoint in bfloat16, and quantise it with load_in_4bit: true, or "
             "train an adapter on it as it is."
         )
