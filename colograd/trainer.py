@@ -79,6 +79,7 @@ from .training.loss_pass import loss_pass
 from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
+    check_rewards,
     eval_prompts_of,
     loader_of,
     prepared_config,
@@ -175,6 +176,9 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             form = tool_format_of(self.toolbox, self.policy, args)
             self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.toolbox)
             self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.toolbox)
+            own = type(self).generate, type(self).score  # a user's give rewards further columns, or ask none of them
+            if rollout_func is None and own == (GRPOTrainer.generate, GRPOTrainer.score):
+                check_rewards(self.rewards, self.train_prompts, self.toolbox)
         super().__init__(
             model=self.policy.model,
             args=args,

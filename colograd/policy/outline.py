@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..runtime.hub import check_model_name
 from .lora import wrap
 from .packed import packed_bytes
 
@@ -21,6 +22,7 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
     Raises:
         ValueError: there is no configuration, or it isn't a causal language model's.
     """
+    check_model_name(path, revision=revision)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
         with torch.device("meta"):

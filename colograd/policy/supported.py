@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..config import GRPOConfig
+from ..runtime.hub import check_model_name
 from .lora import adapter_folder, is_adapted, unwrap
 from .quantized import check_quantized
 from .replay import SHARES
@@ -82,6 +83,7 @@ def _configuration(model: Any, config: GRPOConfig) -> Any:
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     path = str((adapter_folder(str(model)) or {}).get("base_model_name_or_path") or model)
     trust = given.get("trust_remote_code", config.trust_remote_code)
+    check_model_name(path, revision=given.get("revision"))
     try:
         found = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
     except (OSError, ValueError):

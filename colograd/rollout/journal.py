@@ -70,6 +70,8 @@ EXPERTS = pa.schema(
 class JournalError(ValueError):
     """What was recorded doesn't fit this run."""
 
+    says_all = True  # see `process.tell_briefly`
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recorded:
@@ -198,6 +200,10 @@ class Journal:
         """Of the groups that are recorded of a round."""
         return {record.position for _, _, records in _files(self._folder_of(step, "")) for record in records}
 
+    def has_groups(self, step: int) -> bool:
+        """Whether a group is recorded of a round; a start that failed leaves none."""
+        return any(next(records, None) is not None for _, _, records in _files(self._folder_of(step, "")))
+
     def recorded_settings(self) -> Mapping[str, Any]:
         """Those that the first file was recorded with; empty without one."""
         files = (found for _, folder in self._folders() for _, found, _ in _files(folder))
@@ -206,13 +212,19 @@ class Journal:
     def check_settings(self, step: int) -> None:
         """Whether what is recorded from ``step`` on was recorded with this run's settings.
 
+        A file without a group is of a start that failed (by a reward that raised, say): it keeps nobody from changing
+        settings, and is deleted.
+
         Raises:
             JournalError: it wasn't.
         """
         for number, folder in self._folders():
             if number >= step:
-                for path, found, _ in _files(folder):
-                    self._check_settings(found, path)
+                for path, found, records in _files(folder):
+                    if found.settings != self.settings and next(records, None) is None:
+                        path.unlink(missing_ok=True)
+                    else:
+                        self._check_settings(found, path)
 
     def set_aside(self) -> Path | None:
         """Put what is recorded in the place of what was put aside before; where it is then, if there is anything."""
@@ -309,8 +321,9 @@ def _files(folder: Path) -> Iterator[tuple[Path, About, Iterator[Record]]]:
     """A round's files, what each is about, and its groups. One that was torn before that was written has none."""
     for path in sorted(folder.glob("rank-*.records")):
         records = read_records(path)
-        if (head := next(records, None)) is not None:
-            yield path, _about(head, path), records
+        with contextlib.suppress(FileNotFoundError):  # another rank deleted it
+            if (head := next(records, None)) is not None:
+                yield path, _about(head, path), records
 
 
 def digest_of(model: torch.nn.Module) -> str:

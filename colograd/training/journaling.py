@@ -67,7 +67,7 @@ def open_journal(journal: Journal, resumes: bool, step: int, is_writer: bool) ->
         moved = journal.set_aside() if is_writer else None
         return f"journal: what an earlier run recorded here is now in {moved}" if moved else ""
     journal.check_settings(step)
-    rounds = [recorded for recorded in journal.rounds() if recorded >= step]
+    rounds = [recorded for recorded in journal.rounds() if recorded >= step and journal.has_groups(recorded)]
     if not rounds:
         return ""
     return (

@@ -13,6 +13,7 @@ from ..data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepO
 from ..data.columns import check_columns, columns_of
 from ..policy.loading import Policy
 from ..rewards import RewardFunction, resolve_rewards
+from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
 from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import EMPTY, Toolbox, environment_reward
@@ -133,6 +134,16 @@ def train_prompts_of(
     prompts = tokenize_prompts(_wanted(dataset, args, tools, "train"), rules)
     StepOrder.of(args, len(prompts))
     return prompts
+
+
+def check_rewards(rewards: list[RewardFunction], prompts: PromptDataset | PromptStream, tools: Toolbox | None) -> None:
+    """Whether the dataset has what the functions ask for, before a group is sampled; of a streamed one its rows tell.
+
+    Raises:
+        ValueError: a function needs a column that isn't there.
+    """
+    if isinstance(prompts, PromptDataset) and not (tools is not None and tools.has_environments):
+        check_columns_for(rewards, columns_of(prompts.dataset))
 
 
 def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
