@@ -325,6 +325,7 @@ NEW = {
     "offload_optimizer",
     "offload_reference",
     "router_replay",
+    "freeze_vision_tower",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",
