@@ -203,9 +203,15 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
 # -- runs
 
 
-@needs_torchvision
-@pytest.mark.slow
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "family",
+    [
+        "idefics3",
+        pytest.param("qwen2_5_vl", marks=[needs_torchvision, pytest.mark.slow]),
+        pytest.param("qwen3_vl", marks=[needs_torchvision, pytest.mark.slow]),
+    ],
+)
 def test_a_family_trains(family: str, tmp_path: Path) -> None:
     """Three steps: bit-equal weights after each publish, also of the tower; sampler and trainer agree."""
     model = tiny_images.make_model(tmp_path / "model", family)
@@ -247,10 +253,9 @@ def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-@needs_torchvision
-@pytest.mark.slow
+@pytest.mark.engine
 def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Path) -> None:
-    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
 
     def run(folder: str, steps: int, resume: Any = None) -> dict[str, torch.Tensor]:
         settings = {"save_strategy": "steps", "save_steps": 2, "num_iterations": 1} | tiny.ONE_BY_ONE
@@ -267,13 +272,13 @@ def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Pa
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
-@needs_torchvision
 @pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.parametrize("changes", [{}, {"weights": "copied"}])
 def test_adapters_a_frozen_tower_a_reference_and_an_evaluation(changes: dict[str, Any], tmp_path: Path) -> None:
     import peft
 
-    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, **changes)
     trainer = GRPOTrainer(
@@ -286,10 +291,10 @@ def test_adapters_a_frozen_tower_a_reference_and_an_evaluation(changes: dict[str
     trainer.close()
 
 
-@needs_torchvision
 @pytest.mark.slow
+@pytest.mark.engine
 def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
-    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
     args = tiny.config(tmp_path / "run", max_steps=2, weights="copied", freeze_vision_tower=True)
     trainer = GRPOTrainer(str(model), tiny.vowels, args, tiny_images.prompts(8))
     before, moved, publish = weights_after(trainer), [], trainer.weights.publish
@@ -308,8 +313,8 @@ def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
     trainer.close()
 
 
-@needs_torchvision
 @pytest.mark.slow
+@pytest.mark.engine
 def test_a_random_model_learns_colours(tmp_path: Path) -> None:
     from colograd.tasks import colours
     from colograd.train import main
