@@ -324,6 +324,8 @@ NEW = {
     "max_prompt_tokens",
     "offload_optimizer",
     "offload_reference",
+    "router_replay",
+    "freeze_vision_tower",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",

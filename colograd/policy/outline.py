@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..runtime.hub import check_model_name
 from .lora import wrap
+from .packed import packed_bytes
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
@@ -39,3 +41,25 @@ def with_adapter(model: Any, rank: int) -> Any:
 
     with torch.device("meta"):
         return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)
+
+
+def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
+    """The weights of an outline that are quantised when it is loaded with ``settings``, and the bytes each then takes;
+    none without settings.
+
+    As transformers picks them: of all linear layers but the head and what the settings leave out.
+    """
+    if not settings:
+        return {}
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = HfQuantizer.get_modules_to_not_convert(
+        model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
+    )
+    linear = ((name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear)
+    return {
+        module.weight: packed_bytes(module.weight.shape, settings)
+        for name, module in linear
+        if should_convert_module(name, kept)
+    }

@@ -240,5 +240,5 @@ def quiet_logs(verbose: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
-    for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock"):
+    for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -130,7 +130,7 @@ class Recorder(TrainerCallback):
         trainer = self.trainer
         self._matrices = Matrices.of(trainer.model)
         self._peak, source = peak_flops(args.device, torch.bfloat16 if args.bf16 else trainer.policy.model.dtype)
-        self._pieces = Pieces(trainer.processing_class)
+        self._pieces = Pieces(trainer.policy.tokenizer)
         step, facts = state.global_step, run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
         self._advisor = Advisor(facts["settings"])
         if step:
