@@ -263,7 +263,7 @@ temperature: 1.0
 # Training
 learning_rate: {rate}
 lr_scheduler_type: constant_with_warmup
-warmup_steps: 2
+warmup_steps: 2  # rises from 0: the first step changes no weight
 max_steps: {steps}
 seed: 42
 
