@@ -67,7 +67,11 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     ]
 
     # Fields of TrainingArguments with other defaults or meanings.
-    learning_rate: float = knob(1e-6, "Peak learning rate of AdamW.")
+    learning_rate: float = knob(
+        1e-6,
+        "Peak learning rate of AdamW. With `warmup_steps` it rises to that from 0, as in transformers: the first step "
+        "changes no weight.",
+    )
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
     gradient_checkpointing: bool | None = knob(
         None,
