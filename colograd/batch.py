@@ -127,6 +127,21 @@ class Prompt(_Asked):
     position: int
 
 
+UNTOLD = -1  # in the place of an expert: the engine didn't tell which it was
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """Which experts the engine's routers chose for a rollout's tokens: K in each of L layers that have some. The last
+    token's aren't known: it was never read.
+
+    In int8 (int16 of more than 128 experts), so L * K bytes per token, and once for all that answer a prompt.
+    """
+
+    prompt: torch.Tensor  # [P, L, K], of a group's rollouts one tensor
+    completion: torch.Tensor  # [C, L, K]
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout(_Asked):
     """One completion, with what the sampler knew of it.
@@ -146,6 +161,7 @@ class Rollout(_Asked):
     policy_version: int  # the optimizer step whose weights sampled it
     messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
     columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
+    experts: Experts | None = None  # with `router_replay`
 
     def __post_init__(self) -> None:
         _Asked.__post_init__(self)
@@ -306,6 +322,19 @@ class PackedRow:
         """The completions in this row, in its order."""
         return tuple(identity for part in self.parts for identity in part.ids)
 
+    def experts(self) -> torch.Tensor | None:
+        """(T, L, K) of the row's tokens, `UNTOLD` where the engine told none; None: it told none of all."""
+        told = [r.experts for part in self.parts for r in part.rollouts if r.experts is not None]
+        if not told:
+            return None
+        pieces = []
+        for part in self.parts:
+            first = part.rollouts[0]
+            pieces.append((len(first.input), first.experts and first.experts.prompt))
+            pieces += [(len(r.completion_ids), r.experts and r.experts.completion) for r in part.rollouts]
+        shape = told[0].prompt.shape[1:]
+        return torch.cat([told[0].prompt.new_full((n, *shape), UNTOLD) if of is None else of for n, of in pieces])
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -334,6 +363,7 @@ class MicroBatch:
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
     step_entropy: StepEntropy = StepEntropy()
     in_loss: bool = True  # whether any token counts in the loss: known without asking the device
+    experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
     images: Mapping[int, Images] | None = None  # by the segment of their prompt; None: the row has none
 
     @property

@@ -48,7 +48,9 @@ from .policy.liger import check_liger
 from .policy.loading import load_policy, proven_with_images
 from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.packing import lay_out
+from .policy.quantized import take_quantization
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .policy.replay import replay_figures
 from .policy.routing import num_experts
 from .policy.row_proof import choose_rows_where_it_trains
 from .policy.supported import check_supported
@@ -78,6 +80,7 @@ from .training.loss_pass import loss_pass
 from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
+    check_rewards,
     eval_prompts_of,
     loader_of,
     prepared_config,
@@ -111,7 +114,8 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
         environment_factory: makes environments, whose methods are tools; or several by name.
-        quantization_config: refused in this version.
+        quantization_config: how the model is quantised when it is loaded, below an adapter: a
+            `transformers.BitsAndBytesConfig`.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -145,8 +149,9 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         with together("the start"):
             check_places(places)
             check_engines(args.layout, places)
-            args.check_for_trainer(quantization_config=quantization_config)
-            check_supported(model, args, tools=bool(tools) or environment_factory is not None)
+            args.check_for_trainer()
+            take_quantization(args, model, quantization_config)
+            check_supported(model, args, peft_config, tools=bool(tools) or environment_factory is not None)
             self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)
@@ -155,7 +160,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             self.toolbox = toolbox_of(args, tools, environment_factory)
             if self.toolbox is not None:
                 self.closing.callback(self.toolbox.close)
-            rollout_func = rollout_func_of(rollout_func, self.toolbox)
+            rollout_func = rollout_func_of(rollout_func, self.toolbox, args)
             functions = with_models(reward_funcs, reward_processing_classes, args)
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.toolbox)
             self.scorer = Scorer(
@@ -174,6 +179,9 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.toolbox)
             self._seen = [found] if (found := with_images([self.train_prompts])) is not None else []
             self.policy = proven_with_images(self.policy, self._seen)
+            own = type(self).generate, type(self).score  # a user's give rewards further columns, or ask none of them
+            if rollout_func is None and own == (GRPOTrainer.generate, GRPOTrainer.score):
+                check_rewards(self.rewards, self.train_prompts, self.toolbox)
         super().__init__(
             model=self.policy.model,
             args=args,
@@ -303,7 +311,10 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         else:
             logprobs, entropy = policy_logprobs(model, micro_batch, temperature, entropy_gradient)
         self.run_record.keep(micro_batch, logprobs)
-        return self.loss(logprobs, entropy, micro_batch, routing)
+        output = self.loss(logprobs, entropy, micro_batch, routing)
+        if self.args.router_replay:
+            output = dataclasses.replace(output, sums={**output.sums, **replay_figures(model, micro_batch)})
+        return output
 
     # -- what stages are made of
 

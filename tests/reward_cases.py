@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import random
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -151,8 +152,14 @@ def faulty(completions: list[Any], **kwargs: Any) -> Any:
     return ends.get(case, variety(completions))
 
 
-def jittered(completions: list[Any], log_extra: Any, **kwargs: Any) -> list[float]:
-    """`variety` after a random time of at most REWARD_JITTER seconds."""
-    time.sleep(float(os.environ.get("REWARD_JITTER", "0")) * random.SystemRandom().random())
+def in_order(completions: list[Any], answer: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+    """`variety`. REWARD_ORDER names a folder and says whose call waits until whose has ended, by the answer."""
+    folder, waits_for = json.loads(os.environ.get("REWARD_ORDER", '["", {}]'))
+    before = waits_for.get(answer[0])
+    while before and not (Path(folder) / before).exists():
+        time.sleep(0.01)
+    if folder:
+        (Path(folder) / answer[0]).touch()
+    log_extra("answer", answer)
     log_extra("ended", [time.monotonic()] * len(completions))
     return variety(completions)

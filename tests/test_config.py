@@ -324,6 +324,7 @@ NEW = {
     "max_prompt_tokens",
     "offload_optimizer",
     "offload_reference",
+    "router_replay",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",

@@ -222,7 +222,7 @@ def test_a_slow_tool_stalls_its_own_conversation_only(trained: Any) -> None:
         mine = len(order)
         order.append(mine)
         if mine == 0:
-            assert gate.wait(20)
+            assert gate.wait(tiny.PATIENCE)
         elif mine >= 8:
             gate.set()
         return a + b

@@ -43,7 +43,7 @@ def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -
 def settle(pending: Any) -> None:
     started = time.monotonic()
     while not pending.done():
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < tiny.PATIENCE
         time.sleep(0.01)
 
 
@@ -82,12 +82,11 @@ def test_what_goes_wrong_is_told_to_the_model(workers: int) -> None:
 
 
 def test_a_tool_that_hangs_costs_its_deadline(workers: int) -> None:
-    box = Toolbox([tool_cases.hangs, tool_cases.add], None, workers, timeout=0.5)
-    started = time.monotonic()
-    assert answers(box, call("hangs")) == ["{'error': 'timed out after 0.5 s'}"]
+    box = Toolbox([tool_cases.hangs, tool_cases.add], None, workers, timeout=2)
+    assert answers(box, call("hangs")) == ["{'error': 'timed out after 2 s'}"]
     assert answers(box, call("add")) == ["3"], "others still run"
     box.close()
-    assert time.monotonic() - started < 10 and box.take_counts()["tools/timeouts"] == 1
+    assert box.take_counts()["tools/timeouts"] == 1
 
 
 def test_an_async_tool_that_is_late_is_cancelled() -> None:
@@ -183,6 +182,25 @@ def test_a_call_that_fails_for_want_of_the_main_thread_is_not_repeated_and_a_war
     assert calls == ["colograd-tool"] * 2 and box.take_counts()["tools/failures"] == 2
 
 
+def test_where_a_tool_of_the_user_raised_is_said_once() -> None:
+    def stock(item: str) -> str:
+        """Looks up.
+
+        Args:
+            item: such as red lamp
+        """
+        return {"red lamp": "1"}[item]
+
+    box, asked = Toolbox([stock]), ToolCall("stock", {"item": "sofa"})
+    place = rf"tests/test_environments\.py:{stock.__code__.co_firstlineno + 6}"
+    with pytest.warns(UserWarning, match=rf"tool 'stock' raised KeyError: 'sofa' \({place}\)\. The model is told so"):
+        told = answers(box, asked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert answers(box, asked) == told, "said once"
+        answers(Toolbox([tool_cases.add]), ToolCall("add", {"c": 1}))  # the model's mistake, not the tool's
+
+
 def test_a_call_in_the_main_thread_that_nobody_asks_for_never_runs() -> None:
     box = Toolbox([tool_cases.fails, here], main_thread=["here"])
     begun = box.call(box.open({})[0], [call("here")])
@@ -240,13 +258,13 @@ def test_an_environment_lives_as_long_as_its_conversation_and_is_used_again() ->
 
 
 def test_a_late_tool_leaves_the_environment_sound() -> None:
-    box = Toolbox([tool_cases.hangs], Counter, timeout=0.4)
+    box = Toolbox([tool_cases.hangs], Counter, timeout=2)
     session, beginning = box.open({"start": 1})
     settle(beginning)
     begun = box.call(session, [call("hangs"), ToolCall("count", {"by": 2})])
     settle(begun)
     assert [m["content"] for m in box.told(begun)] == [
-        "{'error': 'timed out after 0.4 s'}",
+        "{'error': 'timed out after 2 s'}",
         "3",
     ] and not session.environment.stuck
 
@@ -496,12 +514,12 @@ def test_without_a_dataset_there_are_empty_prompts_for_one_generation(tmp_path: 
 
 
 def test_an_environment_that_is_stuck_is_left_to_itself() -> None:
-    box = Toolbox([tool_cases.add], Counter, timeout=0.3)
+    box = Toolbox([tool_cases.add], Counter, timeout=2)
     session, beginning = box.open({})
     settle(beginning)
     begun = box.call(session, [ToolCall("stall", {})])
     settle(begun)
-    assert box.told(begun)[0]["content"] == "{'error': 'timed out after 0.3 s'}" and session.environment.stuck
+    assert box.told(begun)[0]["content"] == "{'error': 'timed out after 2 s'}" and session.environment.stuck
     begun = box.call(session, [ToolCall("count", {"by": 1}), call("add")])
     settle(begun)
     assert [m["content"] for m in box.told(begun)] == ["{'error': 'The environment is stuck.'}", "3"]

@@ -121,8 +121,8 @@ def test_two_nodes_train_and_save_and_go_on_after_one_of_them_was_killed(nodes, 
     wait_for(tmp_path / "waits-2", tmp_path / "waits-3", launch=launch)
     nodes[1].kill()
     killed = time.monotonic()
-    assert launch.wait(120) == [1, -signal.SIGKILL], launch.said(0)[-3000:]
-    assert time.monotonic() - killed < 60
+    assert launch.wait() == [1, -signal.SIGKILL], launch.said(0)[-3000:]
+    assert time.monotonic() - killed < 240, "before a collective's time-out"
     assert "ended without a word: it was killed" in launch.said(0), launch.said(0)[-3000:]
     assert "the 2 nodes share no file system" in launch.said(0)
     for node, folder in enumerate(folders):
@@ -154,8 +154,6 @@ def test_both_nodes_end_when_the_link_between_them_is_cut(nodes, tmp_path) -> No
     launch = Launch(nodes, tmp_path / "cut", "faulty_ranks.py", [["cut", str(tmp_path)]] * 2)
     wait_for(*(tmp_path / f"waits-{rank}" for rank in range(4)), launch=launch)
     ip("-n", nodes[1].name, "link", "set", nodes[1].link, "down")
-    cut = time.monotonic()
-    assert launch.wait(90) == [1, 1]
-    assert time.monotonic() - cut < 60
+    assert launch.wait() == [1, 1]
     assert "Rank 2 ended without a word" in launch.said(0) or "Rank 3 ended without a word" in launch.said(0)
     assert "Rank 0 ended without a word" in launch.said(1)

@@ -107,6 +107,26 @@ def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) 
     assert page.run("location.hash").endswith(f"step={int(step[5:]) + 1}")
 
 
+def test_a_band_stays_where_rewards_were(page: browser.Browser, folder: Path) -> None:
+    run = MadeUp(steps=3).write(folder / "band")
+    events = run / "_report" / "events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "spread":
+            line["rewards"], line["functions"] = (
+                {"edges": [0, 0.5, 1], "counts": [3, 1]},
+                {"right": [0, 1], "wrong": "x"},
+            )
+        if line["kind"] == "log" and "reward" in line["metrics"]:
+            line["metrics"] |= {"reward": 0.25, "reward_std": 0.4, "rewards/right/mean": 0.9, "rewards/right/std": 0.3}
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page.open(write_report(run).as_uri())
+    low, high = page.run('band("reward")(runs[0]).fill')
+    assert low == [0.0] * 3 and high == [0.65] * 3, "not below 0, and not stretched to 1"
+    low, high = page.run('band("rewards/right/mean")(runs[0]).fill')
+    assert [round(value, 6) for value in low] == [0.6] * 3 and high == [1.0] * 3
+
+
 def test_smoothing_draws_the_raw_values_behind(page: browser.Browser, one: str) -> None:
     page.open(one)
     raw = "[...document.querySelectorAll('.u-label')].filter((e) => e.textContent === 'raw').length"

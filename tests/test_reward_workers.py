@@ -105,10 +105,9 @@ def test_two_workers_work_at_the_same_time(scorer_of) -> None:
 
 
 def test_a_late_function_abstains_and_its_worker_is_replaced(scorer_of) -> None:
-    scorer = scorer_of(hanging, process_id, timeout=1.0)
-    started = time.monotonic()
+    scorer = scorer_of(hanging, process_id, timeout=2.0)
     late, (first, *_) = run(scorer)
-    assert all(map(math.isnan, late)) and time.monotonic() - started < 10
+    assert all(map(math.isnan, late))
     assert scorer.take_counts()["rewards/hanging/timeouts"] == 1
     late, (second, *_) = run(scorer)
     assert first != second, "the process that hung is gone"
@@ -118,7 +117,7 @@ def test_a_late_function_abstains_and_its_worker_is_replaced(scorer_of) -> None:
     ("function", "said"),
     [
         (dying, "its worker process ended with status 7"),
-        (raising, "it raised KeyError: 'no such test case'. Its traceback:"),
+        (raising, "it raised KeyError: 'no such test case' .*, but must return one number per completion"),
         (leaving, "it raised SystemExit: enough"),
         (lambda **kwargs: None, r"it returned None \\(NoneType\\), but must return a list of 3 numbers"),
         (lambda **kwargs: [1.0], "it returned 1 rewards for 3 completions"),
@@ -148,7 +147,7 @@ def test_an_async_object_stays_on_the_loop(scorer_of) -> None:
 
 
 def test_signals_work_and_a_megabyte_of_output_does_no_harm(scorer_of) -> None:
-    assert run(scorer_of(with_alarm, loud, timeout=20.0)) == [[0.5] * 3, [1.0] * 3]
+    assert run(scorer_of(with_alarm, loud, timeout=float(tiny.PATIENCE))) == [[0.5] * 3, [1.0] * 3]
 
 
 def test_the_trainer_state_crosses_over_once_per_step(scorer_of) -> None:
@@ -224,7 +223,7 @@ def test_a_call_that_nobody_needs_any_more_gives_its_worker_back(scorer_of) -> N
     scorer.rewards = [quick]
     started = time.monotonic()
     ((second, *_),) = run(scorer)
-    assert second != first and time.monotonic() - started < 20
+    assert second != first and time.monotonic() - started < 600, "it wasn't waited for"
     assert running._calls[0].result().kind == "dropped"
     assert not [name for name in scorer.take_counts() if "timeouts" in name or "errors" in name]
 
@@ -234,7 +233,7 @@ def test_an_async_call_that_nobody_needs_any_more_is_cancelled(scorer_of) -> Non
 
     async def slow(completions: list[str], **kwargs: Any) -> list[float]:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.set()
         return [1.0] * len(completions)
@@ -242,15 +241,13 @@ def test_an_async_call_that_nobody_needs_any_more_is_cancelled(scorer_of) -> Non
     scoring = scorer_of(slow, workers=0).submit([make_group()], [texts()])
     time.sleep(0.1)
     scoring.cancel()
-    assert ended.wait(10)
+    assert ended.wait(tiny.PATIENCE)
 
 
 def test_closing_leaves_no_process_even_of_a_function_that_never_returns(scorer_of) -> None:
     scorer = scorer_of(process_id, hanging, workers=2)
     (pid, *_) = scorer.submit([make_group()], [texts()])._calls[0].result().value
-    started = time.monotonic()
     scorer.close()
-    assert time.monotonic() - started < 10
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
 
@@ -311,13 +308,16 @@ def test_groups_are_scored_as_they_finish_while_others_decode(tiny_model, tmp_pa
 def test_an_async_call_that_blocks_the_loop_ends_the_run_with_its_name(scorer_of, monkeypatch) -> None:
     monkeypatch.setattr(scoring_module, "GRACE", 0.3)
 
+    told = threading.Event()
+
     async def blocks(completions: list[str], **kwargs: Any) -> list[float]:
-        time.sleep(2)
+        told.wait()
         return [1.0] * len(completions)
 
     scoring = scorer_of(blocks, workers=0, timeout=0.2).submit([make_group()], [texts()])
     with pytest.raises(RewardError, match=r"'blocks'.*it blocks the event loop"):
         scoring.result()
+    told.set()
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

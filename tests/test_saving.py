@@ -140,7 +140,7 @@ def save_of(run_dir: Path, step: int, **changes: Any) -> Save:
 
 
 def finished(saves: Saves) -> str | None:
-    assert saves.present is not None and saves.present.done.wait(60)
+    assert saves.present is not None and saves.present.done.wait(tiny.PATIENCE)
     state, saves.present = saves.state(), None
     return state
 
@@ -330,14 +330,14 @@ def test_a_write_that_hangs_is_not_waited_for(run: Any, monkeypatch, capfd) -> N
 
     def hang(image: Any, path: Path) -> Any:
         if "checkpoint-1." in str(path):
-            assert go_on.wait(60)
+            assert go_on.wait(tiny.PATIENCE)
         return write(image, path)
 
     class Release(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
                 go_on.set()
-                assert run.saves.present.done.wait(60)
+                assert run.saves.present.done.wait(tiny.PATIENCE)
 
     monkeypatch.setattr(saving, "write_image", hang)
     monkeypatch.setattr(saving_trainer, "PATIENCE", 0.1)

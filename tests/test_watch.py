@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from made_up_run import HOSTILE, MadeUp
 
 from colograd.commands.cli import main
@@ -44,7 +45,7 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def ask(
     server: Server, path: str, method: str = "GET", body: bytes | None = None, **headers: str
 ) -> tuple[int, str, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=tiny.PATIENCE)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
@@ -222,15 +223,15 @@ def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
         told = process.stdout.readline()
         port = int(re.match(r"http://127\.0\.0\.1:(\d+)/", told).group(1))  # type: ignore[union-attr]
         append(tmp_path / "later", MadeUp().start(), *MadeUp().step_events(1))
-        deadline, steps = time.monotonic() + 5, []
+        deadline, steps = time.monotonic() + tiny.PATIENCE, []
         while not steps and time.monotonic() < deadline:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=tiny.PATIENCE)
             connection.request("GET", "/data?after=0")
             steps = json.loads(connection.getresponse().read())["steps"]
             time.sleep(0.1)
         assert steps == [1]
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(tiny.PATIENCE) == 0
     finally:
         process.kill()
         process.communicate()

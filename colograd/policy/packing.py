@@ -242,7 +242,7 @@ def lay_out(row: PackedRow) -> MicroBatch:
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(given, labels, strict=True)]
     sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
-    device = row.device
+    device, experts = row.device, row.experts()
     return MicroBatch(
         input_ids=sent(torch.cat(ids)[None], device),
         position_ids=sent(torch.cat(positions)[None], device),
@@ -258,5 +258,6 @@ def lay_out(row: PackedRow) -> MicroBatch:
         rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
         step_entropy=row.step_entropy,
+        experts=None if experts is None else sent(experts, device),
         images=images or None,
     )

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..batch import MicroBatch, SegmentLayout
+from ..batch import UNTOLD, MicroBatch, SegmentLayout
 from . import images
 from .sending import sent
+
+ROUTED = "routed_experts"  # the argument of a layer that has its tokens' experts, see `replay`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,11 @@ def rows_of(layout: SegmentLayout) -> Rows:
 
 
 def hidden_states(
-    model: Any, decoder: torch.nn.Module, micro_batch: MicroBatch, **asked: bool
+    model: Any,
+    decoder: torch.nn.Module,
+    micro_batch: MicroBatch,
+    routed: torch.Tensor | None = None,
+    **asked: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The decoder's last hidden states, computed on padded rows, in the packed row's order: (1, T, hidden).
 
@@ -61,6 +67,7 @@ def hidden_states(
 
     Args:
         model: of which ``decoder`` is all but the head, and which knows what to do with pictures.
+        routed: (T, L, K) experts to be replayed, in the packed row's order.
         asked: further arguments of the decoder; ``output_router_logits`` has it return those too.
 
     Returns:
@@ -82,6 +89,9 @@ def hidden_states(
         "return_dict": True,
         **asked,
     }
+    if routed is not None:
+        asked[ROUTED] = routed[tokens].masked_fill(~mask[..., None, None], UNTOLD).flatten(0, 1)
+        inputs[ROUTED] = asked[ROUTED]
     kind: Any = type(decoder)
     accepted = _parameters(kind)
     output = decoder(**{name: value for name, value in inputs.items() if name in accepted or name in asked})

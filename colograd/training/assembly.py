@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,16 @@ from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
 from ..sharding import name_of
-from ..weights import Publisher, Unpublished, bytes_apart, check_choice, expects_sharing, publisher
+from ..weights import (
+    Publisher,
+    Unpublished,
+    bytes_apart,
+    check_choice,
+    expects_sharing,
+    packed_parts,
+    publisher,
+    serves_packed,
+)
 from .task import longest_completion, reset_rules
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
@@ -104,6 +114,8 @@ def assemble(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, prompts),
+        blank=policy.quantization is not None and policy.quantization.in_checkpoint,
+        parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
         images=0 if policy.processor is None else max(1, *(getattr(part, "most_images", 0) for part in prompts)),
     )
     closing.callback(engine.close)
@@ -179,6 +191,7 @@ def read_run(
         reference=reference_bytes(config, policy),
         prompt=max(part.longest for part in prompts),
         packed=not policy.why_padded,
+        served=serves_packed(config, policy),
     )
 
 

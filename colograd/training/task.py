@@ -15,6 +15,7 @@ from ..data.images import COLUMNS as IMAGES
 from ..data.images import ImageReader
 from ..policy.loading import Policy
 from ..rewards import RewardFunction, resolve_rewards
+from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
 from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import EMPTY, Toolbox, environment_reward
@@ -65,11 +66,12 @@ def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbo
     return None
 
 
-def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:
+def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) -> Any:
     """The user's function or class that writes completions, if there is one.
 
     Raises:
-        ValueError: its import path leads nowhere, it is no rollout source, or there are tools, which it wouldn't call.
+        ValueError: its import path leads nowhere, it is no rollout source, there are tools, which it wouldn't call, or
+            experts are to be replayed, of which it tells nothing.
     """
     if rollout_func is not None and tools is not None:
         raise ValueError(
@@ -82,6 +84,11 @@ def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:
         raise ValueError(
             f"rollout_func is the class {rollout_func.__name__}, which has no method `generate`, but must be a rollout "
             "source: see docs/architecture.md."
+        )
+    if args.router_replay and rollout_func is not None and not hasattr(rollout_func, "generate"):
+        raise ValueError(
+            "router_replay is true, but a rollout_func returns tokens, and not the experts that the engine chose for "
+            "them: set router_replay: false, or write a rollout source, which yields the engine's own groups."
         )
     return rollout_func
 
@@ -129,6 +136,16 @@ def train_prompts_of(
     prompts = tokenize_prompts(_wanted(dataset, policy, args, tools, "train"), rules)
     StepOrder.of(args, len(prompts))
     return prompts
+
+
+def check_rewards(rewards: list[RewardFunction], prompts: PromptDataset | PromptStream, tools: Toolbox | None) -> None:
+    """Whether the dataset has what the functions ask for, before a group is sampled; of a streamed one its rows tell.
+
+    Raises:
+        ValueError: a function needs a column that isn't there.
+    """
+    if isinstance(prompts, PromptDataset) and not (tools is not None and tools.has_environments):
+        check_columns_for(rewards, columns_of(prompts.dataset))
 
 
 def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:

@@ -16,19 +16,23 @@ from .way import PlannedWay
 
 
 class Copies:
-    """A copy of ``slices``, planned once."""
+    """A copy of ``slices``, planned once. Quantised weights are dequantised for it, one after the other."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
+        plain = [part for part in slices if part.packed is None]
+        self._packed = [part for part in slices if part.packed is not None]
         # Detached views share the policy's storage: they stay valid while the optimizer writes in place.
-        self._sources = [part.held for part in slices]
-        self._destinations = [part.destination for part in slices]
-        self.nbytes = sum(destination.nbytes for destination in self._destinations)
+        self._sources = [part.held for part in plain]
+        self._destinations = [part.destination for part in plain]
+        self.nbytes = sum(part.destination.nbytes for part in slices)
 
     @torch.no_grad()
     def write(self) -> int:
         """Write the sources, cast, into the destinations. Returns the bytes written."""
         if self._sources:
             torch._foreach_copy_(self._destinations, self._sources)
+        for part in self._packed:
+            part.destination.copy_(part.held)
         return self.nbytes
 
 

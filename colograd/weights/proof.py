@@ -19,6 +19,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,6 +29,8 @@ from ..engine.vllm_engine import Engine
 from ..parallel.ranks import gather, together
 from ..policy.images import own_inputs, sees
 from ..policy.logprobs import evaluation_mode
+from ..policy.lora import is_adapted
+from ..policy.row_proof import allowed
 from .mapping import Slice
 from .signs import EMBEDDING, cancelling, plain_name, with_signs
 
@@ -36,6 +40,8 @@ PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer
 MARGIN = 10.0
 # And so many nats, below which a change might be lost in rounding.
 VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
+# Of a weight's length, by which one of 4 bits may differ from it: 0.1 for normal ones, other weights by 1.4.
+QUANTISED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +71,48 @@ class Probe:
 def check_equal(slices: Sequence[Slice]) -> None:
     """Check that every slice holds its parameter's value, after both loaded the same checkpoint. A collective.
 
+    Of a parameter that the policy has quantised since, up to what that changes.
+
     Raises:
         RuntimeError: naming the parameters that differ.
     """
     with together("the comparison of the weights"):
-        differing = [part.name for part in slices if not part.equal()]
+        differing = [part.name for part in slices if not (part.equal() if part.packed is None else _near(part))]
         if differing:
             raise RuntimeError(
                 f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
                 f"checkpoint ({', '.join(differing[:3])}): this architecture's weights are laid out in a way that "
                 "isn't known yet."
+            )
+
+
+def _near(part: Slice) -> bool:
+    """Whether the slice differs from the policy's value by rounding to a few bits; other weights differ by more than
+    their length."""
+    held, found = part.held.float(), part.destination.float()
+    return bool(torch.linalg.vector_norm(found - held) <= QUANTISED * torch.linalg.vector_norm(held))
+
+
+def check_same(policy: torch.nn.Module, engine: Engine) -> None:
+    """Check that engine and policy, without its adapter, say the same of a prompt, up to the rounding of their dtype. A
+    collective.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    ids = probe_ids(engine, PROBE_TOKENS[-1])
+    theirs = engine.prompt_logprobs(ids)
+    with together("the comparison of policy and engine"):
+        with base_alone(policy), torch.no_grad():
+            tokens = torch.tensor([ids], device=policy.device)
+            logits = policy(tokens).logits[0, :-1].float()
+        ours = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
+        error, most = float((ours - theirs).abs().mean()), allowed(engine.dtype)
+        if not error <= most:
+            raise RuntimeError(
+                f"With the quantised base's values the engine differs from the policy by {error:.2g} nats on average, "
+                f"where {most:g} is rounding: this architecture's weights are laid out in a way that isn't known yet. "
+                "Take the model without quantisation."
             )
 
 
@@ -167,13 +205,15 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
         found[part.name] = float(torch.linalg.vector_norm(effect, dtype=torch.float32))
         parameter.grad = None
 
-    hooks = []
+    hooks: list[Any] = []
+    packed = [(part, part.packed.layer) for part in slices if part.packed is not None]
     try:
         for parameter in given:
             parameter.requires_grad_(parameter in asked)
-        hooks = [parameter.register_post_accumulate_grad_hook(look) for parameter in asked]
+        hooks += [parameter.register_post_accumulate_grad_hook(look) for parameter in asked]
+        hooks += [layer.register_forward_hook(partial(_look_behind, part, found)) for part, layer in packed]
         tokens = torch.tensor([ids], device=next(iter(given)).device)
-        with evaluation_mode(policy), torch.enable_grad():  # a dropout would change the output by itself
+        with base_alone(policy), torch.enable_grad():
             logits = policy(tokens).logits[0, :-1].float()
             said = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
             if said.requires_grad:  # else it depends on none of them
@@ -188,6 +228,36 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
             if parameter in asked:
                 parameter.grad = None
     return found
+
+
+@contextmanager
+def base_alone(policy: torch.nn.Module) -> Iterator[None]:
+    """The policy in evaluation mode (a dropout would change the output by itself) and without its adapter, which the
+    engine doesn't have yet."""
+    given = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
+    try:
+        with evaluation_mode(policy), policy.disable_adapter() if is_adapted(policy) else nullcontext():
+            for parameter, requires_grad in given:
+                parameter.requires_grad_(requires_grad)  # peft freezes what it disables
+            yield
+    finally:
+        for parameter, requires_grad in given:
+            parameter.requires_grad_(requires_grad)
+
+
+def _look_behind(part: Slice, found: dict[str, float], layer: Any, inputs: Any, output: torch.Tensor) -> None:
+    """A forward hook of a quantised layer, whose weight can't have a gradient: that is the gradient of what comes out
+    times what went in."""
+    assert part.packed is not None
+    packed, seen = part.packed, inputs[0].detach().flatten(0, -2).float()
+    if not output.requires_grad:  # nothing before it does
+        output.requires_grad_()
+
+    def look(gradient: torch.Tensor) -> None:
+        effect = part.part_of((gradient.flatten(0, -2).float().T @ seen).mul_(packed.values()))
+        found[part.name] = float(torch.linalg.vector_norm(effect))
+
+    output.register_hook(look)
 
 
 def unread(slices: Sequence[Slice], engine: Engine, seen: ModelInput | None = None) -> list[Slice]:
@@ -215,7 +285,7 @@ def unread(slices: Sequence[Slice], engine: Engine, seen: ModelInput | None = No
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine, seen: ModelInput | None = None) -> bool:
     """Whether the policy's own output doesn't depend on the parameter either."""
     more: dict[str, torch.Tensor] = {}
-    device = part.source.device
+    device = (part.source if part.packed is None else part.packed.layer.weight).device
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=device)
     if seen is not None and seen.images is not None and sees(part.name):
         ids = torch.tensor([seen.ids], device=device)
@@ -223,10 +293,24 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine, seen: ModelInput
     was_training = policy.training
     policy.eval()  # a dropout would change the output by itself
     usual = policy(ids, **more).logits
-    with changed(part.held):
+    with changed(part.held) if part.packed is None else _negated(part.packed.layer):
         same = torch.equal(policy(ids, **more).logits, usual)
     policy.train(was_training)
     return same
+
+
+@contextmanager
+def _negated(layer: Any) -> Iterator[None]:
+    """A quantised layer as with another weight, while the context lasts: it is multiplied by -1."""
+
+    def negate(layer: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return -output if layer.bias is None else 2 * layer.bias - output
+
+    hook = layer.register_forward_hook(negate)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def probe_ids(engine: Engine, length: int) -> list[int]:
