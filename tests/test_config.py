@@ -318,6 +318,7 @@ DIFFERENT_DEFAULTS = {
 }
 NEW = {
     "chat_template_path",
+    "freeze_vision_tower",
     "tool_workers",
     "tool_timeout",
     "prompts_per_step",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def loss_and_gradients(model: Any, groups: list[ScoredGroup], share: bool) -> tu
 
 
 @pytest.mark.parametrize("family", PACKED)
-def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> None:
+def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tried: Callable[..., None]) -> None:
     model, _ = tiny_images.random_model(family)
     asked = [tiny_images.made_up(model, family, 2)]
     assert row_proof.choose_rows(model, asked=asked) == ""
@@ -164,10 +165,11 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> N
     assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
     worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
     assert worst < 1e-4, worst
+    tried(family, "packed", padded="where forced")
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
-def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None:
+def test_rows_with_images_give_the_models_own_probabilities(family: str, tried: Callable[..., None]) -> None:
     model, _ = tiny_images.random_model(family)
     why = row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)])
     assert bool(why) == (family == "gemma3"), why
@@ -176,6 +178,8 @@ def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None
     ]  # the model's own sees no sampled one
     rows = pack(groups, 400, False, torch.device("cpu"), share_prompts=not why)
     assert float(row_proof.differences(model, rows, 1.0)[1].max()) < 1e-5
+    if why:
+        tried("gemma3_vl", padded="an image's tokens see each other both ways")
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
@@ -215,7 +219,7 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
 @needs_torchvision
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PACKED)
-def test_a_family_trains(family: str, tmp_path: Path) -> None:
+def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
     """Three steps: bit-equal weights after each publish, also of the tower; sampler and trainer agree."""
     model = tiny_images.make_model(tmp_path / "model", family)
     pictures: list[Any] = []
@@ -250,6 +254,7 @@ def test_a_family_trains(family: str, tmp_path: Path) -> None:
     again = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
     assert all(torch.equal(again[name], p) for name, p in after.items())
     trainer.close()
+    tried(family, "shared", "images")
 
 
 def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
@@ -258,7 +263,7 @@ def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 @needs_torchvision
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Path, tried: Callable[..., None]) -> None:
     model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
 
     def run(folder: str, steps: int, resume: Any = None) -> dict[str, torch.Tensor]:
@@ -274,6 +279,7 @@ def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Pa
     run("parts", 2)
     again = run("parts", 4, resume=True)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
+    tried("qwen2_5_vl", "resumed")
 
 
 @needs_torchvision
