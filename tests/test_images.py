@@ -285,7 +285,9 @@ def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Pa
 @needs_torchvision
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"weights": "copied"}])
-def test_adapters_a_frozen_tower_a_reference_and_an_evaluation(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_a_reference_and_an_evaluation(
+    changes: dict[str, Any], tmp_path: Path, tried: Callable[..., None]
+) -> None:
     import peft
 
     model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
@@ -299,6 +301,10 @@ def test_adapters_a_frozen_tower_a_reference_and_an_evaluation(changes: dict[str
     assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps), steps
     assert trainer.evaluate()["eval_reward"] > 0
     trainer.close()
+    if changes:
+        tried("qwen2_5_vl", lora_merged="where asked")
+    else:
+        tried("qwen2_5_vl", "lora_served")
 
 
 @needs_torchvision
