@@ -318,6 +318,7 @@ DIFFERENT_DEFAULTS = {
 }
 NEW = {
     "chat_template_path",
+    "freeze_vision_tower",
     "tool_workers",
     "tool_timeout",
     "prompts_per_step",
@@ -325,7 +326,6 @@ NEW = {
     "offload_optimizer",
     "offload_reference",
     "router_replay",
-    "freeze_vision_tower",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",

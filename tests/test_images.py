@@ -6,9 +6,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import launcher
 import pytest
 import tiny
 import tiny_images
@@ -23,6 +25,7 @@ from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
 
+RANKS = Path(__file__).parent / "scripts" / "two_ranks.py"
 PACKED = ("idefics3", "qwen2_5_vl", "qwen3_vl")
 WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
 needs_torchvision = pytest.mark.skipif(
@@ -111,6 +114,15 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
         assert time.perf_counter() - started < 10
 
 
+def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
+    from colograd.report.samples import _pictures
+    from colograd.reporting.thumbnails import thumbnails
+
+    made = thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)])
+    assert len(made) == 4 and all(len(each) < 6000 for each in made)
+    assert _pictures([*made[:1], "javascript:alert(1)", "data:image/jpeg;base64,<b>", 7]) == made[:1]
+
+
 # -- the policy's rows
 
 
@@ -143,7 +155,7 @@ def loss_and_gradients(model: Any, groups: list[ScoredGroup], share: bool) -> tu
 
 
 @pytest.mark.parametrize("family", PACKED)
-def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> None:
+def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tried: Callable[..., None]) -> None:
     model, _ = tiny_images.random_model(family)
     asked = [tiny_images.made_up(model, family, 2)]
     assert row_proof.choose_rows(model, asked=asked) == ""
@@ -155,10 +167,11 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> N
     assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
     worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
     assert worst < 1e-4, worst
+    tried(family, "packed", padded="where forced")
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
-def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None:
+def test_rows_with_images_give_the_models_own_probabilities(family: str, tried: Callable[..., None]) -> None:
     model, _ = tiny_images.random_model(family)
     why = row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)])
     assert bool(why) == (family == "gemma3"), why
@@ -167,6 +180,8 @@ def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None
     ]  # the model's own sees no sampled one
     rows = pack(groups, 400, False, torch.device("cpu"), share_prompts=not why)
     assert float(row_proof.differences(model, rows, 1.0)[1].max()) < 1e-5
+    if why:
+        tried("gemma3_vl", padded="an image's tokens see each other both ways")
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
@@ -203,16 +218,12 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
 # -- runs
 
 
+QWENS = [pytest.param(family, marks=[needs_torchvision, pytest.mark.slow]) for family in ("qwen2_5_vl", "qwen3_vl")]
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "family",
-    [
-        "idefics3",
-        pytest.param("qwen2_5_vl", marks=[needs_torchvision, pytest.mark.slow]),
-        pytest.param("qwen3_vl", marks=[needs_torchvision, pytest.mark.slow]),
-    ],
-)
-def test_a_family_trains(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["idefics3", *QWENS])
+def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
     """Three steps: bit-equal weights after each publish, also of the tower; sampler and trainer agree."""
     model = tiny_images.make_model(tmp_path / "model", family)
     pictures: list[Any] = []
@@ -247,6 +258,7 @@ def test_a_family_trains(family: str, tmp_path: Path) -> None:
     again = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
     assert all(torch.equal(again[name], p) for name, p in after.items())
     trainer.close()
+    tried(family, "shared", "images")
 
 
 def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
@@ -254,8 +266,11 @@ def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.engine
-def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Path) -> None:
-    model = tiny_images.make_model(tmp_path / "model", "idefics3")
+@pytest.mark.parametrize("family", ["idefics3", QWENS[0]])
+def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(
+    family: str, tmp_path: Path, tried: Callable[..., None]
+) -> None:
+    model = tiny_images.make_model(tmp_path / "model", family)
 
     def run(folder: str, steps: int, resume: Any = None) -> dict[str, torch.Tensor]:
         settings = {"save_strategy": "steps", "save_steps": 2, "num_iterations": 1} | tiny.ONE_BY_ONE
@@ -270,15 +285,19 @@ def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Pa
     run("parts", 2)
     again = run("parts", 4, resume=True)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
+    tried(family, "resumed")
 
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.parametrize("family", ["idefics3", QWENS[0]])
 @pytest.mark.parametrize("changes", [{}, {"weights": "copied"}])
-def test_adapters_a_frozen_tower_a_reference_and_an_evaluation(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_a_reference_and_an_evaluation(
+    family: str, changes: dict[str, Any], tmp_path: Path, tried: Callable[..., None]
+) -> None:
     import peft
 
-    model = tiny_images.make_model(tmp_path / "model", "idefics3")
+    model = tiny_images.make_model(tmp_path / "model", family)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, **changes)
     trainer = GRPOTrainer(
@@ -289,6 +308,24 @@ def test_adapters_a_frozen_tower_a_reference_and_an_evaluation(changes: dict[str
     assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps), steps
     assert trainer.evaluate()["eval_reward"] > 0
     trainer.close()
+    if changes:
+        tried(family, lora_merged="where asked")
+    else:
+        tried(family, "lora_served")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("sharding", ["none", "gradients"])
+def test_two_ranks_train_to_the_same_weights(sharding: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+    """Though a rank's rows may have no images, and give the tower no gradient."""
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
+    done = launcher.run(RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "", sharding, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}-of-2.json").read_text()) for rank in range(2)]
+    assert all(step["differing"] == [] for rank in ranks for step in rank["seen"])
+    assert ranks[0]["seen"][-1]["weights"] == ranks[1]["seen"][-1]["weights"]
+    tried("idefics3", "two_ranks")
 
 
 @pytest.mark.slow
