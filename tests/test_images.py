@@ -216,9 +216,15 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
 # -- runs
 
 
-@needs_torchvision
-@pytest.mark.slow
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "family",
+    [
+        "idefics3",
+        pytest.param("qwen2_5_vl", marks=[needs_torchvision, pytest.mark.slow]),
+        pytest.param("qwen3_vl", marks=[needs_torchvision, pytest.mark.slow]),
+    ],
+)
 def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
     """Three steps: bit-equal weights after each publish, also of the tower; sampler and trainer agree."""
     model = tiny_images.make_model(tmp_path / "model", family)
@@ -261,10 +267,9 @@ def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-@needs_torchvision
-@pytest.mark.slow
+@pytest.mark.engine
 def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Path, tried: Callable[..., None]) -> None:
-    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
 
     def run(folder: str, steps: int, resume: Any = None) -> dict[str, torch.Tensor]:
         settings = {"save_strategy": "steps", "save_steps": 2, "num_iterations": 1} | tiny.ONE_BY_ONE
@@ -279,18 +284,18 @@ def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(tmp_path: Pa
     run("parts", 2)
     again = run("parts", 4, resume=True)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
-    tried("qwen2_5_vl", "resumed")
+    tried("idefics3", "resumed")
 
 
-@needs_torchvision
 @pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.parametrize("changes", [{}, {"weights": "copied"}])
 def test_adapters_a_reference_and_an_evaluation(
     changes: dict[str, Any], tmp_path: Path, tried: Callable[..., None]
 ) -> None:
     import peft
 
-    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, **changes)
     trainer = GRPOTrainer(
@@ -302,15 +307,15 @@ def test_adapters_a_reference_and_an_evaluation(
     assert trainer.evaluate()["eval_reward"] > 0
     trainer.close()
     if changes:
-        tried("qwen2_5_vl", lora_merged="where asked")
+        tried("idefics3", lora_merged="where asked")
     else:
-        tried("qwen2_5_vl", "lora_served")
+        tried("idefics3", "lora_served")
 
 
-@needs_torchvision
 @pytest.mark.slow
+@pytest.mark.engine
 def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
-    model = tiny_images.make_model(tmp_path / "model", "qwen2_5_vl")
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
     args = tiny.config(tmp_path / "run", max_steps=2, weights="copied", freeze_vision_tower=True)
     trainer = GRPOTrainer(str(model), tiny.vowels, args, tiny_images.prompts(8))
     before, moved, publish = weights_after(trainer), [], trainer.weights.publish
@@ -329,8 +334,8 @@ def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
     trainer.close()
 
 
-@needs_torchvision
 @pytest.mark.slow
+@pytest.mark.engine
 def test_a_random_model_learns_colours(tmp_path: Path) -> None:
     from colograd.tasks import colours
     from colograd.train import main

@@ -307,12 +307,14 @@ def check_told(model: Any, rollout: Any) -> None:
     assert torch.equal(whole[:-1].long().sort(-1).values, own_choice(model, rollout)[:-1])
 
 
-FURTHER = [family for family in MODELS if family != "qwen3_moe"]
+FURTHER = [family for family in MODELS if family not in ("qwen3_moe", "gpt_oss")]
 SHARED = tuple(range(3, 70))  # two blocks of the prefix cache, and some
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in FURTHER)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", *(pytest.param(f, marks=pytest.mark.slow) for f in FURTHER)]
+)
 def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path, closing, tried) -> None:
     """Cached prefixes, of the same prompt, another one and an earlier turn, and prompts that are read in pieces."""
     changes = {"vllm_max_model_length": 200, "vllm_engine_kwargs": {"max_num_batched_tokens": 512}}

@@ -322,6 +322,7 @@ class TestProof:
                 with pytest.raises(RuntimeError, match=rf"doesn't depend on {len(gone)} of 20 parameters"):
                     proof.check_read(slices, policy, engine)
 
+    @pytest.mark.timeout(3000)  # 390 s alone, 790 s beside others
     @pytest.mark.slow
     @pytest.mark.engine
     def test_any_of_smollm2s_272_parameters_that_the_engine_has_a_copy_of_is_found(self, tmp_path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ completion may contain the image token, which is a token like any other there, a
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,21 @@ PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # inputs with an entry per 
 def takes_images(model_config: Any) -> bool:
     """Whether it is a model of one of the families above, with its vision tower."""
     return getattr(model_config, "model_type", None) in FAMILIES
+
+
+def find_processors() -> None:
+    """Let Idefics3's image processor be found where torchvision isn't installed.
+
+    transformers has one that needs PIL alone, but takes it for one of torchvision's, which its source mentions.
+    """
+    import transformers
+
+    name = "Idefics3ImageProcessorPil"
+    package = importlib.import_module("transformers.models.idefics3")
+    if getattr(getattr(package, name, None), "is_dummy", False):
+        found = getattr(importlib.import_module("transformers.models.idefics3.image_processing_pil_idefics3"), name)
+        setattr(package, name, found)
+        setattr(transformers, name, found)
 
 
 def has_tower(model_config: Any) -> bool:

@@ -25,7 +25,7 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..parallel.ranks import world_size
 from . import quantized
-from .images import freeze_tower, takes_images
+from .images import find_processors, freeze_tower, takes_images
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .packed import packed_weights, settle
@@ -231,6 +231,7 @@ def load_processor(path: str, config: GRPOConfig) -> Any:
     """
     from transformers import AutoProcessor
 
+    find_processors()
     revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
     try:
         found = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
@@ -238,9 +239,8 @@ def load_processor(path: str, config: GRPOConfig) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
-            "SmolVLM's) and Idefics3's need torchvision: install the build that fits torch (see "
-            "docs/guide/images.md). If the "
-            "folder has no processor, copy the files of the model it was trained from."
+            "SmolVLM's) need torchvision: install the build that fits torch (see docs/guide/images.md). If the folder "
+            "has no processor, copy the files of the model it was trained from."
         ) from None
     if not hasattr(found, "image_processor"):
         raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")

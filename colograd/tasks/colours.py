@@ -1,112 +1,130 @@
-"""A task for the eye that a random model of a hundred thousand parameters learns on a CPU: which of four colours a
-picture has.
+"""A task with images that a random model of a megabyte learns on a CPU: name the colour of a square.
 
-    python -m colograd.tasks.colours models/tiny-vlm
-
-writes the model. It knows no words, so that each colour has a quarter of all characters: those whose number leaves the
-colour's number over when it is divided by four. By chance a quarter of the answers is right.
+python -m colograd.tasks.colours --output models/colours
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..runtime import process
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "yellow": (230, 220, 20)}
-SIDE = 56  # pixels
-SPREAD = 25  # by which a picture's colour may differ from its name's, of 255
-SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 40),
+    "blue": (40, 60, 220),
+    "yellow": (230, 220, 40),
+    "white": (245, 245, 245),
+    "black": (10, 10, 10),
+}
+SIDE = 32  # of an image, in pixels
+QUESTION = "which colour ?"
+SPECIAL = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
 TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}> {% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<image>{% else %}{{ p['text'] }}{% endif %} {% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
-def pictures(size: int = 512, seed: int = 0) -> Dataset:
-    """Pictures of one colour each, none of them quite the same.
+def colours(size: int = 512, seed: int = 0) -> Dataset:
+    """Squares of one of six colours, each of another size and place on another grey.
+
+    Args:
+        size: rows.
+        seed: of the images; the same seed gives the same rows.
 
     Returns:
-        ``prompt`` (a conversation with a place for the picture), ``image`` and ``colour`` (its name).
+        ``prompt`` (a conversation of one user message), ``image`` and ``answer`` (the colour's name).
     """
-    from datasets import Dataset
+    import datasets
     from PIL import Image
 
-    draw, names, rows = random.Random(seed), [*COLOURS], []
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-    for index in range(size):
-        name = names[index % len(names)]
-        shade = tuple(min(255, max(0, value + draw.randint(-SPREAD, SPREAD))) for value in COLOURS[name])
-        rows.append({"prompt": prompt, "image": Image.new("RGB", (SIDE, SIDE), shade), "colour": name})
-    return Dataset.from_list(rows)
+    if size < 1:
+        raise ValueError(f"colours: size is {size}; it must be at least 1")
+    draw, rows = random.Random(seed), []
+    for _ in range(size):
+        name, grey, side = draw.choice([*COLOURS]), draw.randint(90, 170), draw.randint(12, 24)
+        picture = Image.new("RGB", (SIDE, SIDE), (grey, grey, grey))
+        left, top = draw.randint(0, SIDE - side), draw.randint(0, SIDE - side)
+        shade = tuple(min(255, max(0, part + draw.randint(-10, 10))) for part in COLOURS[name])
+        picture.paste(shade, (left, top, left + side, top + side))
+        rows.append({"prompt": [{"role": "user", "content": QUESTION}], "image": picture, "answer": name})
+    text = datasets.Value("string")
+    messages = [{"role": text, "content": text}]
+    features = datasets.Features(prompt=messages, image=datasets.Image(), answer=text)
+    return datasets.Dataset.from_list(rows, features)
 
 
-def says_colour(completions: list[Any], colour: list[str], **kwargs: Any) -> list[float]:
-    """1 where the answer's first character is one of the colour's."""
-    numbers = {name: number for number, name in enumerate(COLOURS)}
-    texts = [completion[0]["content"] for completion in completions]
-    return [
-        float(bool(text) and ord(text[0]) % len(COLOURS) == numbers[name])
-        for text, name in zip(texts, colour, strict=True)
-    ]
+def names_the_colour(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+    """1 where the first word is the colour's name."""
+    said = [completion[0]["content"].split() for completion in completions]
+    return [float(words[:1] == [name]) for words, name in zip(said, answer, strict=True)]
 
 
-def make_model(folder: str | Path, seed: int = 0) -> None:
-    """Write a random Qwen2.5-VL of two layers, its tokenizer of single bytes and its processor.
-
-    Raises:
-        ImportError: without torchvision, which its processor needs.
-    """
+def make_model(folder: Path, seed: int = 0) -> None:
+    """Save a random Idefics3 of two layers that knows the words of the task, with its processor."""
     import torch
     import transformers as hf
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     tokenizer = _tokenizer()
-    ids = tokenizer.convert_tokens_to_ids
-    text = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
-    }  # fmt: skip
-    vision = {
-        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
-        "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 56,
-    }  # fmt: skip
-    tokens = {
-        "vision_start_token_id": ids(SPECIAL[0]), "vision_end_token_id": ids(SPECIAL[1]),
-        "image_token_id": ids(SPECIAL[2]), "video_token_id": ids(SPECIAL[3]),
-    }  # fmt: skip
-    config = hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
+    edge = {"longest_edge": SIDE}
+    pixels = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    processor = hf.Idefics3Processor(pixels, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    layers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"model_type": "llama", "vocab_size": len(tokenizer), "head_dim": 32, "num_key_value_heads": 1}
     torch.manual_seed(seed)
-    model = hf.Qwen2_5_VLForConditionalGeneration(config)
-    images = hf.Qwen2VLImageProcessor(patch_size=14, size={"shortest_edge": SIDE**2, "longest_edge": SIDE**2})
-    processor = hf.Qwen2_5_VLProcessor(images, tokenizer, hf.Qwen2VLVideoProcessor(), tokenizer.chat_template)
+    model = hf.Idefics3ForConditionalGeneration(
+        hf.Idefics3Config(
+            text_config={**layers, **text, **ends, "max_position_embeddings": 128, "tie_word_embeddings": False},
+            vision_config={**layers, "image_size": SIDE, "patch_size": SIDE // 4},
+            scale_factor=2,
+            image_token_id=tokenizer.convert_tokens_to_ids(SPECIAL[0]),
+            tie_word_embeddings=False,
+            **ends,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(3.0)  # the usual 0.02 is meant for wider models, and learns slowly in this one
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
 def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """Words between spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, "<end>", "<pad>"])}
-    bare = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<end>", pad_token="<pad>")
-    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    words = ["<unk>", "<end>", "<pad>", "<user>", "<assistant>", *QUESTION.split(), *COLOURS]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", pad_token="<pad>")
+    fast.add_special_tokens({"additional_special_tokens": [*SPECIAL, "<user>", "<assistant>"]})
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def main() -> None:
+    """Make the model folder and say in one line where it is."""
+    parser = argparse.ArgumentParser(prog="python -m colograd.tasks.colours", description=main.__doc__)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the model folder to make")
+    output = parser.parse_args().output
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, says what it looks for
+    process.quiet_logs(False)
+    make_model(output)
+    print(f"colours: {output} made (a random Idefics3 of two layers)")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m colograd.tasks.colours FOLDER")
-    make_model(sys.argv[1])
-    print(f"wrote {sys.argv[1]}")
+    main()

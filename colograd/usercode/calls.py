@@ -20,11 +20,8 @@ from typing import Any
 
 from .worker_process import COLOGRAD, line_and_traceback
 
-LIBRARIES = (
-    f"{os.sep}site-packages{os.sep}",
-    os.path.join(sysconfig.get_path("stdlib"), ""),
-    os.path.join(COLOGRAD, ""),
-)
+STDLIB = sysconfig.get_path("stdlib")
+LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
 GRACE = 10.0  # seconds for a stuck function to notice that it was interrupted
 
 
