@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..runtime import process
+
 ADAPTER = "adapter_config.json"
 
 
@@ -21,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint-N, or a run's output_dir for its newest one")
     parser.add_argument("folder", type=Path, help="where the model goes; it must not be there yet")
     options = parser.parse_args(argv)
+    process.quiet_logs(verbose=False)
     try:
         source = export(options.checkpoint, options.folder)
     except (OSError, ValueError) as error:
@@ -63,7 +66,9 @@ def _merge(source: Path, folder: Path) -> None:
     import torch
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging as hf_logging
 
+    hf_logging.disable_progress_bar()
     model: Any = AutoPeftModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     base = model.peft_config["default"].base_model_name_or_path
     merged = model.merge_and_unload().to(AutoConfig.from_pretrained(base).dtype)
