@@ -119,7 +119,7 @@ docs: $(STAMP) ## Write the generated pages of docs/
 
 site: $(SITE_VENV)/.installed ## Build the docs site into site/ (needs no .venv)
 	NO_MKDOCS_2_WARNING=1 "$(SITE_VENV)/bin/python" -m mkdocs build --quiet
-	@echo "site: open site/index.html"
+	@echo "site: open site/index.html (for search: python3 -m http.server -d site)"
 
 $(SITE_VENV)/.installed: requirements/site.txt
 	"$(PYTHON)" -m venv --clear "$(SITE_VENV)"

@@ -35,17 +35,40 @@ class FinishReason(enum.StrEnum):
     """The trainer no longer needed it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Images:
+    """The images of a prompt, as the processor made them, once: its completions share this object.
+
+    Equal where the pictures are, by their digest; processors are a run's.
+
+        Images("5f...", engine_ids=(11, 90, 13), pictures=(...), inputs={"pixel_values": ...}, places=(1, 2))
+    """
+
+    digest: str  # of the pictures' sizes and bytes
+    engine_ids: tuple[int, ...]  # the prompt with one placeholder per picture, which the engine fills itself
+    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders; dropped where only the trainer
+    inputs: Mapping[str, torch.Tensor]  # reads them. What the model's forward takes beside ids, on the host
+    places: tuple[int, ...]  # in the prompt, of the tokens whose embeddings the pictures' features replace
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Images) and (self.digest, self.engine_ids) == (other.digest, other.engine_ids)
+
+    def __hash__(self) -> int:
+        return hash((self.digest, self.engine_ids))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """All that the model reads before it writes. Tokens now; images will be a further field.
+    """All that the model reads before it writes: tokens, and the images among them.
 
     Completions share a prompt in a packed row exactly where their inputs are equal, so all fields must be hashable and
-    comparable (of an image a digest beside its pixels, say).
+    comparable.
 
         ModelInput(ids=(11, 12, 13))
     """
 
-    ids: tuple[int, ...]  # [P]
+    ids: tuple[int, ...]  # [P], with as many tokens for a picture as the model has features of it
+    images: Images | None = None
 
     def __len__(self) -> int:
         """P: the tokens."""
@@ -53,12 +76,16 @@ class ModelInput:
 
     def followed_by(self, ids: Sequence[int]) -> ModelInput:
         """The input of a further turn: all of this one, and what was written behind it."""
-        return dataclasses.replace(self, ids=(*self.ids, *ids))
+        images = self.images
+        if images is not None:
+            images = dataclasses.replace(images, engine_ids=(*images.engine_ids, *ids))
+        return ModelInput((*self.ids, *ids), images)
 
     @property
     def key(self) -> str:
         """A digest of all that is read: the same in every process, and in each epoch of a run."""
-        return hashlib.blake2b(array("q", self.ids).tobytes(), digest_size=8).hexdigest()
+        seen = b"" if self.images is None else self.images.digest.encode()
+        return hashlib.blake2b(array("q", self.ids).tobytes() + seen, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +127,21 @@ class Prompt(_Asked):
     position: int
 
 
+UNTOLD = -1  # in the place of an expert: the engine didn't tell which it was
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """Which experts the engine's routers chose for a rollout's tokens: K in each of L layers that have some. The last
+    token's aren't known: it was never read.
+
+    In int8 (int16 of more than 128 experts), so L * K bytes per token, and once for all that answer a prompt.
+    """
+
+    prompt: torch.Tensor  # [P, L, K], of a group's rollouts one tensor
+    completion: torch.Tensor  # [C, L, K]
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout(_Asked):
     """One completion, with what the sampler knew of it.
@@ -119,6 +161,7 @@ class Rollout(_Asked):
     policy_version: int  # the optimizer step whose weights sampled it
     messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
     columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
+    experts: Experts | None = None  # with `router_replay`
 
     def __post_init__(self) -> None:
         _Asked.__post_init__(self)
@@ -171,10 +214,22 @@ class ScoredGroup:
 
     def for_training(self) -> ScoredGroup:
         """The group without what only rewards and logs read, to be sent to another rank."""
-        rollouts = tuple(dataclasses.replace(rollout, messages=(), columns={}) for rollout in self.group.rollouts)
+        seen: dict[ModelInput, ModelInput] = {}  # one object for the completions of one prompt, also where they arrive
+        rollouts = tuple(
+            dataclasses.replace(rollout, messages=(), columns={}, input=seen.setdefault(rollout.input, _bare(rollout)))
+            for rollout in self.group.rollouts
+        )
         group = dataclasses.replace(self.group, example={}, rollouts=rollouts)
         # Clones, because a view of a larger tensor is sent with all of it.
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
+
+
+def _bare(rollout: Rollout) -> ModelInput:
+    """Its input without the pictures, of which the pixels are left."""
+    asked = rollout.input
+    if asked.images is None:
+        return asked
+    return dataclasses.replace(asked, images=dataclasses.replace(asked.images, pictures=()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +322,19 @@ class PackedRow:
         """The completions in this row, in its order."""
         return tuple(identity for part in self.parts for identity in part.ids)
 
+    def experts(self) -> torch.Tensor | None:
+        """(T, L, K) of the row's tokens, `UNTOLD` where the engine told none; None: it told none of all."""
+        told = [r.experts for part in self.parts for r in part.rollouts if r.experts is not None]
+        if not told:
+            return None
+        pieces = []
+        for part in self.parts:
+            first = part.rollouts[0]
+            pieces.append((len(first.input), first.experts and first.experts.prompt))
+            pieces += [(len(r.completion_ids), r.experts and r.experts.completion) for r in part.rollouts]
+        shape = told[0].prompt.shape[1:]
+        return torch.cat([told[0].prompt.new_full((n, *shape), UNTOLD) if of is None else of for n, of in pieces])
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -295,6 +363,8 @@ class MicroBatch:
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
     step_entropy: StepEntropy = StepEntropy()
     in_loss: bool = True  # whether any token counts in the loss: known without asking the device
+    experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
+    images: Mapping[int, Images] | None = None  # by the segment of their prompt; None: the row has none
 
     @property
     def num_sequences(self) -> int:

@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__, "Every flag is described in docs/configuration.md.", sep="\n")
         return 0
+    if "--verbose" not in argv:
+        process.tell_briefly()
     trainer = start(argv)
     if trainer is None:
         return 2

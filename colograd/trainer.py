@@ -24,7 +24,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, ScoredGroup, StepBatch, StepEntropy
@@ -45,10 +45,12 @@ from .parallel.layout import Place, check_engines, check_places
 from .parallel.ranks import gather, together
 from .policy.layers import check_compiled
 from .policy.liger import check_liger
-from .policy.loading import load_policy
+from .policy.loading import load_policy, proven_with_images
 from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.packing import lay_out
+from .policy.quantized import take_quantization
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
+from .policy.replay import replay_figures
 from .policy.routing import num_experts
 from .policy.row_proof import choose_rows_where_it_trains
 from .policy.supported import check_supported
@@ -69,6 +71,7 @@ from .training.assembly import (
     choose_kernels,
     rollout_source,
     settle_by_memory,
+    with_images,
 )
 from .training.closing import closes_if_it_fails
 from .training.evaluating import EvaluatingTrainer
@@ -77,6 +80,7 @@ from .training.loss_pass import loss_pass
 from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
+    check_rewards,
     eval_prompts_of,
     loader_of,
     prepared_config,
@@ -102,7 +106,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``. So does None,
             which is enough where an environment makes all prompts.
         eval_dataset: likewise, or a dict of them (such as a DatasetDict); for `evaluate`.
-        processing_class: the tokenizer; default: the model's.
+        processing_class: the tokenizer, or a vision-language model's processor; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
         callbacks: as in `transformers.Trainer`.
         optimizers: likewise: an optimizer and a schedule.
@@ -110,7 +114,8 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
         environment_factory: makes environments, whose methods are tools; or several by name.
-        quantization_config: refused in this version.
+        quantization_config: how the model is quantised when it is loaded, below an adapter: a
+            `transformers.BitsAndBytesConfig`.
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -126,7 +131,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: Any = None,
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
@@ -144,8 +149,9 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         with together("the start"):
             check_places(places)
             check_engines(args.layout, places)
-            args.check_for_trainer(quantization_config=quantization_config)
-            check_supported(model, args)
+            args.check_for_trainer()
+            take_quantization(args, model, quantization_config)
+            check_supported(model, args, peft_config, tools=bool(tools) or environment_factory is not None)
             self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)
@@ -154,7 +160,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             self.toolbox = toolbox_of(args, tools, environment_factory)
             if self.toolbox is not None:
                 self.closing.callback(self.toolbox.close)
-            rollout_func = rollout_func_of(rollout_func, self.toolbox)
+            rollout_func = rollout_func_of(rollout_func, self.toolbox, args)
             functions = with_models(reward_funcs, reward_processing_classes, args)
             self.rewards: list[RewardFunction] = rewards_of(functions, args, self.toolbox)
             self.scorer = Scorer(
@@ -171,13 +177,18 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             form = tool_format_of(self.toolbox, self.policy, args)
             self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.toolbox)
             self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.toolbox)
+            self._seen = [found] if (found := with_images([self.train_prompts])) is not None else []
+            self.policy = proven_with_images(self.policy, self._seen)
+            own = type(self).generate, type(self).score  # a user's give rewards further columns, or ask none of them
+            if rollout_func is None and own == (GRPOTrainer.generate, GRPOTrainer.score):
+                check_rewards(self.rewards, self.train_prompts, self.toolbox)
         super().__init__(
             model=self.policy.model,
             args=args,
             data_collator=list,
             train_dataset=self.train_prompts,
             eval_dataset=self.eval_prompts,
-            processing_class=self.policy.tokenizer,
+            processing_class=self.policy.processor or self.policy.tokenizer,
             callbacks=[*(callbacks or []), self.entropy],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
@@ -244,7 +255,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         collective."""
         reference = None if self.reference is None else self.reference.model
         with self.compute_loss_context_manager():
-            why = choose_rows_where_it_trains(self.model, self.args.device, reference)
+            why = choose_rows_where_it_trains(self.model, self.args.device, reference, self._seen)
         check_compiled(self.args, why)
         if why != self.policy.why_padded:
             self.policy = dataclasses.replace(self.policy, why_padded=why)
@@ -300,7 +311,10 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         else:
             logprobs, entropy = policy_logprobs(model, micro_batch, temperature, entropy_gradient)
         self.run_record.keep(micro_batch, logprobs)
-        return self.loss(logprobs, entropy, micro_batch, routing)
+        output = self.loss(logprobs, entropy, micro_batch, routing)
+        if self.args.router_replay:
+            output = dataclasses.replace(output, sums={**output.sums, **replay_figures(model, micro_batch)})
+        return output
 
     # -- what stages are made of
 
@@ -311,7 +325,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
     def decode(self, group: Group) -> list[str]:
         """The completions' texts, for rewards and logs."""
         ids = [list(rollout.completion_ids) for rollout in group.rollouts]
-        return self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        return self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def _stages(self) -> Stages:
         """The stages from prompts to scored groups, as training and `evaluate` take them."""
@@ -326,7 +340,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         return self._submit(groups)
 
     def _submit(self, groups: Sequence[Group]) -> Scoring:
-        read = [with_messages(group, self.processing_class) for group in groups]
+        read = [with_messages(group, self.policy.tokenizer) for group in groups]
         texts = [self.decode(group) for group in groups]
         if self.completion_log is not None:
             self.completion_log.keep(groups, texts)

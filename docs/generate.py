@@ -1,5 +1,5 @@
 """Writes the generated pages: docs/configuration.md from the configuration's own help, docs/trl.md from TRL's fields,
-docs/alarms.md from the advisor's rules.
+docs/alarms.md from the advisor's rules, the tables of docs/models.md from what tests wrote into docs/models.json.
 
     python docs/generate.py            (make docs)
     python docs/generate.py --check    exit status 1 if a page isn't what would be written
@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,9 @@ METRIC_NOTES = {
     "aux_loss": "Of micro-batches, by their tokens; also where its coefficient is 0",
     "step_time": "The whole step; `time/*` are its phases",
 }
+
+# Around the tables of docs/models.md.
+FAMILIES = ("<!-- families: written by docs/generate.py -->", "<!-- end of families -->")
 
 ALARMS = f"""# Alarms
 
@@ -179,7 +183,8 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   as `max_completion_length` says) may stay where they ask for what is done anyway.
 
 LoRA is asked for as in TRL (`use_peft` and `lora_*` in a recipe, `peft_config=LoraConfig(...)`, a `PeftModel` or an
-adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. [lora.md](lora.md).
+adapter's folder as the model). The adapter alone goes to vLLM; nothing is merged into the base. Quantised bases (QLoRA)
+are asked for as in TRL too; the adapter on them stays in float32. [lora.md](lora.md).
 
 An `IterableDataset` is read while training, as in TRL: shuffled in a buffer, every rank reads all of it, `max_steps` is
 needed. Each rank reads it in its own process: `accelerator_config` (`dispatch_batches`, `split_batches`) and
@@ -198,8 +203,8 @@ information. TRL's deprecation warnings have no counterpart: old names are read,
 other lengths); `torch_compile_mode` takes modes without CUDA graphs. `use_liger_kernel` means the kernels of layers, as
 in TRL 1.16; Liger's losses are an error ([performance.md](performance.md#compiled-layers-and-ligers-kernels)).
 
-`fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size`, `parallelism_config`, images and
-quantised bases aren't available in this version: each is an error at start that says so. So are datasets with a
+`fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size` and `parallelism_config` aren't available in this version:
+each is an error at start that says so. So are datasets with a
 transform (`with_transform`): apply it with `map`. `deepspeed` means the way of sharding that does the same
 ([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
 
@@ -452,6 +457,42 @@ def alarms() -> str:
     return "\n\n".join([NOTICE, ALARMS, table(("Rule", "Raised when", "Why", "What to change", "Source"), rows)]) + "\n"
 
 
+def models() -> str:
+    """The page of model families, with fresh tables."""
+    page = (DOCS / "models.md").read_text(encoding="utf-8")
+    before, _, rest = page.partition(FAMILIES[0])
+    _, _, after = rest.partition(FAMILIES[1])
+    record = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))
+    tables = "\n\n".join((families_table(record), tests_table(record)))
+    return f"{before}{FAMILIES[0]}\n\n{tables}\n\n{FAMILIES[1]}{after}"
+
+
+def families_table(record: dict[str, Any]) -> str:
+    """A row per family that was tried, a column per thing: what its tests say, or yes."""
+    columns, rows = record["columns"], []
+    for family, found in record["tried"].items():
+        cells = [found.get(column, {}) for column in columns]
+        said = [
+            "; ".join(sorted({text for text in cell.values() if text})) or ("yes" if cell else "") for cell in cells
+        ]
+        rows.append((record["families"][family], *said))
+    return table(("Family", *columns.values()), rows)
+
+
+def tests_table(record: dict[str, Any]) -> str:
+    """A row per test, with the families and columns that it stands for."""
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for family, columns in record["tried"].items():
+        for column, tests in columns.items():
+            for test in tests:
+                of_test = found.setdefault(test, ({}, {}))
+                of_test[0][record["families"][family]] = of_test[1][record["columns"][column]] = None
+    rows = [
+        (code(test), ", ".join(families), ", ".join(columns)) for test, (families, columns) in sorted(found.items())
+    ]
+    return table(("Test", "Families", "Columns"), rows)
+
+
 def source_name(url: str) -> str:
     """What a link to a source is called."""
     paper = re.fullmatch(r"https://arxiv.org/abs/(.+)", url)
@@ -461,6 +502,7 @@ def source_name(url: str) -> str:
 def pages() -> Iterator[tuple[Path, str]]:
     yield DOCS / "alarms.md", alarms()
     yield DOCS / "configuration.md", configuration()
+    yield DOCS / "models.md", models()
     yield DOCS / "trl.md", moving()
 
 

@@ -14,6 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py, for the tests and the scripts they start
 
+from families import pytest_addoption, pytest_runtest_makereport, pytest_sessionfinish, tried  # noqa: F401
+
 from colograd.runtime import process
 
 process.quiet_logs(verbose=False)

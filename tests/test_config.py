@@ -318,12 +318,14 @@ DIFFERENT_DEFAULTS = {
 }
 NEW = {
     "chat_template_path",
+    "freeze_vision_tower",
     "tool_workers",
     "tool_timeout",
     "prompts_per_step",
     "max_prompt_tokens",
     "offload_optimizer",
     "offload_reference",
+    "router_replay",
     "overlong_prompts",
     "temperature_eval",
     "max_completion_length_eval",

@@ -245,7 +245,7 @@ def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
         ([IterableDataset.from_generator(lambda: iter([{"question": "a"}]))], "no column 'prompt'; it has 'question'"),
         ([3], "it must be a datasets.Dataset"),
         ([Dataset.from_dict({"prompt": ["a"]}).with_transform(lambda rows: rows)], "has a transform .* with map"),
-        ([{"prompt": "a", "image": "a.png"}], "has the column 'image', but this version trains on text alone"),
+        ([{"prompt": "a", "image": "a.png"}], "has the column 'image', but the model reads text alone"),
         (
             [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
             "row 0: the prompt has a part of type 'image'",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from families import read
 from transformers import TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,12 +35,40 @@ def test_the_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.Capt
 def test_a_stale_page_is_noticed_and_left_alone(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("models.md", "models.json"):
+        shutil.copy(ROOT / "docs" / name, tmp_path)
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     (tmp_path / "trl.md").write_text("old\n")
     assert generate.main(["--check"]) == 1
     assert "configuration.md, trl.md" in capsys.readouterr().out
     assert (tmp_path / "trl.md").read_text() == "old\n" and not (tmp_path / "configuration.md").exists()
     assert generate.main([]) == 0 and generate.main(["--check"]) == 0
+
+
+def test_every_cell_of_the_families_table_has_a_test_that_tells_it() -> None:
+    record = read()
+    for family, columns in record["tried"].items():
+        assert family in record["families"] and set(columns) <= set(record["columns"])
+        for column, tests in columns.items():
+            for test in tests:
+                told = told_by(*test.split("::"))
+                assert told, f"{test} is gone: rename it in docs/models.json, or run its successor with --families"
+                assert column in told, f"{test} tells of {', '.join(sorted(told))}: not of {column}"
+
+
+@functools.cache
+def told_by(path: str, name: str) -> set[str]:
+    """The columns in a test's calls of ``tried``."""
+    found = [n for n in tree_of(path).body if isinstance(n, ast.FunctionDef) and n.name == name]
+    calls = [n for test in found for n in ast.walk(test) if getattr(getattr(n, "func", None), "id", "") == "tried"]
+    named = {keyword.arg for call in calls for keyword in call.keywords}
+    parts = [part for call in calls for place in call.args[1:] for part in ast.walk(place)]
+    return named | {part.value for part in parts if isinstance(part, ast.Constant)}
+
+
+@functools.cache
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
 
 
 def test_a_field_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

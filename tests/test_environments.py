@@ -182,6 +182,25 @@ def test_a_call_that_fails_for_want_of_the_main_thread_is_not_repeated_and_a_war
     assert calls == ["colograd-tool"] * 2 and box.take_counts()["tools/failures"] == 2
 
 
+def test_where_a_tool_of_the_user_raised_is_said_once() -> None:
+    def stock(item: str) -> str:
+        """Looks up.
+
+        Args:
+            item: such as red lamp
+        """
+        return {"red lamp": "1"}[item]
+
+    box, asked = Toolbox([stock]), ToolCall("stock", {"item": "sofa"})
+    place = rf"tests/test_environments\.py:{stock.__code__.co_firstlineno + 6}"
+    with pytest.warns(UserWarning, match=rf"tool 'stock' raised KeyError: 'sofa' \({place}\)\. The model is told so"):
+        told = answers(box, asked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert answers(box, asked) == told, "said once"
+        answers(Toolbox([tool_cases.add]), ToolCall("add", {"c": 1}))  # the model's mistake, not the tool's
+
+
 def test_a_call_in_the_main_thread_that_nobody_asks_for_never_runs() -> None:
     box = Toolbox([tool_cases.fails, here], main_thread=["here"])
     begun = box.call(box.open({})[0], [call("here")])

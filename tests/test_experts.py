@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeC
 
 from colograd import GRPOTrainer
 from colograd.engine import building
+from colograd.policy.packed import packed_weights
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
 from colograd.weights import proof
@@ -70,7 +71,7 @@ def train_and_compare(trainer: GRPOTrainer) -> list[int]:
 @pytest.mark.engine
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(further, marks=pytest.mark.slow) for further in FURTHER)])
 def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
-    family: str, models, tmp_path: Path, closing
+    family: str, models, tmp_path: Path, closing, tried
 ) -> None:
     trainer = closing(build(models[family], tmp_path))
     assert isinstance(trainer.weights, SharedWeights)
@@ -96,10 +97,14 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     torch.testing.assert_close(theirs, logprobs, rtol=0, atol=1e-4)
     plain = plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path)  # whose experts are in its own kernel
     torch.testing.assert_close(plain, logprobs, rtol=0, atol=1e-4)
+    tried(family, "shared", "saved")
+    if apart:
+        tried(family, copied="experts, which are transposed")
+    tried(family, "padded" if trainer.policy.why_padded else "packed")
 
 
 @pytest.mark.engine
-def test_an_adapter_on_experts_is_merged_on_its_way(models, tmp_path: Path, closing) -> None:
+def test_an_adapter_on_experts_is_merged_on_its_way(models, tmp_path: Path, closing, tried) -> None:
     """And trains: peft's own merge of what was saved is what the engine samples from."""
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=ON_EXPERTS, task_type="CAUSAL_LM")
     trainer = closing(build(models["mixtral"], tmp_path, adapter, gradient_checkpointing=True, learning_rate=1e-2))
@@ -116,22 +121,41 @@ def test_an_adapter_on_experts_is_merged_on_its_way(models, tmp_path: Path, clos
             merged.get_parameter(f"model.layers.1.mlp.experts.{theirs}"), found, rtol=0, atol=1e-6
         )
         assert not torch.equal(base.get_parameter(f"model.layers.1.mlp.experts.{theirs}"), found)
+    tried("mixtral", lora_merged="on experts too")
 
 
 @pytest.mark.engine
 def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_reference(
-    models, tmp_path: Path, closing
+    models, tmp_path: Path, closing, tried
 ) -> None:
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = closing(build(models["qwen3_moe"], tmp_path, adapter, beta=0.1))
     assert "on a CPU vLLM has no experts beside a LoRA" in trainer.weights.describe()
     train_and_compare(trainer)
     assert [step["kl"] > 0 for step in steps(trainer)] == [False, True, True]
+    tried("qwen3_moe", lora_merged="on a CPU")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
+    family: str, models, tmp_path: Path, closing, tried
+) -> None:
+    """Its linear layers are quantised, its experts aren't."""
+    pytest.importorskip("bitsandbytes")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    asked = {"dtype": "float32", "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+    trainer = closing(build(models[family], tmp_path, adapter, model_init_kwargs=asked))
+    assert not any(".experts." in name for name in packed_weights(trainer.model))
+    assert packed_weights(trainer.model) and isinstance(trainer.weights, MergedWeights)
+    train_and_compare(trainer)
+    tried(family, qlora="all but the experts")
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Path) -> None:
+def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Path, tried) -> None:
     found = []
     for resumes in (False, True):
         trainer = build(models[family], tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
@@ -141,6 +165,7 @@ def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Pa
         finally:
             trainer.close()
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+    tried(family, "resumed")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,10 +192,11 @@ def test_a_dense_model_is_loaded_as_ever(tiny_model: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("sharding", ["none", "gradients", "fsdp"])
 def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
-    sharding: str, models, tmp_path: Path, two_whole
+    sharding: str, models, tmp_path: Path, two_whole, tried
 ) -> None:
     last = two_whole if sharding == "none" else on_two_ranks(models["qwen3_moe"], tmp_path, sharding)
     assert last[0] == last[1] == two_whole[0]
+    tried("qwen3_moe", two_ranks="each way of sharding")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from colograd import GRPOTrainer
-from colograd.rollout.journal import ASIDE, FOLDER, JournalError
+from colograd.rollout.journal import ASIDE, FOLDER, Journal, JournalError
 from colograd.rollout.record_file import RecordFile
 
 pytestmark = pytest.mark.engine
@@ -120,6 +120,18 @@ def test_another_recipe_s_journal_is_an_error(whole, tiny_model, tmp_path, chang
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
     with pytest.raises(JournalError, match=said):
         train(tiny_model, tmp_path, resume="auto", **changes)
+
+
+def test_a_start_that_failed_before_its_first_group_binds_nobody(tmp_path) -> None:
+    failed = Journal(tmp_path, 0, {"num_generations": 8})
+    failed.begin(0, "weights")
+    failed.close()
+    again = Journal(tmp_path, 0, {"num_generations": 4})
+    again.check_settings(0)
+    again.begin(0, "weights")
+    assert not again.has_groups(0)
+    again.close()
+    assert again.recorded_settings() == {"num_generations": 4} and not again.problem
 
 
 def test_other_weights_and_other_data_are_errors(whole, tiny_model, tiny_qwen, tmp_path) -> None:

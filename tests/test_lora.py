@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lora_cases
 import peft
 import pytest
 import tiny
@@ -16,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from colograd.config import ModelConfig, parse_arguments
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import load_policy
-from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import pack, sequences
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -27,44 +26,21 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def adapted(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A PeftModel whose adapter does something: B is zero at first."""
     model = lora.wrap(load(folder, dtype), peft.LoraConfig(**({"r": 4, "target_modules": "all-linear"} | changes)), 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in lora.adapted_layers(model):
-            layer.lora_b.copy_(torch.randn(layer.lora_b.shape, generator=generator) * 0.3)
-            if layer.magnitude is not None:
-                layer.magnitude.mul_(1.0 + 0.1 * torch.rand(layer.magnitude.shape, generator=generator))
-    return model
-
-
-def gradients(model: Any, share_prompts: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Log-probabilities of the samples in their order, and the adapter's gradients of their sum."""
-    model.zero_grad()
-    rows = pack(row_proof._samples(lora.unwrap(model)), 1000, False, torch.device("cpu"), share_prompts=share_prompts)
-    found = [policy_logprobs(model, row, 1.0)[0] for row in rows]
-    torch.cat(found).sum().backward()
-    values = {
-        part.rollout: of_row.detach()[part.place]
-        for row, of_row in zip(rows, found, strict=True)
-        for part in sequences(row)
-    }
-    in_order = sorted(values, key=lambda identity: (identity.position, identity.index))
-    return torch.cat([values[identity] for identity in in_order]), [
-        p.grad.clone() for p in model.parameters() if p.requires_grad
-    ]
+    return lora_cases.doing_something(model)
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_packed_rows_of_an_adapted_model_equal_padded_ones(tiny_model, changes) -> None:
     model = adapted(tiny_model, **changes)
-    plain = gradients(load(tiny_model), True)[0]
+    plain = lora_cases.gradients(load(tiny_model), True)[0]
     assert row_proof.choose_rows(model) == ""
-    packed = gradients(model, share_prompts=True)
+    packed = lora_cases.gradients(model, share_prompts=True)
     assert (packed[0] - plain).abs().mean() > 0.05, "the adapter does something"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    recomputed = gradients(model.train(), share_prompts=True)
+    recomputed = lora_cases.gradients(model.train(), share_prompts=True)
     model.gradient_checkpointing_disable()
     model.set_attn_implementation("sdpa")
-    padded = gradients(model, share_prompts=False)
+    padded = lora_cases.gradients(model, share_prompts=False)
     for other in (recomputed, padded):
         torch.testing.assert_close(packed[0], other[0], rtol=0, atol=2e-5)
         for ours, theirs in zip(packed[1], other[1], strict=True):
@@ -84,7 +60,7 @@ def test_reentrant_checkpoints_give_the_same_gradients(tiny_model, tmp_path) -> 
         )
         model = load_policy(adapted(tiny_model), None, args).model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
-        found.append(gradients(model, share_prompts=True)[1])
+        found.append(lora_cases.gradients(model, share_prompts=True)[1])
     assert all(ours.any() for ours in found[0])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -118,7 +94,7 @@ def test_a_head_that_is_trained_whole_is_the_one_that_logits_come_from(tiny_qwen
     with torch.no_grad():
         copied.mul_(0.5)
     assert row_proof.choose_rows(model) == "", "proved against the model's own logits"
-    gradients(model, share_prompts=True)
+    lora_cases.gradients(model, share_prompts=True)
     assert copied.grad is not None and copied.grad.any()
 
 
@@ -259,7 +235,6 @@ def test_the_recipes_fields_make_peft_s_configuration(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"load_in_4bit": True}, r"load_in_4bit: true isn't available.*other weights.*use_peft: true"),
         ({"use_peft": True, "lora_r": 0}, r"lora_r is 0.*at least 1"),
         ({"use_peft": True, "lora_dropout": 1.0}, r"lora_dropout is 1.0.*\[0, 1\)"),
         ({"use_peft": True, "lora_task_type": "SEQ_CLS"}, r"'SEQ_CLS'.*CAUSAL_LM"),

@@ -142,7 +142,7 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
             "vllm_tensor_parallel_size is 8, but must divide the model's num_attention_heads, which is 28",
         ),
         (["--completion", "9000"], "--completion is 9000, but must leave room for a prompt in --context (8192)"),
-        (["--model", "./no/such/folder"], "'./no/such/folder' has no configuration of a causal language model"),
+        (["--model", "./no/such/folder"], "The model './no/such/folder' is neither a folder with a model nor"),
     ],
 )
 def test_bad_input_is_one_line(qwen: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from colograd.parallel.ranks import RankError
 from colograd.runtime import process
 from colograd.runtime.process import RANK_VARIABLES, prepare_ranks, prepare_threads
 
@@ -28,6 +29,18 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     machine = SimpleNamespace(environ=variables, getpid=os.getpid, sched_getaffinity=lambda pid: set(range(8)))
     monkeypatch.setattr(process, "os", machine)
     return variables
+
+
+def test_an_error_that_says_all_is_told_without_frames(monkeypatch, capsys) -> None:
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
+    process.tell_briefly()
+    sys.excepthook(RankError, RankError("Rank 1 failed"), None)
+    said = capsys.readouterr().err
+    assert said.startswith("colograd: error: Rank 1 failed\n(--verbose") and "Traceback" not in said and not told
+    other = ValueError("of ours")
+    sys.excepthook(ValueError, other, None)
+    assert told == [(ValueError, other, None)]
 
 
 def test_the_collector_rests_while_completions_are_sampled_and_is_left_as_it_was() -> None:

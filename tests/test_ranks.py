@@ -69,9 +69,10 @@ def test_every_publish_leaves_each_engine_with_its_policys_weights(two) -> None:
         assert all(step["differing"] == [] for step in rank["seen"])
 
 
-def test_ranks_hold_identical_weights_after_each_step(two) -> None:
+def test_ranks_hold_identical_weights_after_each_step(two, tried) -> None:
     first, second = ([step["weights"] for step in rank["seen"]] for rank in two)
     assert first == second and len(set(first[:4])) == 4
+    tried("llama", "two_ranks")
 
 
 def test_ranks_hold_identical_references_that_follow_every_second_step(two) -> None:
@@ -134,7 +135,9 @@ def test_a_policy_in_rows_is_published_whole_and_trained_to_the_same_bits(two, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tmp_path, dtype) -> None:
+def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tmp_path, dtype, tried) -> None:
+    tried("qwen2", "two_ranks")
+
     def final(folder: str, steps: int, sharding: str) -> bytes:
         arguments = (tiny_qwen, tmp_path / folder, tmp_path / folder, dtype, steps, sharding)
         done = start(2, *map(str, arguments), script=SCRIPT.with_name("resumed_ranks.py"))

@@ -120,6 +120,12 @@ def test_the_mark_of_a_solved_group_is_between_the_means_where_no_group_passes(t
     assert groups["mark"] == -2 and groups["solved"] == [1] and groups["unsolved"] == [1]
 
 
+def test_the_least_and_the_greatest_reward_of_each_function_are_read(tmp_path: Path) -> None:
+    spread = {"kind": "spread", "step": 1, "functions": {"right": [0, 1], "wrong": "x", "short": [1], "odd": [None, 2]}}
+    append(tmp_path, "events.jsonl", spread)
+    assert read(tmp_path).spreads == {1: {"functions": {"right": [0, 1]}}}
+
+
 def test_half_of_an_amount() -> None:
     assert [_half(x) for x in ([], [0.0], [1.0], [5, 1, 1], [1, 1, 1, 1])] == [0, 0, 1, 1, 2]
 

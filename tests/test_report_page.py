@@ -12,9 +12,11 @@ import browser
 import pytest
 from made_up_run import WRONG, WRONG_SAMPLES, MadeUp
 
+import colograd.report
 from colograd.report import write_report
 from colograd.report.serving import Server
 
+ASSETS = Path(colograd.report.__file__).parent / "assets"
 VIEWS = ("overview", "time", "completions", "groups", "advisor", "settings")
 
 pytestmark = [
@@ -105,6 +107,26 @@ def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) 
     page.click("[aria-label='Next step']")
     page.wait(f"document.querySelector('#main').innerText.includes('Step {int(step[5:]) + 1}: 16 completions')")
     assert page.run("location.hash").endswith(f"step={int(step[5:]) + 1}")
+
+
+def test_a_band_stays_where_rewards_were(page: browser.Browser, one: str) -> None:
+    """The functions themselves: a canvas doesn't tell what is drawn on it."""
+    page.open(one)
+    source = (ASSETS / "overview.js").read_text().split("const range")[0]
+    columns = {"reward": [0.25, 0.5], "reward_std": [0.4, 0.3], "rewards/right/mean": [0.9], "rewards/right/std": [0.3]}
+    seen = {"rewards": {"edges": [0, 0.5, 1], "counts": [3, 1]}, "functions": {"right": [0, 1]}}
+    run = {"columns": columns, "spreads": {"1": seen}}
+
+    def fill(name: str, run: Any) -> list[list[float]]:
+        asked = f"band({json.dumps(name)})({json.dumps(run)}).fill"
+        isolated = f"{source}; const isNumber = Number.isFinite; return {asked};"
+        return [[round(value, 6) for value in edge] for edge in page.run(f"(() => {{ {isolated} }})()")]
+
+    assert fill("reward", run) == [[0, 0.2], [0.65, 0.8]], "not below 0, and not stretched to 1"
+    assert fill("rewards/right/mean", run) == [[0.6], [1]]
+    alone = {"rewards": {"edges": [0.5, 1.5], "counts": [9]}}  # of rewards that are all 1
+    assert fill("reward", run | {"spreads": {"1": alone}}) == [[0.25, 0.5], [0.65, 0.8]]
+    assert fill("reward", run | {"spreads": {}}) == [[-0.15, 0.2], [0.65, 0.8]], "of an old run nobody knows"
 
 
 def test_smoothing_draws_the_raw_values_behind(page: browser.Browser, one: str) -> None:

@@ -29,6 +29,7 @@ from colograd.rewards import (
     think_format_reward,
     weighted_sum,
 )
+from colograd.rewards.calling import check_columns_for
 from colograd.rewards.functions import is_async
 from colograd.rollout.rounds import DrawnStep, unjudged
 from colograd.rollout.tool_format import with_messages
@@ -211,7 +212,7 @@ def test_a_missing_column_is_named() -> None:
     def needy(completions: list[str], gold: list[str], **kwargs: Any) -> list[float]:
         return []
 
-    with pytest.raises(RewardError, match=r"'needy', prompt 17: it needs 'gold', but .* 'prompt', 'answer'"):
+    with pytest.raises(RewardError, match=r"'needy', prompt 17: it needs 'gold' .*, but .* 'prompt', 'answer'"):
         score(needy, answer="4")
 
 
@@ -294,6 +295,19 @@ def test_an_async_callable_object_counts_as_async() -> None:
     assert is_async(AsyncJudge()) and is_async(functools.partial(async_raising)) and not is_async(raising)
 
 
+def test_columns_that_a_function_needs_are_looked_for_before_it_is_called() -> None:
+    def needy(completions: list[str], answr: list[str], log_extra: Any, given: int = 1, **kwargs: Any) -> list[float]:
+        return []
+
+    place = rf"tests/test_rewards\.py:{needy.__code__.co_firstlineno}"
+    said = (
+        rf"'needy': it needs 'answr' \({place}\), but the dataset has .* 'prompt', 'answer': .* Did you mean 'answer'\?"
+    )
+    with pytest.raises(ValueError, match=said):
+        check_columns_for(wrap(slow_one, needy), ["prompt", "answer"])
+    check_columns_for(wrap(slow_one, needy), ["prompt", "answr"])
+
+
 # -- check
 
 
@@ -311,7 +325,8 @@ def test_a_function_that_raises_is_named_with_its_traceback(function: Any) -> No
         score_group(wrap(slow_one, function), make_group(position=4), texts())
     message = str(caught.value)
     assert f"reward function {function.__name__!r}, prompt 4: it raised KeyError: 'no such test case'" in message
-    assert "Traceback" in message and "test_rewards.py" in message
+    assert "Traceback" in message and f"(tests/test_rewards.py:{function.__code__.co_firstlineno + 1})" in message
+    assert "must return one number per completion" in message and "Mend it, or set reward_on_error: abstain" in message
     assert "colograd/rewards/" not in message
 
 

@@ -21,16 +21,6 @@ def test_without_a_configuration_the_output_folder_has_the_model_s_name(tiny_mod
         assert prepared_config(None, given).output_dir == "tiny-llama-GRPO"
 
 
-@pytest.mark.parametrize("asked", [{"load_in_4bit": True}, {"quantization_config": {"load_in_8bit": True}}])
-def test_a_quantised_policy_is_refused(tiny_model, tmp_path, asked) -> None:
-    with pytest.raises(ValueError, match=f"model_init_kwargs has '?{next(iter(asked))}'?, but quantised policies"):
-        load_policy(tiny_model, None, tiny.config(tmp_path, model_init_kwargs=asked))
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.is_loaded_in_8bit = True  # as transformers marks it
-    with pytest.raises(ValueError, match=r"tiny-llama' is quantised, but quantised policies aren't available"):
-        load_policy(model, None, tiny.config(tmp_path, model_init_kwargs=None))
-
-
 def test_arguments_of_a_quantisation_that_nobody_asks_for_may_stay(tiny_model, tmp_path) -> None:
     """TRL's example scripts always give them, and the dtype by its old name."""
     asked = {"quantization_config": None, "device_map": None, "torch_dtype": "float32", "attn_implementation": None}

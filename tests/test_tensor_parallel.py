@@ -60,7 +60,7 @@ def check_alike(model: Path, folder: Path, engines: int, size: int, sharding: st
 
 
 @pytest.mark.engine
-def test_two_ranks_of_one_engine_train_as_one_rank_does(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_of_one_engine_train_as_one_rank_does(tiny_model: Path, tmp_path: Path, tried: Any) -> None:
     """One key head that both have, a tied head, a vocabulary that is filled up: 160 rows and 98."""
     ranks = check_alike(tiny_model, tmp_path, engines=1, size=2)
     assert ranks[0]["called"] > 0 == ranks[1]["called"] and ranks[1]["asked"] == [], "the leader asks and judges"
@@ -70,6 +70,7 @@ def test_two_ranks_of_one_engine_train_as_one_rank_does(tiny_model: Path, tmp_pa
     assert ranks[0]["engine"] < 0.65 * whole
     checkpoint = tmp_path / "run-2" / "checkpoint-3"
     assert [path.name for path in checkpoint.glob("lengths_*")] == ["lengths_0.json"]
+    tried("llama", "tensor_parallel")
 
 
 @pytest.mark.slow
@@ -84,10 +85,11 @@ def test_two_ranks_of_one_engine_train_as_one_rank_does(tiny_model: Path, tmp_pa
     ],
 )
 def test_other_shapes_and_engines_train_as_one_rank_does(
-    tmp_path: Path, engines: int, size: int, family: str, tied: bool, heads: int, keys: int, sharding: str
+    tmp_path: Path, engines: int, size: int, family: str, tied: bool, heads: int, keys: int, sharding: str, tried: Any
 ) -> None:
     model = tiny.make_model(tmp_path / "model", family, tied=tied, heads=heads, keys=keys)
     check_alike(model, tmp_path, engines, size, sharding)
+    tried(family, "tensor_parallel")
 
 
 @pytest.mark.slow
@@ -105,7 +107,9 @@ def test_a_parameter_that_one_rank_has_a_copy_of_is_named_on_all(tiny_model: Pat
 @pytest.mark.engine
 @pytest.mark.parametrize("changes", [{}, {"lora": True}, {"sharding": "fsdp"}], ids=["whole", "adapter", "in rows"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe"])
-def test_a_mixture_of_experts_in_parts_is_the_same(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_mixture_of_experts_in_parts_is_the_same(
+    family: str, changes: dict[str, Any], tmp_path: Path, tried: Any
+) -> None:
     """Without its load-balancing loss, which is a product of means over what a rank trains."""
     model = tiny.make_model(tmp_path / "model", family, tied=False)
     settings = {"router_aux_loss_coef": 0.0, **changes}
@@ -114,6 +118,7 @@ def test_a_mixture_of_experts_in_parts_is_the_same(family: str, changes: dict[st
     assert max(rank["parity"] for rank in ranks) < 1e-5
     for one, other in zip(alone["logs"], ranks[0]["logs"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    tried(family, "tensor_parallel")
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def storages(model: torch.nn.Module) -> set[int]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("family", "tied"), FAMILIES, ids=lambda value: str(value))
-def test_policy_and_engine_are_one_memory_and_what_is_saved_is_what_sampled(family, tied, tmp_path) -> None:
+def test_policy_and_engine_are_one_memory_and_what_is_saved_is_what_sampled(family, tied, tmp_path, tried) -> None:
     """Every parameter lies in the engine's storage, a publish moves no byte, and after 20 steps the saved checkpoint,
     in plain transformers and in an engine of its own, is the model that was trained."""
     model = tiny.make_model(tmp_path / "model", family, tied)
@@ -83,6 +83,7 @@ def test_policy_and_engine_are_one_memory_and_what_is_saved_is_what_sampled(fami
         torch.testing.assert_close(fresh.prompt_logprobs(probe), logprobs, rtol=0, atol=0)
     finally:
         fresh.close()
+    tried(family, "shared", "saved")
 
 
 @pytest.mark.engine
@@ -203,7 +204,7 @@ def test_an_edited_model_is_what_the_first_rollout_samples(tiny_model: Path, tmp
 
 
 @pytest.mark.engine
-def test_another_dtype_is_copied_and_a_resized_or_impossible_wish_is_refused(tiny_model: Path, tmp_path) -> None:
+def test_another_dtype_is_copied_and_a_resized_or_impossible_wish_is_refused(tiny_model: Path, tmp_path, tried) -> None:
     half = {"vllm_engine_kwargs": {"dtype": "bfloat16"}}
     trainer = build(str(tiny_model), tmp_path, **half)
     try:
@@ -218,6 +219,7 @@ def test_another_dtype_is_copied_and_a_resized_or_impossible_wish_is_refused(tin
             publisher("auto", trainer.model, trainer.engine, untouched=False, device=torch.device("cpu"))
     finally:
         trainer.close()
+    tried("llama", copied="into another dtype")
 
 
 class TestProof:
@@ -320,6 +322,7 @@ class TestProof:
                 with pytest.raises(RuntimeError, match=rf"doesn't depend on {len(gone)} of 20 parameters"):
                     proof.check_read(slices, policy, engine)
 
+    @pytest.mark.timeout(3000)  # 390 s alone, 790 s beside others
     @pytest.mark.slow
     @pytest.mark.engine
     def test_any_of_smollm2s_272_parameters_that_the_engine_has_a_copy_of_is_found(self, tmp_path, monkeypatch) -> None:

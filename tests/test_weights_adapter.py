@@ -92,11 +92,12 @@ def trained(tiny_model, tmp_path_factory) -> Any:
     trainer.close()
 
 
-def test_sampler_and_trainer_agree_with_an_adapter_that_does_something(trained) -> None:
+def test_sampler_and_trainer_agree_with_an_adapter_that_does_something(trained, tried) -> None:
     assert isinstance(trained.weights, AdapterWeights)
     assert all(layer.lora_b.abs().max() > 1e-3 for layer in adapted_layers(trained.model))
     differences = mismatch(trained)
     assert len(differences) == 3 and max(differences) < 1e-5, differences
+    tried("llama", "lora_served")
 
 
 def test_a_publish_moves_the_adapters_bytes_alone(trained) -> None:
@@ -175,7 +176,7 @@ def test_plain_vllm_serves_the_saved_adapter(trained, tiny_model, tmp_path) -> N
     torch.testing.assert_close(found, trained.engine.prompt_logprobs(ids), rtol=0, atol=1e-4)
 
 
-def test_a_resumed_run_ends_with_the_same_adapter_on_the_same_base(trained, tiny_model, tmp_path) -> None:
+def test_a_resumed_run_ends_with_the_same_adapter_on_the_same_base(trained, tiny_model, tmp_path, tried) -> None:
     shutil.copytree(Path(trained.args.output_dir) / "checkpoint-2", tmp_path / "checkpoint-2")
     resumed = make_trainer(str(tiny_model), tmp_path, save_strategy="steps", save_steps=2)
     try:
@@ -186,6 +187,7 @@ def test_a_resumed_run_ends_with_the_same_adapter_on_the_same_base(trained, tiny
         assert base_bytes(resumed) == trained.before
     finally:
         resumed.close()
+    tried("llama", "resumed")
 
 
 @pytest.fixture
@@ -202,7 +204,7 @@ def probed(monkeypatch) -> list[str]:
     return names
 
 
-def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, capfd, probed) -> None:
+def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, capfd, probed, tried) -> None:
     trainer = make_trainer(
         str(tiny_model), tmp_path, Counting, ALL_LINEAR | {"use_dora": True, "modules_to_save": ["norm"]}
     )
@@ -228,6 +230,7 @@ def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, ca
         torch.testing.assert_close(down, merged.model.layers[1].mlp.down_proj.weight.detach(), rtol=0, atol=1e-5)
     finally:
         trainer.close()
+    tried("llama", lora_merged="DoRA")
 
 
 def test_a_trained_adapters_folder_goes_on_in_bfloat16_where_vllm_has_no_lora(
@@ -247,7 +250,7 @@ def test_a_trained_adapters_folder_goes_on_in_bfloat16_where_vllm_has_no_lora(
         trainer.close()
 
 
-def test_some_projections_of_a_peft_model_with_biases_in_bfloat16(tiny_qwen, tmp_path) -> None:
+def test_some_projections_of_a_peft_model_with_biases_in_bfloat16(tiny_qwen, tmp_path, tried) -> None:
     """Only q and v of a fused qkv; B isn't zero at first; the slots hold A and the scaled B rounded once."""
     base = AutoModelForCausalLM.from_pretrained(tiny_qwen, dtype=torch.bfloat16)
     model = peft.get_peft_model(base, peft.LoraConfig(r=6, lora_alpha=7, use_rslora=True, rank_pattern={"v_proj": 9}))
@@ -265,10 +268,11 @@ def test_some_projections_of_a_peft_model_with_biases_in_bfloat16(tiny_qwen, tmp
         assert max(mismatch(trainer)) < 0.05, mismatch(trainer)
     finally:
         trainer.close()
+    tried("qwen2", "lora_served")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_other_families_agree_with_their_sampler_too(family, tmp_path, probed) -> None:
+def test_other_families_agree_with_their_sampler_too(family, tmp_path, probed, tried) -> None:
     model = tiny.make_model(tmp_path / "model", family)
     trainer = make_trainer(str(model), tmp_path / "run", max_steps=2)
     try:
@@ -278,6 +282,7 @@ def test_other_families_agree_with_their_sampler_too(family, tmp_path, probed) -
         assert max(mismatch(trainer)) < 1e-5, "with an adapter that does something in the second step"
     finally:
         trainer.close()
+    tried(family, "lora_served")
 
 
 @pytest.mark.parametrize(

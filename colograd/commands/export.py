@@ -1,6 +1,7 @@
 """``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint, without what goes on with a run.
 
-A checkpoint's weights are whole however its run was sharded; they are copied. An adapter is merged into its base.
+A checkpoint's weights are whole however its run was sharded; they are copied. An adapter is merged into its base, a
+quantised one dequantised.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     process.quiet_logs(verbose=False)
     try:
-        source = export(options.checkpoint, options.folder)
+        source, said = export(options.checkpoint, options.folder)
     except (OSError, ValueError) as error:
         print(f"colograd export: {error}", file=sys.stderr)
         return 2
-    print(f"exported {source} to {options.folder}")
+    print(f"exported {source} to {options.folder}{said and f' ({said})'}")
     return 0
 
 
-def export(checkpoint: Path, folder: Path) -> Path:
+def export(checkpoint: Path, folder: Path) -> tuple[Path, str]:
     """Write the model of a checkpoint into a new folder, which is there whole or not at all.
 
     Returns:
-        The checkpoint: the newest one where a run's folder is given.
+        The checkpoint: the newest one where a run's folder is given; and what was computed, in which precision.
 
     Raises:
         ValueError: there is no checkpoint, or a damaged one, or there is something at the folder's place.
@@ -53,24 +54,69 @@ def export(checkpoint: Path, folder: Path) -> Path:
     check(source)
     aside = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(aside, ignore_errors=True)
+    said = ""
     if (source / ADAPTER).is_file():
-        _merge(source, aside)
+        said = _merge(source, aside)
     else:
         shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*STATE))
     aside.rename(folder)
-    return source
+    return source, said
 
 
-def _merge(source: Path, folder: Path) -> None:
-    """The base with the adapter in it, added in float32 and rounded once, in the base's own dtype."""
+def _merge(source: Path, folder: Path) -> str:
+    """The base with the adapter in it, added in float32 and rounded once: to the base's own dtype, or that in which a
+    quantised one was trained. Says so."""
     import torch
-    from peft import AutoPeftModelForCausalLM
+    from peft import AutoPeftModelForCausalLM, PeftConfig
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
+    from ..policy import quantized
+
     hf_logging.disable_progress_bar()
-    model: Any = AutoPeftModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    base = model.peft_config["default"].base_model_name_or_path
-    merged = model.merge_and_unload().to(AutoConfig.from_pretrained(base).dtype)
+    base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
+    noted, base_config = quantized.beside(source), AutoConfig.from_pretrained(base)
+    if noted is None:
+        model: Any = AutoPeftModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        dtype = base_config.dtype
+        merged, of_base = model.merge_and_unload().to(dtype), ""
+    else:
+        settings, dtype = noted
+        packed = quantized.saved_in(base_config) is not None
+        model = AutoPeftModelForCausalLM.from_pretrained(
+            source, dtype=dtype, **quantized.load_arguments(None if packed else settings, torch.device("cpu"))
+        )
+        merged, of_base = _dense(model, base_config), f"the {quantized.name_of(settings)} base's values and "
     merged.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    name = str(dtype).removeprefix("torch.")
+    return f"{of_base}the adapter, added in float32 and rounded once to {name}"
+
+
+def _dense(adapted: Any, base_config: Any) -> Any:
+    """The plain model that a PeftModel on a quantised base amounts to, in its dtype."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..policy.lora import adapted_layers, base_name, trained_copies
+    from ..policy.packed import packed_weights
+
+    if hasattr(base_config, "quantization_config"):
+        del base_config.quantization_config
+    model: Any = AutoModelForCausalLM.from_config(base_config, dtype=adapted.dtype)
+    layers = {layer.parameter: layer for layer in adapted_layers(adapted)}
+    packed, copies = packed_weights(adapted), dict(trained_copies(adapted))
+    found = {base: name for name, _ in adapted.named_parameters() if (base := base_name(name)) is not None}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in layers:
+                parameter.copy_(layers[name].merged())
+            elif name in copies:
+                parameter.copy_(copies[name])
+            else:
+                own = found[name]
+                parameter.copy_(packed[own].values() if own in packed else adapted.get_parameter(own))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(adapted.get_base_model().get_buffer(name))
+    model.generation_config = adapted.get_base_model().generation_config
+    return model

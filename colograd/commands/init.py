@@ -263,7 +263,7 @@ temperature: 1.0
 # Training
 learning_rate: {rate}
 lr_scheduler_type: constant_with_warmup
-warmup_steps: 2  # rises from 0: the first step changes no weight
+warmup_steps: 2  # as in transformers the first step's rate is 0, the second's half
 max_steps: {steps}
 seed: 42
 

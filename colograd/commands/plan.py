@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..runtime import process
 
@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequences", type=int, help="completions of a generation, over all GPUs; default: 64 for each engine")
     add("--max-tokens", type=int, default=0, help="of a micro-batch; default: 16384, or fewer where they don't fit")
     add("--lora-rank", type=int, default=0, metavar="R", help="train an adapter on all linear layers")
+    add("--bits", type=int, choices=(4, 8), help="quantise the base below the adapter (load_in_4bit, load_in_8bit)")
+    add("--nested", action="store_true", help="with --bits 4, quantise the scales too (use_bnb_nested_quant)")
+    add("--served", action="store_true", help="the engine reads the quantised base too (weights: shared)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of policy and engine; default: bfloat16")
     add("--optim", default="adamw_split", help="default: adamw_split")
     add("--reference", action="store_true", help="a frozen copy for the KL term (beta above 0)")
@@ -73,6 +76,10 @@ def _check(options: argparse.Namespace) -> None:
             f"--tensor-parallel is {options.tensor_parallel}, but must divide --gpus ({options.gpus}): choose one of "
             f"{', '.join(divisors)}."
         )
+    if options.bits and not options.lora_rank:
+        raise ValueError(
+            f"--bits is {options.bits}, but only an adapter is trained on a quantised base: give --lora-rank (16, say)."
+        )
     if options.completion is not None and not 0 < options.completion < options.context:
         raise ValueError(
             f"--completion is {options.completion}, but must leave room for a prompt in --context ({options.context}): "
@@ -88,18 +95,19 @@ def run_of(options: argparse.Namespace) -> Run:
     from ..memory.choice import AVAILABLE, WHOLE, Run
     from ..memory.shape import Lengths, Shape
     from ..memory.ways import PolicySizes
-    from ..policy.outline import outline, with_adapter
+    from ..policy.outline import outline, to_pack, with_adapter
 
     dtype = getattr(torch, options.dtype)
     model = outline(options.model, dtype, options.trust_remote_code)
     per_engine = options.tensor_parallel
     check_parts(model.config, per_engine, options.gpus)
+    packed = to_pack(model, _quantization(options, model.config))
     if options.lora_rank:
         model = with_adapter(model, options.lora_rank)
     engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
     sequences = -(-(options.sequences or 64 * engines) // engines)
     completion = options.completion or max(1, options.context // 2)
-    sizes = PolicySizes.of(model, options.optim, dtype.itemsize)
+    sizes = PolicySizes.of(model, options.optim, dtype.itemsize, packed)
     return Run(
         device="a GPU",
         on_gpu=True,
@@ -117,6 +125,7 @@ def run_of(options: argparse.Namespace) -> Run:
         lengths=Lengths(max(1, options.context - completion), completion, options.group),
         tokens=options.max_tokens,
         checkpointing=not options.no_checkpointing,
+        served=options.served and sizes.packed > 0,
         sleeps=options.sleep,
         offloads=options.offload_optimizer,
         reference=sizes.weights if options.reference and not options.lora_rank else 0,
@@ -124,12 +133,27 @@ def run_of(options: argparse.Namespace) -> Run:
     )
 
 
+def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, Any]:
+    """How the base is quantised, as in a checkpoint's config.json: as asked, or already; empty: it isn't.
+
+    Raises:
+        ValueError: in a way that can't be trained.
+    """
+    from ..policy.quantized import check_method, saved_in
+
+    if saved := saved_in(model_config):
+        check_method(saved, "The model's configuration")
+        return saved
+    return {f"load_in_{options.bits}bit": True, "bnb_4bit_use_double_quant": options.nested} if options.bits else {}
+
+
 def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
     """The lines that are printed."""
     from ..memory.choice import auto, fits, remedies
 
     sizes, name = run.sizes, Path(options.model).name
-    adapter = f", {sizes.trained / 1e6:,.1f} M of them trained (LoRA)" if options.lora_rank else ""
+    packed = f" on a quantised base of {sizes.packed / GIB:,.1f} GiB" if sizes.packed else ""
+    adapter = f", {sizes.trained / 1e6:,.1f} M of them trained (LoRA){packed}" if options.lora_rank else ""
     engine = "an engine each" if run.ranks_per_engine == 1 else f"an engine for {run.ranks_per_engine} of them"
     yield (
         f"{name}: {sizes.elements / 1e9:,.2f} billion parameters{adapter}, {options.dtype}, {options.optim}; on "

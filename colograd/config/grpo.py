@@ -172,18 +172,12 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                     f"{name}, and would be ended for it: set rank_timeout above {seconds:g}, or lower {name}."
                 )
 
-    def check_for_trainer(self, **later: Any) -> None:
+    def check_for_trainer(self) -> None:
         """Refuse what a configuration may hold and a trainer can't do.
-
-        Args:
-            later: TRL's constructor arguments that aren't available in this version.
 
         Raises:
             ValueError: the first rule that is broken.
         """
-        for name, value in later.items():
-            if value is not None:
-                raise ValueError(f"GRPOTrainer's argument {name!r} isn't available in this version: leave it out.")
         self._check_trackers()
         if self.n_gpu > 1:
             raise ValueError(

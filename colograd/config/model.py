@@ -9,6 +9,7 @@ from .knob import knob
 from .names import names_checked
 
 DTYPES = ("auto", "bfloat16", "float32")
+QUANT_TYPES = ("nf4", "fp4")
 # Names by which transformers knows attention kernels. The trainer's packed attention takes their place.
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 
@@ -50,20 +51,26 @@ class ModelConfig:
     lora_task_type: str = knob("CAUSAL_LM", "peft's task type; always `CAUSAL_LM`.")
     use_rslora: bool = knob(False, "Rank-stabilised LoRA: scaled by `lora_alpha / sqrt(lora_r)`.")
     use_dora: bool = knob(False, "Weight-decomposed LoRA (the engine then gets merged copies).")
-    load_in_8bit: bool = knob(False, "8-bit base for LoRA. Not available in this version.")
-    load_in_4bit: bool = knob(False, "4-bit base for LoRA. Not available in this version.")
+    load_in_8bit: bool = knob(False, "Quantise the base to 8 bits (bitsandbytes) below the adapter; see docs/lora.md.")
+    load_in_4bit: bool = knob(False, "Quantise the base to 4 bits (bitsandbytes) below the adapter; see docs/lora.md.")
+    bnb_4bit_quant_type: str = knob("nf4", "The sixteen values of `load_in_4bit`: `nf4` or `fp4`.")
+    use_bnb_nested_quant: bool = knob(False, "With `load_in_4bit`, quantise the scales too.")
+    bnb_4bit_quant_storage: str | None = knob(
+        None, "With `load_in_4bit`, the dtype whose elements hold the bits; default: `uint8`."
+    )
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype.removeprefix("torch.") not in DTYPES:
             raise ValueError(
                 f"dtype {self.dtype!r} isn't supported: choose one of {', '.join(DTYPES)}, or leave it out."
             )
-        for name in ("load_in_8bit", "load_in_4bit"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name}: true isn't available in this version (the engine would sample from other weights than "
-                    "the quantised ones): remove it; use_peft: true trains an adapter on the base as it is."
-                )
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("load_in_8bit and load_in_4bit are both true, but a base has one precision: remove one.")
+        if self.bnb_4bit_quant_type not in QUANT_TYPES:
+            raise ValueError(
+                f"bnb_4bit_quant_type is {self.bnb_4bit_quant_type!r}, but must be one of {', '.join(QUANT_TYPES)}: "
+                "nf4 is usual."
+            )
         attention = self.attn_implementation
         if attention is not None and not attention.startswith(KNOWN_ATTENTION):
             raise ValueError(
@@ -100,5 +107,19 @@ class ModelConfig:
 
     def init_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `GRPOConfig.model_init_kwargs`."""
-        given = {"revision": self.model_revision, "dtype": self.dtype}
+        given = {"revision": self.model_revision, "dtype": self.dtype, "quantization_config": self._quantization()}
         return {key: value for key, value in given.items() if value is not None}
+
+    def _quantization(self) -> dict[str, Any] | None:
+        """As a checkpoint's config.json has it."""
+        if self.load_in_8bit:
+            return {"load_in_8bit": True}
+        if not self.load_in_4bit:
+            return None
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": self.bnb_4bit_quant_type,
+            "bnb_4bit_use_double_quant": self.use_bnb_nested_quant,
+            "bnb_4bit_quant_storage": self.bnb_4bit_quant_storage,
+        }
+        return {key: value for key, value in settings.items() if value is not None}

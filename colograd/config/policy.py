@@ -25,6 +25,11 @@ class PolicyKnobs(TrainingArguments):
         None, "Keyword arguments of `from_pretrained`, when the model is given by name."
     )
     trust_remote_code: bool = knob(False, "Allow code that comes with a model.")
+    freeze_vision_tower: bool = knob(
+        False,
+        "Of a vision-language model, leave the tower that sees as it is: what projects its features and the language "
+        "model are trained, and the tower is published once.",
+    )
     disable_dropout: bool = knob(False, "Set every dropout probability to 0.")
     cast_lm_head_to_fp32: bool = knob(
         False,
@@ -33,10 +38,22 @@ class PolicyKnobs(TrainingArguments):
         "casts it, in the policy and the reference alone).",
     )
 
+    router_replay: bool = knob(
+        False,
+        "A mixture of experts is trained with the experts that vLLM chose for each token, whose shares are the "
+        "policy's own (R3, arXiv 2510.11370): sampler and trainer then differ no more than a dense model's. Each "
+        "token takes layers times experts per token further bytes of host memory and of the journal.",
+    )
+
     def _check_policy(self) -> None:
         if self.fp16:
             raise ValueError("fp16 is true, but policies train in bfloat16 or float32: set dtype instead.")
         self._check_kernels()
+        if self.router_replay and self.torch_compile:
+            raise ValueError(
+                "router_replay and torch_compile are both true, but a compiled layer doesn't take its experts from "
+                "outside: set one of them to false."
+            )
 
     def _check_kernels(self) -> None:
         if self.torch_compile and self.use_liger_kernel:

@@ -30,8 +30,11 @@ def check_prompt_column(columns: Iterable[str], name: str) -> None:
         )
 
 
-def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
+def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
     """Refuse what would be lost in silence: images, and what a transform makes of the rows when they are read.
+
+    Args:
+        images: the model takes them.
 
     Raises:
         ValueError: with the remedy.
@@ -41,10 +44,10 @@ def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
             "are tokenised once: apply it with map."
         )
-    if images := sorted({"image", "images"} & {*columns_of(dataset)}):
+    if not images and (found := sorted({"image", "images"} & {*columns_of(dataset)})):
         raise ValueError(
-            f"{name} has the column {images[0]!r}, but this version trains on text alone: remove the column, or rename "
-            "it if only the reward functions need it."
+            f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
+            "docs/guide/images.md), remove the column, or rename it if only the reward functions need it."
         )
 
 

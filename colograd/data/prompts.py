@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,11 +14,14 @@ from datasets import Dataset, IterableDataset
 from ..batch import ModelInput, Prompt
 from ..parallel import watchdog
 from .columns import check_columns, check_dataset, check_prompt_column
+from .images import COLUMNS as IMAGES
+from .images import ImageReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_AT_ONCE = 1000  # tokenised together
+IMAGES_KEPT = 64  # prompts whose images stay in memory
 COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # what a prompt's tokens may depend on
 
 
@@ -29,12 +32,23 @@ class PromptDataset(torch.utils.data.Dataset):
     any other is one of ``dataset``.
     """
 
-    def __init__(self, dataset: Dataset, token_ids: np.ndarray, ends: np.ndarray, num_dropped: int) -> None:
-        """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0."""
+    def __init__(
+        self,
+        dataset: Dataset,
+        token_ids: np.ndarray,
+        ends: np.ndarray,
+        num_dropped: int,
+        rules: PromptRules | None = None,
+    ) -> None:
+        """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0.
+
+        rules: of rows with images, which are read when a prompt is asked for.
+        """
         assert len(ends) == len(dataset) + 1 and ends[-1] == len(token_ids), (len(ends), len(dataset), len(token_ids))
         self.dataset = dataset
         self.num_dropped = num_dropped
-        self._token_ids, self._ends = token_ids, ends
+        self._token_ids, self._ends, self._rules = token_ids, ends, rules
+        self._latest: dict[int, ModelInput] = {}  # with their images
 
     @property
     def longest(self) -> int:
@@ -54,8 +68,25 @@ class PromptDataset(torch.utils.data.Dataset):
         if not isinstance(key, tuple):
             return self.dataset[key]
         row, position = key
+        example = self.dataset[row]
+        if self._rules is not None:
+            return Prompt(example, self._with_images(row, example), position)
         ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
-        return Prompt(example=self.dataset[row], input=ModelInput(tuple(ids.tolist())), position=position)
+        return Prompt(example=example, input=ModelInput(tuple(ids.tolist())), position=position)
+
+    def _with_images(self, row: int, example: dict[str, Any]) -> ModelInput:
+        """The row's prompt, made once for the steps that take it soon after each other."""
+        assert self._rules is not None
+        found = self._latest.pop(row, None) or self._rules.read(example, row)
+        self._latest[row] = found
+        while len(self._latest) > IMAGES_KEPT:
+            del self._latest[next(iter(self._latest))]
+        return found
+
+    @property
+    def most_images(self) -> int:
+        """Of a prompt."""
+        return 0 if self._rules is None or self._rules.images is None else self._rules.images.most
 
     def first(self, count: int) -> list[Prompt]:
         """The first rows' prompts."""
@@ -80,6 +111,18 @@ class PromptRules:
     chat_template_kwargs: dict[str, Any]
     name: str  # what messages call the dataset
     tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's, which the template shows
+    images: ImageReader | None = None  # of a model that takes them; all its conversations go through it
+
+    def read(self, example: dict[str, Any], row: int) -> ModelInput:
+        """A row's prompt with its images."""
+        assert self.images is not None
+        if isinstance(example["prompt"], str) and not any(example.get(name) for name in ("image", "images")):
+            return ModelInput(tuple(self.tokenizer(example["prompt"]).input_ids))
+        columns = {name: [value] for name, value in example.items()}
+        where = f"{self.name}, row {row}"
+        _check_prompt(example["prompt"], where, self.tools is not None, images=True)
+        arguments = _template_arguments(columns, 0, self) if isinstance(example["prompt"], list) else {}
+        return self.images.read(example, arguments, where)
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...] | None]:
         """The tokens of some rows, the first of which has the number ``first``; None for one to be dropped.
@@ -89,7 +132,7 @@ class PromptRules:
         """
         assert self.overlong in ("drop", "error"), self.overlong
         found: list[tuple[int, ...] | None] = []
-        encoded = _encode(columns, self, first)
+        encoded = self._expanded(columns, first) if self.images is not None else _encode(columns, self, first)
         for row, ids in enumerate(encoded, start=first):
             if not ids:
                 raise ValueError(
@@ -104,6 +147,12 @@ class PromptRules:
             found.append(tuple(ids) if len(ids) <= self.max_prompt_tokens else None)
         return found
 
+    def _expanded(self, columns: dict[str, list[Any]], first: int) -> list[Sequence[int]]:
+        """Token ids of rows with images. Their pixels are made for the count alone, and again when they are trained on:
+        all of a dataset's don't fit into memory."""
+        rows = range(len(columns["prompt"]))
+        return [self.read({name: of[row] for name, of in columns.items()}, first + row).ids for row in rows]
+
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     """Tokenise each row's ``prompt`` once. An iterable dataset, which evaluation takes too, is read to its end.
@@ -115,16 +164,17 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):
         dataset = Dataset.from_list(list(dataset.with_format(None)))
-    check_columns(dataset, name)
+    check_columns(dataset, name, rules.images is not None)
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows: there is nothing to sample from.")
     check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
-    wanted = dataset.select_columns([c for c in COLUMNS if c in dataset.column_names])
+    wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])
     kept, chunks = [], []
-    for first in range(0, len(dataset), ROWS_AT_ONCE):
+    size = ROWS_AT_ONCE if rules.images is None else 1  # of images, as few in memory as can be
+    for first in range(0, len(dataset), size):
         watchdog.progress("the prompts' tokens")
-        for row, ids in enumerate(rules.encode(wanted[first : first + ROWS_AT_ONCE], first), start=first):
+        for row, ids in enumerate(rules.encode(wanted[first : first + size], first), start=first):
             if ids is not None:
                 kept.append(row)
                 chunks.append(np.asarray(ids, dtype=np.int32))
@@ -135,7 +185,8 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
         )
     rows = dataset.select(kept) if len(kept) < len(dataset) else dataset
     ends = np.cumsum([0, *map(len, chunks)], dtype=np.int64)
-    return PromptDataset(rows, np.concatenate(chunks), ends, num_dropped=len(dataset) - len(kept))
+    dropped, reading = len(dataset) - len(kept), rules if rules.images is not None else None
+    return PromptDataset(rows, np.concatenate(chunks), ends, dropped, reading)
 
 
 def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list[list[int]]:
@@ -197,7 +248,7 @@ def _apply_template(
         ) from error
 
 
-def _check_prompt(prompt: Any, where: str, tools: bool) -> None:
+def _check_prompt(prompt: Any, where: str, tools: bool, images: bool = False) -> None:
     if isinstance(prompt, str):
         if tools:
             raise ValueError(
@@ -214,7 +265,9 @@ def _check_prompt(prompt: Any, where: str, tools: bool) -> None:
             '[{"role": "user", "content": "..."}].'
         )
     parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
-    if other := [part["type"] for part in parts if isinstance(part, dict) and part.get("type") not in (None, "text")]:
+    known = (None, "text", "image") if images else (None, "text")
+    if other := [part["type"] for part in parts if isinstance(part, dict) and part.get("type") not in known]:
+        reads = "text and images" if images else "text alone"
         raise ValueError(
-            f"{where}: the prompt has a part of type {other[0]!r}, but this version trains on text alone: remove it."
+            f"{where}: the prompt has a part of type {other[0]!r}, but the model is trained on {reads}: remove it."
         )

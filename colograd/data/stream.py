@@ -34,6 +34,11 @@ class PromptStream(torch.utils.data.IterableDataset):
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
         """Raises ValueError where the first row isn't a prompt, there is none, or the run can't be bounded."""
         check_columns(dataset, rules.name)
+        if rules.images is not None:
+            raise ValueError(
+                f"{rules.name} is a streamed dataset, but a model that reads images trains on ones that are loaded "
+                "whole in this version: set streaming: false."
+            )
         self.dataset, self.rules = dataset.with_format(None), rules
         self.longest = rules.max_prompt_tokens  # of prompts that are yet to come
         self.num_dropped = 0

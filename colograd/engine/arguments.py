@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
@@ -17,22 +18,31 @@ MOST_SEQUENCES = 1024  # decoded at once: vLLM's own number on the largest GPUs
 VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and then splits it
 # vLLM's kernel for a mixture's experts that reads them as they are in a checkpoint. Others swap or permute them.
 KEEPS_EXPERTS = "triton"
+TELLS_EXPERTS = "enable_return_routed_experts"  # with each completion the experts of its tokens; not on a CPU
 # Arguments of vllm.LLM that the trainer sets itself.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
     "max_cpu_loras", "max_lora_rank", "lora_target_modules", "moe_backend",
+    TELLS_EXPERTS,
 )  # fmt: skip
 
 TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # of vLLM's own groups of ranks
 
 
 def engine_kwargs(
-    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0
+    model_path: str,
+    config: GRPOConfig,
+    dtype: torch.dtype,
+    context: int | None,
+    kv_bytes: int,
+    sequences: int = 0,
+    images: int = 0,
 ) -> dict[str, Any]:
     """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
 
     Args:
         sequences: the most of one generation, in training or evaluation; 0: unknown.
+        images: the most of one prompt, of a model that reads them.
 
     Raises:
         ValueError: an argument that would break what the trainer relies on.
@@ -60,6 +70,8 @@ def engine_kwargs(
     }
     if config.cast_lm_head_to_fp32 and computes_float32_heads():
         kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
+    if images:
+        kwargs["limit_mm_per_prompt"] = {"image": images, "video": 0}
     if config.world_size > 1:
         kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
@@ -71,9 +83,26 @@ def engine_kwargs(
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs |= dict.fromkeys(_accepted("moe_backend"), KEEPS_EXPERTS)
+        if config.router_replay:
+            kwargs |= _experts_told()
         if sequences:
             kwargs |= _batch_kwargs(config, sequences)
     return {name: value for name, value in kwargs.items() if value is not None} | given
+
+
+def _experts_told() -> dict[str, Any]:
+    """
+    Raises:
+        RuntimeError: this vLLM doesn't tell which experts it chooses.
+    """
+    from vllm import __version__ as found
+
+    if not _accepted(TELLS_EXPERTS):
+        raise RuntimeError(
+            f"router_replay is true, but vLLM {found} doesn't tell which experts it chooses: install 0.31, or set "
+            "router_replay: false."
+        )
+    return {TELLS_EXPERTS: True}
 
 
 def _batch_kwargs(config: GRPOConfig, sequences: int) -> dict[str, Any]:
@@ -123,8 +152,8 @@ def _given_overrides(given: Any) -> dict[str, Any]:
     """
     if given is not None and not isinstance(given, dict):
         raise ValueError(
-            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, beside which cast_lm_head_to_fp32 can't be told to "
-            "vLLM: give a mapping."
+            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, but must be a mapping, to which "
+            "cast_lm_head_to_fp32 or a quantised checkpoint adds: give one."
         )
     return given or {}
 
@@ -173,6 +202,20 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
     if _accepted("lora_target_modules"):  # other layers then need no slots
         kwargs["lora_target_modules"] = list(adapter.targets)
     return kwargs
+
+
+def blank_kwargs(kwargs: Mapping[str, Any], served: bool = False) -> dict[str, Any]:
+    """The arguments, beside the others in ``kwargs``, of an engine whose weights aren't read: of a checkpoint with
+    packed weights it has the layers as they would be without.
+
+    Args:
+        served: some layers multiply with the policy's weights. What vLLM has compiled for others mustn't be taken.
+    """
+    overrides = _given_overrides(kwargs.get("hf_overrides"))
+    found: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    if served:
+        found["additional_config"] = {**(kwargs.get("additional_config") or {}), "colograd_packed_layers": True}
+    return found
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:

@@ -17,16 +17,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ..batch import Experts, FinishReason, Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
-from .arguments import computes_float32_heads, engine_kwargs, lora_kwargs
+from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
+from .images import check_expanded, check_forgets, check_same_processor, forget_features, prompt_with_images
 from .leading import follow, leading
+from .packed_layers import Parts, ServedLayers, served_layers
+from .routed import RoutedExperts, one_prompt
 from .sampling import Sampling, request_seed
 
 T = TypeVar("T")
@@ -43,6 +46,7 @@ class Sampled:
     ids: array[int]  # [C] "i"
     logprobs: array[float]  # [C] "f", nats
     finish_reason: FinishReason
+    experts: Experts | None = None  # of all that was read and written, with `router_replay`
 
     def rollout(self, asked: ModelInput, version: int) -> Rollout:
         """The completion that the model wrote to its end in one go when it was ``asked``."""
@@ -53,6 +57,7 @@ class Sampled:
             sampled=torch.ones(len(self.ids), dtype=torch.bool),
             finish_reason=self.finish_reason,
             policy_version=version,
+            experts=self.experts,
         )
 
 
@@ -68,6 +73,11 @@ class Engine:
         end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
         adapter: the LoRA to have a slot for; see `load_adapter`.
         sequences: the most of one generation; 0: unknown.
+        blank: don't load the checkpoint's weights, which are packed in a way that vLLM doesn't read: all will be
+            written.
+        parts_of: of vLLM's class of the model, which of its layers multiply with the policy's packed weights; see
+            `packed_layers`. Such an engine is blank.
+        images: the most of one prompt, of a model that reads them.
 
     Raises:
         RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
@@ -83,6 +93,9 @@ class Engine:
         end_tokens: Sequence[int] = (),
         adapter: Adapter | None = None,
         sequences: int = 0,
+        blank: bool = False,
+        parts_of: Callable[[type], Parts] | None = None,
+        images: int = 0,
     ) -> None:
         started = time.perf_counter()
         check_vllm()
@@ -92,19 +105,30 @@ class Engine:
         self.version: int | None = None  # the step of the weights, written by `stamp` and `invalidate` alone
         self._adapter: Any = None  # the LoRARequest that every request carries
         self._requests = 0  # so far
-        self._open: dict[str, None] = {}  # requests in flight
+        self._open: dict[str, tuple[int, ...]] = {}  # requests in flight, and what they read
         self.after_step: Callable[[], None] | None = None  # somebody watches: see `load.watched`
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences)
+        self._reads_images = images > 0
+        self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences, images)
         kwargs |= lora_kwargs(model_path, config, adapter)
+        self.blank, self.served = blank or parts_of is not None, ServedLayers()
+        if self.blank:
+            kwargs |= blank_kwargs(kwargs, served=parts_of is not None)
         watchdog.progress("the start of vLLM")
-        with closed_if_it_fails(), build_conditions(config.device, self.sleeps, adapter is not None, ranks):
+        with contextlib.ExitStack() as while_built:
+            while_built.enter_context(closed_if_it_fails())
+            while_built.enter_context(build_conditions(config.device, self.sleeps, adapter is not None, ranks))
+            if parts_of is not None:
+                self.served = while_built.enter_context(served_layers(parts_of))
             from vllm import LLM
 
             self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
+            leads = self._lockstep is None or self._lockstep.leads
+            self._routed = RoutedExperts(self.core, not config.on_cpu) if config.router_replay and leads else None
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
         self.head_dtype: torch.dtype = (
@@ -116,6 +140,16 @@ class Engine:
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each counted once
         self.build_seconds = time.perf_counter() - started
+
+    def check_processor(self, processor: Any) -> None:
+        """Whether vLLM makes of images what the trainer's ``processor`` makes, and anew when weights change.
+
+        Raises:
+            ValueError: vLLM's processor has other settings.
+            RuntimeError: this vLLM can't forget features.
+        """
+        check_forgets(self.core)
+        check_same_processor(self.vllm_config.model_config, processor)
 
     @property
     def core(self) -> Any:
@@ -172,11 +206,15 @@ class Engine:
         self.version = version
 
     def _forget_prefixes(self, version: int | None) -> None:
+        if self._routed is not None:
+            self._routed.forget()
         if not self.core.reset_prefix_cache():
             raise RuntimeError(
                 f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
                 "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
+        if self._reads_images:
+            forget_features(self.core)
 
     # -- LoRA
 
@@ -295,6 +333,7 @@ class Engine:
                 for request, completions in self.advance():
                     prompt = waiting.pop(request)
                     rollouts = tuple(completion.rollout(prompt.input, version) for completion in completions)
+                    rollouts = one_prompt(rollouts)
                     yield Group(prompt.example, rollouts, prompt.position)
         finally:
             self.abort(waiting)
@@ -337,8 +376,11 @@ class Engine:
         """Give vLLM a request, all of whose parts come together here. Returns its name."""
         self._requests += 1
         request = f"request-{self._requests}"
-        self.core.add_request(request, {"prompt_token_ids": list(asked.ids)}, params, lora_request=self._adapter)
-        self._open[request] = None
+        prompt: Any = {"prompt_token_ids": list(asked.ids)}
+        if asked.images is not None:
+            prompt, self._seen[request] = prompt_with_images(asked.images), asked
+        self.core.add_request(request, prompt, params, lora_request=self._adapter)
+        self._open[request] = asked.ids
         return request
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
@@ -368,9 +410,20 @@ class Engine:
         watchdog.progress("what follows a step of the engine")
         if self.after_step is not None:
             self.after_step()
-        for output in finished:
-            self._open.pop(output.request_id, None)
-        return [(output.request_id, _sampled(output)) for output in finished]
+        return [(output.request_id, self._sampled(output)) for output in finished]
+
+    def _sampled(self, output: Any) -> list[Sampled]:
+        """vLLM's finished request -> its completions."""
+        request, read, found = output.request_id, self._open.pop(output.request_id, ()), []
+        if (asked := self._seen.pop(request, None)) is not None:
+            check_expanded(asked, output.prompt_token_ids)
+        for completion in sorted(output.outputs, key=lambda c: c.index):
+            ids = array("i", completion.token_ids)
+            experts = None if self._routed is None else self._routed.take(request, completion, read, ids)
+            found.append(Sampled(ids, _logprobs(completion), FinishReason(completion.finish_reason), experts))
+        if self._routed is not None:
+            self._routed.drop(request)
+        return found
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop those of the requests that are in flight, and drain the engine."""
@@ -378,11 +431,14 @@ class Engine:
             self.core.abort_request(names)
             for name in names:
                 del self._open[name]
+                if self._routed is not None:
+                    self._routed.drop(name)
+                self._seen.pop(name, None)
             while self.core.has_unfinished_requests():
                 self.core.step()
 
-    def prompt_logprobs(self, ids: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [len(ids) - 1] float32, in nats, of each token after the first: one forward.
+    def prompt_logprobs(self, asked: ModelInput | Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [P - 1] float32, in nats, of each token after the first: one forward.
 
         With whatever weights the engine holds: for proofs and parities, before a run samples anything.
         """
@@ -396,27 +452,27 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request = self._enqueue(ModelInput(tuple(ids)), params)
+        asked = asked if isinstance(asked, ModelInput) else ModelInput(tuple(asked))
+        ids = asked.ids
+        request = self._enqueue(asked, params)
         outputs: list[Any] = []
         with usual_algorithms():
             while self.core.has_unfinished_requests():
                 outputs += self.core.step()
         del self._open[request]
+        if self._routed is not None:
+            self._routed.drop(request)
+        if self._seen.pop(request, None) is not None:
+            check_expanded(asked, outputs[-1].prompt_token_ids)
+            forget_features(self.core)
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
 
     def close(self) -> None:
         """Free the engine; another may be built in the same process afterwards."""
         self._close()
+        self.served.close()
         self.llm = None
-
-
-def _sampled(output: Any) -> list[Sampled]:
-    """vLLM's finished request -> its completions."""
-    return [
-        Sampled(array("i", completion.token_ids), _logprobs(completion), FinishReason(completion.finish_reason))
-        for completion in sorted(output.outputs, key=lambda c: c.index)
-    ]
 
 
 def _logprobs(completion: Any) -> array[float]:

@@ -42,6 +42,7 @@ class Run:
     tokens: int  # of a micro-batch; 0: as many as fit
     checkpointing: int = 1  # every so many-th layer computes its activations again; 0: none
     shared: bool = True  # the policy's parameters are the engine's tensors, where the way allows it
+    served: bool = False  # the engine reads the policy's quantised weights, and has none of its own in their place
     in_layout: bool = False  # the policy is cut as the engine is
     reshard: bool = True  # with FSDP, forget gathered weights after a forward
     offloads_parts: bool = False  # with FSDP, keep what each rank owns on its host
@@ -95,6 +96,7 @@ def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
         run.in_layout,
         run.reshard,
         run.offloads_parts and run.on_gpu,
+        run.served,
     )
     shape = run.shape.split(run.ranks_per_engine) if run.in_layout else run.shape
     device, joined = "cuda" if run.on_gpu else "cpu", run.lengths.joined_keys(tokens)
@@ -242,6 +244,8 @@ def _changes(run: Run, way: str) -> Iterator[str]:
             ("offload_reference", dataclasses.replace(run, reference=0)),
         ]
     yield from (f"{name}: true" for name, changed in switches if changed != run and fits(changed, way))
+    if run.sizes.packed and not run.served and fits(dataclasses.replace(run, served=True), way):
+        yield "weights: shared (the engine reads the quantised base too)"
     if run.tokens > run.length and fits(dataclasses.replace(run, tokens=run.length), way):
         yield f"max_tokens_per_microbatch: {run.length}"
     if run.ranks > 1:

@@ -31,6 +31,7 @@ def read(
     reference: int = 0,
     prompt: int = 0,
     packed: bool = True,
+    served: bool = False,
 ) -> Run:
     """The run in numbers, the same on every rank: a collective. `choice.auto` picks a way of sharding by it.
 
@@ -44,6 +45,7 @@ def read(
         reference: bytes that the reference of the KL term will hold.
         prompt: tokens of the longest prompt; 0: what a completion leaves of ``length``.
         packed: whether a group's completions share their prompt in a row.
+        served: whether the engine reads the policy's quantised weights.
     """
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     on_gpu = config.device.type == "cuda"
@@ -72,6 +74,7 @@ def read(
         tokens=tokens,
         checkpointing=config.checkpointing,
         shared=shared,
+        served=served,
         reshard=config.fsdp_reshard_after_forward,
         offloads_parts=config.fsdp_offload_params,
         sleeps=config.vllm_enable_sleep_mode,

@@ -8,17 +8,19 @@ Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 poli
     gradients   2/T      0 or 2            4/N         10/N              buckets on their way
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
-With T = 1 the policy's parameters are the engine's tensors. With more, each rank holds the policy whole and copies it
+With T = 1 the policy's parameters are the engine's tensors, but for those of a quantised base, which has half a byte or
+one for each beside the engine's 2. With more, each rank holds the policy whole and copies it
 into its part of the engine; in the engine's own layout (`in_layout`) it would hold that part only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from ..policy.packed import packed_weights
 from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 
@@ -42,18 +44,28 @@ class PolicySizes:
     largest: int  # elements of the largest trained parameter
     block: int  # elements of the largest decoder layer
     rest: int  # elements outside of the decoder's layers: embedding, head
+    packed: int = 0  # bytes of quantised weights with their scales, which are never the engine's own
+    packed_elements: int = 0  # of the matrices that they are
 
     @classmethod
-    def of(cls, model: torch.nn.Module, optim: str, itemsize: int) -> PolicySizes:
-        """Of a model on any device, the meta device too, with frozen parameters marked as such."""
+    def of(
+        cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
+    ) -> PolicySizes:
+        """Of a model on any device, the meta device too, with frozen parameters marked as such.
+
+        Args:
+            to_pack: parameters that will be quantised, with the bytes that they then take; default: what is already.
+        """
         trained = [p for p in model.parameters() if p.requires_grad]
+        packed = _packed(model) if to_pack is None else to_pack
+        dense = sum(p.nbytes for p in model.parameters() if p not in packed)
         numel = sum(p.numel() for p in trained)
         gradients, layers = gradient_bytes(model, optim), [_elements(layer) for layer in _layers(model)]
         elements = _elements(model)
         return cls(
             elements=elements,
             trained=numel,
-            weights=sum(p.nbytes for p in model.parameters()),
+            weights=dense + sum(packed.values()),
             gradients=gradients,
             optimizer=optimizer_bytes(model, optim),
             itemsize=itemsize,
@@ -61,6 +73,8 @@ class PolicySizes:
             largest=max((p.numel() for p in trained), default=0),
             block=max(layers, default=0),
             rest=elements - sum(layers),
+            packed=sum(packed.values()),
+            packed_elements=_packed_elements(model) if to_pack is None else sum(p.numel() for p in packed),
         )
 
     def with_adapter(self, trained: int) -> PolicySizes:
@@ -77,11 +91,25 @@ class PolicySizes:
             largest=0,
             block=self.block,
             rest=self.rest,
+            packed=self.packed,
+            packed_elements=self.packed_elements,
         )
 
 
+def _packed(model: torch.nn.Module) -> dict[torch.Tensor, int]:
+    """The bytes of each quantised parameter."""
+    found = packed_weights(model)
+    return {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
+
+
+def _packed_elements(model: torch.nn.Module) -> int:
+    return sum(weight.shape.numel() for weight in packed_weights(model).values())
+
+
 def _elements(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    """Of a quantised weight, those of the matrix."""
+    packed = packed_weights(module)
+    return sum(packed[name].shape.numel() if name in packed else p.numel() for name, p in module.named_parameters())
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -137,6 +165,7 @@ def held(
     in_layout: bool = False,
     reshard: bool = True,
     offload: bool = False,
+    served: bool = False,
 ) -> Held:
     """What one of ``ranks`` holds.
 
@@ -145,17 +174,19 @@ def held(
         engine_itemsize: bytes of one of the engine's weights.
         shared: the policy's parameters may be the engine's own tensors (they can't if that is cut, nor with FSDP).
         in_layout: the policy is cut as the engine is, instead of being whole on each rank.
+        served: the engine reads the policy's quantised weights.
         reshard, offload: with FSDP, forget gathered weights after a forward; keep what each rank owns on its host.
     """
     assert way in WAYS, way
-    engine = sizes.elements * engine_itemsize // ranks_per_engine
+    whole_there = sizes.elements - (sizes.packed_elements if served else 0)
+    engine = whole_there * engine_itemsize // ranks_per_engine
     if way == "fsdp":
         return _fsdp(sizes, 0 if offload else ranks, engine, reshard)
     cut = ranks_per_engine if in_layout else 1  # parts of the policy
     whole = ranks_per_engine == 1 or in_layout
     return Held(
         engine=engine,
-        policy=0 if shared and whole else sizes.weights // cut,
+        policy=sizes.packed if shared and whole else sizes.weights // cut,
         gradients=sizes.gradients // (ranks if way == "gradients" else cut),
         optimizer=sizes.optimizer // (cut if way == "none" else ranks),
         exchange=0 if way == "none" or ranks == cut else _buckets(sizes, ranks, cut),

@@ -82,6 +82,8 @@ def time_limit() -> timedelta:
 class RankError(RuntimeError):
     """Another rank failed: this one ends with the same message instead of waiting for it."""
 
+    says_all = True  # see `process.tell_briefly`
+
 
 @contextmanager
 def together(what: str) -> Iterator[None]:

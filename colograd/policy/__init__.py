@@ -4,6 +4,8 @@
 
 `loading` makes the policy and its tokenizer, `lora` knows its adapter, `row_proof` proves on a few tokens which rows it
 takes, `reference` is the model that the KL term holds it to. `routing` says how a mixture's routers spread a row over
-its experts, `supported` what of a mixture can't be trained. `layers` compiles its decoder layers, `liger` puts other
-kernels into them. `outline` is a model's parameters without their values; `sending` brings small tensors to the device.
+its experts, `replay` has its tokens go to those that the engine chose, `images` brings pictures into a row. `quantized`
+knows how a base is quantised, `packed` what its layers then amount to; `supported` says what can't be trained. `layers`
+compiles the decoder layers, `liger` puts other kernels into them. `outline` is a model's parameters without their
+values; `sending` brings small tensors to the device.
 """

@@ -5,19 +5,32 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..parallel.ranks import world_size
+from . import quantized
+from .images import find_processors, freeze_tower, takes_images
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
+from .packed import packed_weights, settle
+from .quantized import Quantization
+from .replay import make_replaying
 from .routing import num_experts, tells_routing
 from .row_proof import choose_rows
 
@@ -33,6 +46,13 @@ class Policy:
     why_padded: str  # why its sequences can't be packed into one row; empty: they are
     adapter: Adapter | None = None  # what is trained of a PeftModel
     new_adapter: bool = False  # the run put it on; else the model came with it
+    quantization: Quantization | None = None  # of its base
+    processor: Any = None  # of a model that reads images, around the tokenizer; None: it reads text alone
+
+    @property
+    def image_token(self) -> int:
+        """The token whose embeddings are replaced by an image's features."""
+        return int(self.model.config.image_token_id)
 
     @property
     def checkpointing(self) -> tuple[int, ...]:
@@ -89,6 +109,10 @@ class Policy:
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
             f"{_recomputed(config.checkpointing)}"
         ]
+        if self.quantization is not None:
+            packed = [weight for _, weight in packed_weights(self.model).items()]
+            size = sum(weight.nbytes for weight in packed) / 2**20
+            lines.append(f"base: {len(packed)} matrices quantised to {self.quantization.name}, {size:,.1f} MiB")
         if coefficient := self.router_coef(config):
             lines.append(
                 f"experts: {coefficient:g} of the routers' load-balancing loss is added (router_aux_loss_coef), for "
@@ -112,15 +136,9 @@ def _recomputed(every: int) -> str:
     return f"activations of {layers} computed twice"
 
 
-QUANTIZED = (
-    "quantised policies aren't available in this version, because the engine takes the policy's own tensors: give a "
-    "checkpoint in bfloat16 or float32 (with LoRA, its gradients and optimizer state are small)."
-)
-
-
 def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Any,
     config: GRPOConfig,
     peft_config: Any = None,
 ) -> Policy:
@@ -141,9 +159,7 @@ def load_policy(
             loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config)
     else:
         loaded, path = model, _origin(model, config, peft_config)
-    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    if any(getattr(unwrap(loaded), flag, False) for flag in flags):
-        raise ValueError(f"The model {str(loaded.config._name_or_path)!r} is quantised, but {QUANTIZED}")
+    quantization = _quantization(loaded, path, config)
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
@@ -156,6 +172,16 @@ def load_policy(
     if adapter is not None and config.checkpointing and reentrant:
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
     why_padded = choose_rows(loaded)
+    processor = None
+    if takes_images(unwrap(loaded).config):
+        if config.freeze_vision_tower:
+            freeze_tower(unwrap(loaded))
+        processor = tokenizer if hasattr(tokenizer, "image_processor") else load_processor(path, config)
+        tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else processor.tokenizer
+    elif config.freeze_vision_tower:
+        raise ValueError(
+            f"freeze_vision_tower is true, but {type(unwrap(loaded)).__name__} has no vision tower: remove it."
+        )
     if tokenizer is None:
         revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
         tokenizer = AutoTokenizer.from_pretrained(
@@ -164,6 +190,8 @@ def load_policy(
     check_tokenizer(tokenizer)
     if config.chat_template_path is not None:
         tokenizer.chat_template = _chat_template(config.chat_template_path)
+        if processor is not None:
+            processor.chat_template = tokenizer.chat_template
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.disable_dropout:
@@ -172,7 +200,59 @@ def load_policy(
                 module.p = 0.0
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
-    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter=peft_config is not None)
+    if config.router_replay:
+        make_replaying(loaded)
+    new_adapter = peft_config is not None
+    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter, quantization, processor)
+
+
+def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | None:
+    """How the loaded model is quantised, its products made those of its dequantised weights.
+
+    Raises:
+        ValueError: its head is quantised.
+    """
+    inner = unwrap(model)
+    if not packed_weights(inner):
+        return None
+    settle(inner)
+    given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    trust = given.get("trust_remote_code", config.trust_remote_code)
+    on_disk = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
+    saved = quantized.saved_in(on_disk)
+    return Quantization(quantized.saved_in(inner.config) or {}, in_checkpoint=saved is not None)
+
+
+def load_processor(path: str, config: GRPOConfig) -> Any:
+    """A vision-language model's processor.
+
+    Raises:
+        ValueError: there is none, or a library that it needs isn't installed.
+    """
+    from transformers import AutoProcessor
+
+    find_processors()
+    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+    try:
+        found = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
+            "SmolVLM's) need torchvision: install the build that fits torch (see docs/guide/images.md). If the folder "
+            "has no processor, copy the files of the model it was trained from."
+        ) from None
+    if not hasattr(found, "image_processor"):
+        raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
+    return found
+
+
+def proven_with_images(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
+    """The policy with its rows proved on prompts with images, which it then packs or pads."""
+    if not prompts:
+        return policy
+    why = choose_rows(policy.model, why=policy.why_padded, asked=prompts)
+    return dataclasses.replace(policy, why_padded=why)
 
 
 def check_tokenizer(given: Any) -> None:
@@ -182,8 +262,8 @@ def check_tokenizer(given: Any) -> None:
     kind = type(given).__name__
     if hasattr(given, "tokenizer"):
         raise ValueError(
-            f"processing_class is a {kind}, for more than text, but policies are trained on text in this version: give "
-            "its tokenizer (processing_class.tokenizer)."
+            f"processing_class is a {kind}, for more than text, but the model reads text alone: give its tokenizer "
+            "(processing_class.tokenizer)."
         )
     raise ValueError(f"processing_class is a {kind}, but must be a tokenizer of transformers: give one, or none.")
 
@@ -246,7 +326,7 @@ def _from_adapter(
             f"{folder!r} holds an adapter, but peft can't be imported ({error}): pip install peft."
         ) from None
     try:
-        loaded = _from_name(base, config)
+        loaded = _from_name(base, config, adapter=folder)
     except ValueError as error:
         raise ValueError(f"{folder!r} holds an adapter whose base can't be loaded: {error}") from None
     model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
@@ -254,18 +334,35 @@ def _from_adapter(
     return model, base, folder if has_tokenizer else base
 
 
-def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
+def auto_class(path: str, kwargs: Mapping[str, Any]) -> Any:
+    """The class of transformers that loads the model at ``path``: with its vision tower, where it has one."""
+    known = {name: kwargs[name] for name in ("revision", "trust_remote_code") if kwargs.get(name) is not None}
+    try:
+        found = AutoConfig.from_pretrained(path, **known)
+    except (OSError, ValueError):
+        found = None
+    return AutoModelForImageTextToText if takes_images(found) else AutoModelForCausalLM
+
+
+def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedModel:
+    """
+    Args:
+        adapter: the folder of one that will be put on it, which may say how its base was quantised.
+    """
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    if asked := [name for name in ("quantization_config", "load_in_8bit", "load_in_4bit") if kwargs.pop(name, None)]:
-        raise ValueError(f"model_init_kwargs has {asked[0]}, but {QUANTIZED}")
+    for name in ("quantization_config", "load_in_8bit", "load_in_4bit"):
+        kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
     kwargs.pop("torch_dtype", None)
     kwargs.pop("attn_implementation", None)  # `choose_rows` settles it
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
+    asked, packed = quantized.asked_for(config, adapter or path), _is_packed(path, kwargs)
+    if packed or asked is not None:
+        kwargs |= quantized.load_arguments(None if packed else asked, config.device)
     if not config.verbose and os.path.isdir(path):
         hf_logging.disable_progress_bar()  # a download keeps its bar
     try:
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        return auto_class(path, kwargs).from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         if has_config and not isinstance(error, FileNotFoundError):
@@ -279,3 +376,14 @@ def _from_name(path: str, config: GRPOConfig) -> PreTrainedModel:
     finally:
         if not config.verbose:
             hf_logging.disable_progress_bar()  # nor one for each file that is saved
+
+
+def _is_packed(path: str, given: dict[str, Any]) -> bool:
+    """Whether a checkpoint's configuration says that its weights are quantised."""
+    try:
+        found = AutoConfig.from_pretrained(
+            path, revision=given.get("revision"), trust_remote_code=given["trust_remote_code"]
+        )
+    except (OSError, ValueError):  # of which loading will tell
+        return False
+    return quantized.saved_in(found) is not None

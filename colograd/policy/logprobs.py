@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..batch import MicroBatch, StepBatch
 from ..parallel import watchdog
-from . import attention, padded
+from . import attention, images, padded, replay
 from .lora import unwrap
 from .packing import lay_out
 from .routing import Routing, routing_of
@@ -147,13 +147,19 @@ def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def _states_and_routers(
-    model: Any, micro_batch: MicroBatch, **asked: bool
+    model: Any, micro_batch: MicroBatch, **asked: Any
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """`hidden_states`, and of each layer with experts its router's logits (T, E), where ``asked`` has the model return
     them."""
+    if micro_batch.images is not None and model.config._attn_implementation == attention.NAME:
+        with attention.packed_rows():
+            return images.packed_hidden_states(model, micro_batch), ()
     body = model.base_model if model.base_model is not model else model.get_decoder()
+    routed = micro_batch.experts if replay.replays(model) else None
     if model.config._attn_implementation != attention.NAME:
-        return padded.hidden_states(body, micro_batch, **asked)
+        return padded.hidden_states(model, body, micro_batch, routed, **asked)
+    if routed is not None:
+        asked[padded.ROUTED] = routed
     with attention.packed_rows():
         output = body(
             input_ids=micro_batch.input_ids,

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .packed import dense_weight
+
 PREFIX = "base_model.model."  # of every parameter of a PeftModel
 LARGEST_RANK = 512  # that vLLM has slots for
 # Initialisations that leave the base's weights alone. (`pissa`, `olora`, `loftq` and the like subtract from them.)
@@ -74,7 +76,7 @@ class AdaptedLayer:
         """The matrix that this layer amounts to, as a new float32 tensor in the base weight's layout."""
         if self.experts:
             return self._merged_experts()
-        base = self.module.get_base_layer().weight
+        base = dense_weight(self.module.get_base_layer())
         turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # stored as (in, out)
         delta = (self.lora_b.float() @ self.lora_a.float()).mul_(self.scaling)
         weight = delta.add_(base.t() if turned else base)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..runtime.hub import check_model_name
 from .lora import wrap
+from .packed import packed_bytes
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
@@ -19,6 +22,7 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
     Raises:
         ValueError: there is no configuration, or it isn't a causal language model's.
     """
+    check_model_name(path, revision=revision)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
         with torch.device("meta"):
@@ -37,3 +41,25 @@ def with_adapter(model: Any, rank: int) -> Any:
 
     with torch.device("meta"):
         return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)
+
+
+def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
+    """The weights of an outline that are quantised when it is loaded with ``settings``, and the bytes each then takes;
+    none without settings.
+
+    As transformers picks them: of all linear layers but the head and what the settings leave out.
+    """
+    if not settings:
+        return {}
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = HfQuantizer.get_modules_to_not_convert(
+        model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
+    )
+    linear = ((name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear)
+    return {
+        module.weight: packed_bytes(module.weight.shape, settings)
+        for name, module in linear
+        if should_convert_module(name, kept)
+    }

@@ -16,6 +16,7 @@ import torch
 
 from ..batch import (
     FinishReason,
+    Images,
     MicroBatch,
     ModelInput,
     PackedRow,
@@ -102,6 +103,7 @@ class PackedSequence(NamedTuple):
     prompt_ids: torch.Tensor  # [P]
     completion_ids: torch.Tensor  # [C]
     place: slice  # in the row's [N] tensors
+    images: Images | None = None  # of the prompt
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
@@ -110,7 +112,8 @@ def sequences(row: MicroBatch) -> list[PackedSequence]:
     ids = iter(row.rollouts)
     for completion, seen in zip(segments, row.layout.sees, strict=True):
         if seen:
-            found.append(PackedSequence(next(ids), segments[seen[0]], completion, slice(at, at + len(completion))))
+            place, images = slice(at, at + len(completion)), (row.images or {}).get(seen[0])
+            found.append(PackedSequence(next(ids), segments[seen[0]], completion, place, images))
             at += len(completion)
     return found
 
@@ -210,11 +213,15 @@ def lay_out(row: PackedRow) -> MicroBatch:
     positions: list[torch.Tensor] = []
     lengths: list[int] = []
     sees: list[tuple[int, ...]] = []
+    images: dict[int, Images] = {}
     predictors: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
     at = 0
     for part in row.parts:
-        prompt = part.rollouts[0].prompt_ids
+        asked = part.rollouts[0].input
+        prompt = asked.ids
+        if asked.images is not None:
+            images[len(lengths)] = asked.images
         prompt_segment, prompt_end = len(lengths), at + len(prompt) - 1
         ids.append(torch.tensor(prompt))
         positions.append(torch.arange(len(prompt)))
@@ -235,7 +242,7 @@ def lay_out(row: PackedRow) -> MicroBatch:
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(given, labels, strict=True)]
     sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
-    device = row.device
+    device, experts = row.device, row.experts()
     return MicroBatch(
         input_ids=sent(torch.cat(ids)[None], device),
         position_ids=sent(torch.cat(positions)[None], device),
@@ -251,4 +258,6 @@ def lay_out(row: PackedRow) -> MicroBatch:
         rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
         step_entropy=row.step_entropy,
+        experts=None if experts is None else sent(experts, device),
+        images=images or None,
     )

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..batch import MicroBatch, SegmentLayout
+from ..batch import UNTOLD, MicroBatch, SegmentLayout
+from . import images
 from .sending import sent
+
+ROUTED = "routed_experts"  # the argument of a layer that has its tokens' experts, see `replay`
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Rows:
     tokens: torch.Tensor  # (B, L) int64: where in the packed row each token lies; 0 for padding
     lengths: torch.Tensor  # (B,) int64
     places: torch.Tensor  # (T,) int64: where each token of the packed row lies first in the flattened (B * L)
+    prompts: tuple[int, ...] = ()  # [B] the segment that each sequence begins with
 
 
 def rows_of(layout: SegmentLayout) -> Rows:
@@ -47,17 +51,23 @@ def rows_of(layout: SegmentLayout) -> Rows:
             assert layout.sees[segment] == chain[:at], f"segment {segment} sees another past in {chain}"
         new = places[row] < 0
         places[row[new]] = index * tokens.shape[1] + torch.arange(len(row))[new]
-    return Rows(tokens, torch.tensor([len(row) for row in rows]), places)
+    return Rows(tokens, torch.tensor([len(row) for row in rows]), places, tuple(chain[0] for chain in chains))
 
 
 def hidden_states(
-    decoder: torch.nn.Module, micro_batch: MicroBatch, **asked: bool
+    model: Any,
+    decoder: torch.nn.Module,
+    micro_batch: MicroBatch,
+    routed: torch.Tensor | None = None,
+    **asked: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The decoder's last hidden states, computed on padded rows, in the packed row's order: (1, T, hidden).
 
     A prompt's states are those of its first completion's row: the others' are the same function of the weights.
 
     Args:
+        model: of which ``decoder`` is all but the head, and which knows what to do with pictures.
+        routed: (T, L, K) experts to be replayed, in the packed row's order.
         asked: further arguments of the decoder; ``output_router_logits`` has it return those too.
 
     Returns:
@@ -66,6 +76,11 @@ def hidden_states(
     rows, device = rows_of(micro_batch.layout), micro_batch.input_ids.device
     tokens, lengths = sent(rows.tokens, device), sent(rows.lengths, device)
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
+    places = sent(rows.places, device)
+    if micro_batch.images is not None:
+        ids = micro_batch.input_ids[0][tokens] * mask
+        states = images.padded_hidden_states(model, micro_batch, ids, mask, rows.prompts)
+        return states.flatten(0, 1).index_select(0, places)[None], []
     inputs: dict[str, Any] = {
         "input_ids": micro_batch.input_ids[0][tokens] * mask,  # padding is token 0, seen by nobody
         "attention_mask": mask.long(),
@@ -74,10 +89,12 @@ def hidden_states(
         "return_dict": True,
         **asked,
     }
+    if routed is not None:
+        asked[ROUTED] = routed[tokens].masked_fill(~mask[..., None, None], UNTOLD).flatten(0, 1)
+        inputs[ROUTED] = asked[ROUTED]
     kind: Any = type(decoder)
     accepted = _parameters(kind)
     output = decoder(**{name: value for name, value in inputs.items() if name in accepted or name in asked})
-    places = sent(rows.places, device)
     hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
     return hidden, [
         logits.flatten(0, -2).index_select(0, places) for logits in getattr(output, "router_logits", None) or ()

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from ..batch import PackedRow, StepBatch
+from ..batch import MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
 from .loading import Policy
 from .logprobs import evaluation_mode, policy_logprobs
@@ -56,8 +56,14 @@ def fill(reference: Reference, rows: Sequence[PackedRow], temperature: float) ->
         return ()
     with reference.present() as model:
         return tuple(
-            dataclasses.replace(row, ref_logprobs=policy_logprobs(model, lay_out(row), temperature)[0]) for row in rows
+            dataclasses.replace(row, ref_logprobs=policy_logprobs(model, _unrouted(row), temperature)[0])
+            for row in rows
         )
+
+
+def _unrouted(row: PackedRow) -> MicroBatch:
+    """Another model's tokens go to the experts that its own routers choose, whatever the policy's did."""
+    return dataclasses.replace(lay_out(row), experts=None)
 
 
 def with_ref_logprobs(reference: Reference, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:

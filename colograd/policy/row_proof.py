@@ -15,7 +15,7 @@ import torch
 
 from ..batch import FinishReason, Group, MicroBatch, ModelInput, Rollout, ScoredGroup
 from ..parallel.ranks import gather, together
-from . import attention
+from . import attention, images
 from .layers import NotCompiled, as_it_trains
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap
@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
 
 
-def choose_rows(model: Any, device: torch.device | None = None, why: str = "") -> str:
+def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
     """Set the model's attention for packed rows if it computes them rightly, and to its own for padded rows if not.
 
     What is proved is what runs: the device's kernels, under autocast where it is on, compiled where they are. So it is
@@ -36,6 +36,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "") -
     Args:
         device: where it computes; default: where it is.
         why: it is to be padded, for this reason.
+        asked: prompts to prove it on beside made-up ones: such with images.
 
     Returns:
         Why rows are padded; empty if they are packed.
@@ -44,20 +45,20 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "") -
         ValueError: not even padded rows give the model's own probabilities.
     """
     with evaluation_mode(model):
-        return _choose_rows(unwrap(model), device or model.device, why)
+        return _choose_rows(unwrap(model), device or model.device, why, asked)
 
 
-def _choose_rows(model: Any, device: torch.device, why: str) -> str:
+def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[ModelInput]) -> str:
     own = _own_attention(model)
-    why = why or _obstacle(model)
+    why = why or _obstacle(model) or (images.why_padded(model) if asked else "")
     if not why:
-        model.set_attn_implementation(attention.NAME)
-        why = _packed_fault(model, own, device)
+        images.set_attention(model, attention.NAME)
+        why = _packed_fault(model, own, device, asked)
         if not why:
             return ""
-    model.set_attn_implementation(own)
+    images.set_attention(model, own)
     try:
-        error = _difference(model, own, device, share_prompts=False)
+        error = _difference(model, own, device, asked, share_prompts=False)
         fault = (
             f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits" if error else ""
         )
@@ -82,26 +83,28 @@ def _obstacle(model: Any) -> str:
     return ""
 
 
-def choose_rows_where_it_trains(model: Any, device: torch.device, reference: Any = None) -> str:
+def choose_rows_where_it_trains(
+    model: Any, device: torch.device, reference: Any = None, asked: Sequence[ModelInput] = ()
+) -> str:
     """`choose_rows` for a model in its place; the ranks choose alike, and the ``reference`` is asked in the same rows.
     A collective."""
     with together("the proof of the rows"):
-        found = choose_rows(model, device)
+        found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
     if why and not found:
         with together("the proof of the rows"):
-            choose_rows(model, device, why)
+            choose_rows(model, device, why, asked)
     if reference is not None:
-        unwrap(reference).set_attn_implementation(unwrap(model).config._attn_implementation)
+        images.set_attention(unwrap(reference), unwrap(model).config._attn_implementation)
     return why
 
 
-def _packed_fault(model: Any, own: str, device: torch.device) -> str:
+def _packed_fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput]) -> str:
     """Why it can't, by running some; empty: it can."""
     name = type(model).__name__
     try:
         with attention.watch_windows() as windows:
-            error = _difference(model, own, device, share_prompts=True)
+            error = _difference(model, own, device, asked, share_prompts=True)
     except NotCompiled:
         raise
     except (TypeError, ValueError, RuntimeError) as refusal:
@@ -123,18 +126,18 @@ def _own_attention(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
-def _samples(model: Any) -> list[ScoredGroup]:
-    """Two groups of two completions, of some tokens that any vocabulary has."""
+def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
+    """Two groups of two completions, of some tokens that any vocabulary has; one more of each given prompt."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     groups: list[ScoredGroup] = []
     token = 11
-    for lengths in ((5, 4, 3), (3, 2, 5)):
+    for lengths in ((5, 4, 3), (3, 2, 5), *((1, 4, 3) for _ in given)):
         prompt, *completions = (
             array("i", ((token + 101 * place + 37 * t) % vocabulary for t in range(length)))
             for place, length in enumerate(lengths)
         )
         token += 101 * len(lengths)
-        asked = ModelInput(tuple(prompt))
+        asked = ModelInput(tuple(prompt)) if len(groups) < 2 else given[len(groups) - 2]
         rollouts = tuple(
             Rollout(asked, ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
             for ids in completions
@@ -146,7 +149,9 @@ def _samples(model: Any) -> list[ScoredGroup]:
 def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:
     """[C] of a completion by the model's own logits, nothing packed or padded."""
     ids = torch.cat([part.prompt_ids, part.completion_ids])[None]
-    logits = model(input_ids=ids).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
+    seen = {} if part.images is None else images.own_inputs(part.images, len(part.completion_ids))
+    seen = {name: value.to(ids.device) for name, value in seen.items()}
+    logits = model(input_ids=ids, **seen).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, part.completion_ids[:, None]).squeeze(1)
 
 
@@ -169,18 +174,18 @@ def differences(
         with as_it_trains(model):
             trained = [policy_logprobs(model, row, temperature)[0].detach() for row in rows]
         try:
-            model.set_attn_implementation(own or _own_attention(model))
+            images.set_attention(model, own or _own_attention(model))
             for row, found in zip(rows, trained, strict=True):
                 to_own.append(found - torch.cat([_own_logprobs(model, part, temperature) for part in sequences(row)]))
                 to_sampler.append(found - row.sampler_logprobs)
         finally:
-            model.set_attn_implementation(chosen)
+            images.set_attention(model, chosen)
     return torch.cat(to_sampler).abs(), torch.cat(to_own).abs()
 
 
-def _difference(model: Any, own: str, device: torch.device, share_prompts: bool) -> float:
+def _difference(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], share_prompts: bool) -> float:
     """Mean absolute difference of some samples from the model's own in nats; 0 where it is within tolerance."""
-    rows = pack(_samples(model), 1000, False, device, share_prompts=share_prompts)
+    rows = pack(_samples(model, asked), 1000, False, device, share_prompts=share_prompts)
     error = float(differences(model, rows, 1.0, own)[1].mean())
     return 0.0 if error <= allowed(attention.autocast_dtype(device) or model.dtype) else error
 
@@ -195,8 +200,8 @@ def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
     """(N,) of some tokens that any vocabulary has, by the model's own logits."""
     chosen = model.config._attn_implementation
     try:
-        model.set_attn_implementation(_own_attention(model))
+        images.set_attention(model, _own_attention(model))
         parts = [part for row in pack(_samples(model), 1000, False, device) for part in sequences(row)]
         return torch.cat([_own_logprobs(model, part, 1.0) for part in parts])
     finally:
-        model.set_attn_implementation(chosen)
+        images.set_attention(model, chosen)

@@ -1,5 +1,5 @@
-"""What of a mixture of experts can't be trained, said from its configuration alone: before weights are read, and long
-before an engine would find no place for them."""
+"""What of a mixture of experts, a quantised base or a vision-language model can't be trained, said from its
+configuration alone: before weights are read, and long before an engine would find no place for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..config import GRPOConfig
-from .lora import adapter_folder, unwrap
+from ..runtime.hub import check_model_name
+from . import images
+from .lora import adapter_folder, is_adapted, unwrap
+from .quantized import asked_for, check_quantized, saved_in
+from .replay import SHARES
 from .routing import num_experts
 
 # Model types whose experts the engine has a place for; docs/models.md says what was tried of each.
@@ -17,22 +21,45 @@ FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 
 
-def check_supported(model: Any, config: GRPOConfig) -> None:
+def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, tools: bool = False) -> None:
     """
     Args:
         model: its name, or itself.
+        peft_config: of the adapter that will be put on it.
+        tools: there are tools or environments.
 
     Raises:
-        ValueError: it is a mixture of experts that can't be trained, or not with these settings, with the remedy.
+        ValueError: it is a mixture of experts or a quantised base that can't be trained, or not with these settings,
+            with the remedy.
     """
-    model_config = _configuration(model, config)
-    if model_config is None or not num_experts(model_config):
+    by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
+    has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
+    check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
+    if model_config is not None and images.has_tower(model_config):
+        asked = asked_for(config, str(model)) if by_name else None
+        _check_images(model_config, config, tools, quantised=asked is not None or saved_in(model_config) is not None)
+    if model_config is None:
         return
+    if num_experts(model_config):
+        _check_experts(model_config, config)
+    elif config.router_replay:
+        raise ValueError(
+            f"router_replay is true, but {model_config.get_text_config().model_type} is no mixture of experts: "
+            "set it to false."
+        )
+
+
+def _check_experts(model_config: Any, config: GRPOConfig) -> None:
     kind = model_config.get_text_config().model_type
     if kind not in FAMILIES:
         raise ValueError(
             f"{kind} is a mixture of experts that wasn't tried in this version, and perhaps has experts that can't be "
             f"given to vLLM: choose one of {', '.join(FAMILIES)}."
+        )
+    if config.router_replay and kind not in SHARES:
+        raise ValueError(
+            f"router_replay is true, but how {kind}'s router shares a token out among experts isn't known: set it to "
+            f"false, or choose one of {', '.join(SHARES)}."
         )
     ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
     if ranks > 1 and kind in WHOLE:
@@ -54,6 +81,36 @@ def check_supported(model: Any, config: GRPOConfig) -> None:
         )
 
 
+def _check_images(model_config: Any, config: GRPOConfig, tools: bool, quantised: bool) -> None:
+    """
+    Raises:
+        ValueError: a model that reads more than text, which can't be trained, or not with these settings.
+    """
+    kind = model_config.model_type
+    if not images.takes_images(model_config):
+        raise ValueError(
+            f"{kind} reads more than text, in a way that isn't known in this version: choose a vision-language model "
+            f"of the types {', '.join(images.FAMILIES)}, or a text model."
+        )
+    if kind in images.BOTH_WAYS and config.on_cpu:
+        raise ValueError(
+            f"{kind} lets the tokens of an image see each other both ways, which vLLM doesn't do on a CPU: train it on "
+            "a GPU, or choose another model."
+        )
+    given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    settings = {
+        "A model with tools or environments": tools,
+        "A quantised base": quantised,
+        f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}": config.vllm_tensor_parallel_size > 1,
+        "sharding: fsdp": config.cuts_weights,
+        "torch_compile": config.torch_compile,
+        "use_liger_kernel": config.use_liger_kernel,
+        "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,
+    }
+    if asked := [name for name, is_set in settings.items() if is_set]:
+        raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
+
+
 def _configuration(model: Any, config: GRPOConfig) -> Any:
     """Of the model, or of an adapter's base; None: there is none to be read, of which loading will tell."""
     if not isinstance(model, str | os.PathLike):
@@ -61,6 +118,7 @@ def _configuration(model: Any, config: GRPOConfig) -> Any:
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     path = str((adapter_folder(str(model)) or {}).get("base_model_name_or_path") or model)
     trust = given.get("trust_remote_code", config.trust_remote_code)
+    check_model_name(path, revision=given.get("revision"))
     try:
         found = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
     except (OSError, ValueError):

@@ -28,6 +28,7 @@ MOST_STATE = 2**29  # bytes of a trainer_state.json
 MOST_NAMES = 600  # metrics
 MOST_PROMPTS = 200_000  # whose history is kept
 MOST_ALARMS = 500
+MOST_LIMITS = 64  # reward functions of a step
 MOST_KNOBS = 2000
 GROUP_WIDTH = 7  # numbers of a group: prompt, position, G, mean reward, spread, truncated share, carries signal
 TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # one of them marks a training step's entry
@@ -179,8 +180,9 @@ class Run:
             self.touched["rollouts"][step] = self.change
 
     def _take_spread(self, step: int, event: dict[str, Any]) -> None:
-        found = {name: _histogram(event.get(name)) for name in ("rewards", "lengths")}
-        self.spreads[step] = {name: histogram for name, histogram in found.items() if histogram}
+        found: dict[str, Any] = {name: _histogram(event.get(name)) for name in ("rewards", "lengths")}
+        found["functions"] = _limits(event.get("functions"))
+        self.spreads[step] = {name: value for name, value in found.items() if value}
         self.touched["spreads"][step] = self.change
 
     def _take_groups(self, step: int, event: dict[str, Any]) -> None:
@@ -328,6 +330,12 @@ def _rollout(event: Mapping[str, Any]) -> dict[str, Any]:
         "rewards": _spans(event.get("rewards"), 4),
         "tools": _spans(event.get("tools"), 3),
     }
+
+
+def _limits(value: Any) -> dict[str, list[float]]:
+    """The least and the greatest of what each name had."""
+    pairs = {str(name): [number(v, 4) for v in items(pair)] for name, pair in [*mapping(value).items()][:MOST_LIMITS]}
+    return {name: pair for name, pair in pairs.items() if len(pair) == 2 and None not in pair}  # type: ignore[misc]
 
 
 def _histogram(value: Any) -> dict[str, list[float]]:

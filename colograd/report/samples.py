@@ -26,6 +26,7 @@ MOST_TOKENS = 4096  # of a completion
 MILLI = 1000  # log-probabilities are sent as thousandths
 # A line's step is read from its beginning, where no text can pretend to be it.
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
+_PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
 _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
 
@@ -135,7 +136,7 @@ def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int
 
 def _size(found: dict[str, Any]) -> int:
     """Of a completion as JSON, about: tokens with their numbers, or a text."""
-    return 400 + len(found["text"]) + 16 * len(found.get("tokens", ()))
+    return 400 + len(found["text"]) + 16 * len(found.get("tokens", ())) + sum(map(len, found.get("images", ())))
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
@@ -173,8 +174,15 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
         "sampled": _bits(entry.get("sampled"), many),
         "messages": _prompt(entry.get("messages")) if isinstance(entry.get("messages"), list) else None,
         "cut": True if entry.get("cut") is True else None,
+        "images": _pictures(entry.get("images")),
     }
     return found | {name: value for name, value in optional.items() if value is not None}
+
+
+def _pictures(values: Any) -> list[str] | None:
+    """Those that are small pictures and nothing else."""
+    found = [value for value in items(values)[:4] if isinstance(value, str) and _PICTURE.fullmatch(value)]
+    return found or None
 
 
 def _milli(values: Any, many: int) -> list[int | None] | None:

@@ -59,12 +59,17 @@ def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[byte
     rows = []
     for scored, of_group in zip(groups, texts, strict=True):
         group, advantages = scored.group, _mean_advantages(scored)
+        prompt = group.example.get("prompt", "")
+        if group.rollouts[0].input.images is not None:
+            from ..data.images import text_of
+
+            prompt = text_of(prompt)
         for i, (rollout, text) in enumerate(zip(group.rollouts, of_group, strict=True)):
             rows.append(
                 CompletionRow(
                     step=step,
                     position=group.position,
-                    prompt=group.example.get("prompt", ""),
+                    prompt=prompt,
                     text=text,
                     prompt_tokens=len(rollout.prompt_ids),
                     completion_tokens=len(rollout.completion_ids),

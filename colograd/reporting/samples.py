@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ..batch import RolloutId, ScoredGroup
+from ..data.images import text_of
 from ..policy.packing import loss_tokens
+from .thumbnails import thumbnails
 
 MOST_TOKENS = 4096  # of a completion
 MOST_OF_A_STEP = 32_768  # of all of a step's; one takes some 30 bytes
@@ -75,6 +77,9 @@ def sample_entries(
     found = []
     for scored, totals in groups:
         group, advantages = scored.group, _advantages(scored)
+        prompt, pictures = group.example.get("prompt", ""), []
+        if (images := group.rollouts[0].input.images) is not None:
+            prompt, pictures = text_of(prompt), thumbnails(images.pictures)
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
             index, advantage = identity.index, advantages[identity.index]
             known = trainer.get(identity)
@@ -84,7 +89,7 @@ def sample_entries(
                 "position": group.position,
                 "key": rollout.input.key,
                 "index": index,
-                "prompt": group.example.get("prompt", ""),
+                "prompt": prompt,
                 "tokens": pieces(rollout.completion_ids[:most]),
                 "sampler": _rounded(rollout.sampler_logprobs[:most].tolist()),
                 "trainer": None if known is None else _rounded(known[:most].tolist()),
@@ -96,6 +101,8 @@ def sample_entries(
                 "finish": rollout.finish_reason.value,
                 "extra": {name: values[index] for name, values in scored.logged.columns.items()},
             }
+            if pictures:
+                entry["images"] = pictures
             if rollout.messages:
                 entry["messages"] = list(rollout.messages)
             if len(rollout.completion_ids) > most:

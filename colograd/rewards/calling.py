@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..batch import Group
+from ..usercode.calls import place_of
 from ..usercode.worker_process import CallLog
 from .functions import RewardError, RewardFunction
 
@@ -69,21 +71,38 @@ def keywords_for(
     parameters = parameters_of(reward.function).values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         keywords = {p.name: keywords[p.name] for p in parameters if p.name in keywords}
+    if problem := _lacking(reward, keywords, groups[0].example):
+        raise RewardError(reward.name, groups[0].position, None, problem)
+    return keywords
+
+
+def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
+    """Whether a dataset has what functions need that are given its columns, and nothing else of their own.
+
+    Raises:
+        ValueError: one needs a column that isn't there.
+    """
+    for reward in rewards:
+        if problem := _lacking(reward, {*RESERVED, *columns} - {"prompt"}, columns):
+            raise ValueError(f"reward function {reward.name!r}: {problem}")
+
+
+def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[str]) -> str:
+    """What a function needs beyond what it is ``given``, and the remedy; empty: nothing."""
     missing = [
         p.name
-        for p in parameters
-        if p.name not in keywords and p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        for p in parameters_of(reward.function).values()
+        if p.name not in given and p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
-    if missing:
-        raise RewardError(
-            reward.name,
-            groups[0].position,
-            None,
-            f"it needs {', '.join(map(repr, missing))}, but the example has the columns "
-            f"{', '.join(map(repr, groups[0].example))}: add the column to the dataset, or give the parameter a "
-            "default.",
-        )
-    return keywords
+    if not missing:
+        return ""
+    near = difflib.get_close_matches(missing[0], list(columns), n=1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    place = place_of(reward.function)
+    return (
+        f"it needs {', '.join(map(repr, missing))}{f' ({place})' if place else ''}, but the dataset has the columns "
+        f"{', '.join(map(repr, columns))}: add the column to the dataset, or give the parameter a default.{meant}"
+    )
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -100,7 +119,11 @@ def checked_values(reward: RewardFunction, position: int, size: int, values: Any
     Raises:
         RewardError: they aren't that many numbers.
     """
-    fail = functools.partial(RewardError, reward.name, position)
+    place = place_of(reward.function)
+
+    def fail(completion: int | None, problem: str) -> RewardError:
+        return RewardError(reward.name, position, completion, problem + (f" It begins at {place}." if place else ""))
+
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):

@@ -52,6 +52,8 @@ class RewardError(RuntimeError):
         problem: the value, the rule and the remedy; where the function raised, its traceback.
     """
 
+    says_all = True  # see `process.tell_briefly`
+
     def __init__(self, function: str, position: int, completion: int | None, problem: str) -> None:
         # `args` has all of them, so that the error can be pickled and sent to other ranks.
         super().__init__(function, position, completion, problem)

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ..config import GRPOConfig
+from ..runtime.hub import check_model_name
 from .builtin import BUILTIN_REWARDS
 from .functions import as_list
 
@@ -132,6 +133,7 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
     trust = config.trust_remote_code
     try:
+        check_model_name(path)
         settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -26,7 +26,16 @@ import torch
 from ..batch import Group, Logged
 from ..parallel import watchdog
 from ..runtime import process
-from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit, when_done
+from ..usercode.calls import (
+    GRACE,
+    Outcome,
+    awaited_outcome,
+    event_loop,
+    place_in,
+    raised_outcome,
+    time_limit,
+    when_done,
+)
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
 from .calling import check_log, checked_values, keywords_for, parameters_of
@@ -301,7 +310,16 @@ def score_group(
 
 def _raised_error(reward: RewardFunction, position: int, outcome: Outcome) -> RewardError:
     line, traceback = outcome.value
-    return RewardError(reward.name, position, None, f"it raised {line}. Its traceback:\n{traceback}")
+    place = place_in(traceback)
+    where = f" ({place})" if place else ""
+    return RewardError(
+        reward.name,
+        position,
+        None,
+        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. Mend "
+        "it, or set reward_on_error: abstain to go on without its opinion wherever it fails. Its traceback:\n"
+        f"{traceback}",
+    )
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ..batch import Experts, FinishReason, Group, ModelInput, Prompt, Rollout
 from ..data.prompts import COLUMNS, PromptRules
+from ..engine.routed import as_written, one_prompt
 from ..engine.sampling import Sampling, request_seed
 from ..engine.vllm_engine import Engine, Sampled
 from .tool_calls import Answers, text_of
@@ -41,6 +42,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
     finish_reason: FinishReason | None = None  # once it is over
+    experts: Experts | None = None  # of all up to the last turn's end
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
         """Take up tokens: the model's, or those of its tools' answers."""
@@ -62,6 +64,7 @@ class Conversation:
             policy_version=version,
             messages=tuple(self.messages),
             columns=columns,
+            experts=None if self.experts is None else as_written(self.experts, len(self.input), len(self.ids)),
         )
 
 
@@ -131,6 +134,7 @@ class _RunningConversations:
                 conversation = self.writing.pop(request)
                 conversation.add(turn.ids, turn.logprobs, sampled=True)
                 conversation.turns += 1
+                conversation.experts = turn.experts
                 if not self._start_calls(conversation, turn):
                     over.append(conversation)
         elif not any(answers.done() for _, answers in self.waiting):
@@ -148,7 +152,7 @@ class _RunningConversations:
         others.append(conversation)
         if len(others) < self.sampling.n:
             return None
-        rollouts = tuple(c.rollout(version) for c in sorted(others, key=lambda c: c.index))
+        rollouts = one_prompt(tuple(c.rollout(version) for c in sorted(others, key=lambda c: c.index)))
         return Group(prompt.example, rollouts, prompt.position)
 
     def _submit(self, conversation: Conversation) -> None:

@@ -48,6 +48,11 @@ class CustomRollouts:
         self.engine.require(version)
         if not prompts:  # a rank may have none in an evaluation
             return
+        if any(prompt.input.images is not None for prompt in prompts):
+            raise ValueError(
+                "rollout_func is a function, which gets prompts without their images: give a class with `generate` "
+                "(docs/architecture.md, Add a rollout source), or none."
+            )
         asked = [copy.deepcopy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
         answer = self.function(asked)
         rollouts = self._rollouts(answer, len(asked), version)

@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from ..batch import Experts, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from .figures import note_figures
 from .record_file import Record, RecordFile, read_records
 
@@ -61,8 +61,16 @@ TABLE = pa.schema(
 )
 
 
+# Behind it, with `router_replay`: see `batch.Experts`. A prompt's are null where they are those of the row before.
+EXPERTS = pa.schema(
+    [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
+)
+
+
 class JournalError(ValueError):
     """What was recorded doesn't fit this run."""
+
+    says_all = True  # see `process.tell_briefly`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,6 +200,10 @@ class Journal:
         """Of the groups that are recorded of a round."""
         return {record.position for _, _, records in _files(self._folder_of(step, "")) for record in records}
 
+    def has_groups(self, step: int) -> bool:
+        """Whether a group is recorded of a round; a start that failed leaves none."""
+        return any(next(records, None) is not None for _, _, records in _files(self._folder_of(step, "")))
+
     def recorded_settings(self) -> Mapping[str, Any]:
         """Those that the first file was recorded with; empty without one."""
         files = (found for _, folder in self._folders() for _, found, _ in _files(folder))
@@ -200,13 +212,19 @@ class Journal:
     def check_settings(self, step: int) -> None:
         """Whether what is recorded from ``step`` on was recorded with this run's settings.
 
+        A file without a group is of a start that failed (by a reward that raised, say): it keeps nobody from changing
+        settings, and is deleted.
+
         Raises:
             JournalError: it wasn't.
         """
         for number, folder in self._folders():
             if number >= step:
-                for path, found, _ in _files(folder):
-                    self._check_settings(found, path)
+                for path, found, records in _files(folder):
+                    if found.settings != self.settings and next(records, None) is None:
+                        path.unlink(missing_ok=True)
+                    else:
+                        self._check_settings(found, path)
 
     def set_aside(self) -> Path | None:
         """Put what is recorded in the place of what was put aside before; where it is then, if there is anything."""
@@ -303,8 +321,9 @@ def _files(folder: Path) -> Iterator[tuple[Path, About, Iterator[Record]]]:
     """A round's files, what each is about, and its groups. One that was torn before that was written has none."""
     for path in sorted(folder.glob("rank-*.records")):
         records = read_records(path)
-        if (head := next(records, None)) is not None:
-            yield path, _about(head, path), records
+        with contextlib.suppress(FileNotFoundError):  # another rank deleted it
+            if (head := next(records, None)) is not None:
+                yield path, _about(head, path), records
 
 
 def digest_of(model: torch.nn.Module) -> str:
@@ -321,9 +340,16 @@ def digest_of(model: torch.nn.Module) -> str:
 
 
 def _digest_of(example: Mapping[str, Any]) -> str:
-    """Of a dataset's row. What JSON has no type for (an image, say) counts with its type alone."""
-    text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
+    """Of a dataset's row. What JSON has no type for counts with its type, an image with its pixels too."""
+    text = json.dumps(dict(example), sort_keys=True, default=_named)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _named(value: Any) -> str:
+    name = type(value).__name__
+    if hasattr(value, "tobytes") and hasattr(value, "size"):
+        return f"{name} {value.size} {hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()}"
+    return name
 
 
 def _about(record: Record, path: Path) -> About:
@@ -352,7 +378,57 @@ def _bytes_of(recorded: Recorded) -> bytes:
         pa.array([_digest_of(recorded.group.example)] * len(rollouts)),
         pa.array([_json({"columns": logged.columns, "metrics": logged.metrics}), *[""] * (len(rollouts) - 1)]),
     ]
-    return pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
+    table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
+    return table + _experts_bytes(rollouts)
+
+
+def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
+    """A second table behind the first, where the engine told the experts of any token."""
+    if all(rollout.experts is None for rollout in rollouts):
+        return b""
+    prompt: torch.Tensor | None = None
+    rows: list[tuple[Any, Any, Any]] = []
+    for experts in (rollout.experts for rollout in rollouts):
+        if experts is None:
+            rows.append((None, None, None))
+            continue
+        known = prompt is not None and torch.equal(prompt, experts.prompt)
+        prompt = experts.prompt
+        parts = (None if known else experts.prompt, experts.completion)
+        first, second = (None if part is None else part.numpy().tobytes() for part in parts)
+        rows.append((first, second, _shape_of(experts)))
+    columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), EXPERTS, strict=True)]
+    return bytes(pa.record_batch(columns, schema=EXPERTS).serialize().to_pybytes())
+
+
+def _shape_of(experts: Experts) -> list[int]:
+    """Layers, experts per token, and bytes of each number."""
+    return [*experts.completion.shape[1:], experts.completion.element_size()]
+
+
+def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """The rollouts with what stands behind their table."""
+    if reader.tell() == reader.size():
+        return tuple(rollouts)
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
+    batch.validate(full=True)
+    found: list[Rollout] = []
+    prompt: torch.Tensor | None = None
+    for rollout, row in zip(rollouts, batch.to_pylist(), strict=True):
+        if row["shape"] is not None:
+            if row["prompt"] is not None:
+                prompt = _numbers(row["prompt"], len(rollout.input), *row["shape"])
+            assert prompt is not None and len(prompt) == len(rollout.input), "the prompt's experts are missing"
+            experts = Experts(prompt, _numbers(row["completion"], len(rollout.completion_ids), *row["shape"]))
+            rollout = dataclasses.replace(rollout, experts=experts)
+        found.append(rollout)
+    return tuple(found)
+
+
+def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) -> torch.Tensor:
+    """(tokens, layers, chosen) numbers of ``width`` bytes."""
+    kind = {1: np.int8, 2: np.int16}[width]
+    return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, layers, chosen))
 
 
 def _group_of(content: bytes, prompt: Prompt) -> Recorded:
@@ -363,11 +439,12 @@ def _group_of(content: bytes, prompt: Prompt) -> Recorded:
     """
     where = f"the journal's group at position {prompt.position}"
     try:
-        batch = pa.ipc.read_record_batch(pa.py_buffer(content), TABLE)
+        reader = pa.BufferReader(content)
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), TABLE)
         batch.validate(full=True)
         assert batch.num_rows > 0, "no rows"
-        asked = ModelInput(tuple(batch.column("input")[0].as_py()))
-        rollouts = tuple(_rollout(batch, row, asked) for row in range(batch.num_rows))
+        asked = _input(batch.column("input")[0].as_py(), prompt)
+        rollouts = _experts_of(reader, [_rollout(batch, row, asked, prompt) for row in range(batch.num_rows)])
         rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch.column("logged")[0].as_py())
@@ -384,7 +461,12 @@ def _group_of(content: bytes, prompt: Prompt) -> Recorded:
     return Recorded(Group(prompt.example, rollouts, prompt.position), rewards, Logged(columns, metrics))
 
 
-def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput) -> Rollout:
+def _input(ids: Sequence[int], prompt: Prompt) -> ModelInput:
+    """What a rollout was asked. Images are the prompt's, which reads them from the dataset: none are recorded."""
+    return prompt.input if tuple(ids) == prompt.input.ids else ModelInput(tuple(ids))
+
+
+def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput, prompt: Prompt) -> Rollout:
     def of(name: str) -> Any:
         return batch.column(name)[row]
 
@@ -395,7 +477,7 @@ def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput) -> Rollout:
         sampled = torch.tensor(of("sampled").as_py(), dtype=torch.bool)
     assert len(ids) == len(logprobs) == len(sampled) > 0, "lengths differ"
     return Rollout(
-        ModelInput(tuple(of("input").as_py())) if of("input").is_valid else asked,
+        _input(of("input").as_py(), prompt) if of("input").is_valid else asked,
         ids,
         logprobs,
         sampled,

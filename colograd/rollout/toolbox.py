@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from ..runtime.importing import find_object
-from ..usercode.calls import when_done
+from ..usercode.calls import Outcome, place_in, when_done
 from ..usercode.threads import MainThreadAdvice
 from .environments import Environment, Environments, factory_names
 from .tool_calls import Answers, RunningCall, ToolRunner, answer_content
@@ -69,6 +70,7 @@ class Toolbox:
         main_thread = main_thread or ()
         _check_main_thread(main_thread, self._tools, self._factories)
         self._advice = MainThreadAdvice()
+        self._told_of: set[str] = set()  # tools of which it was said that they raise
         self.environments = Environments(self._factories, main_thread, self._advice)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # reward themselves
@@ -148,9 +150,22 @@ class Toolbox:
                 content = answer_content(outcome)
             except Exception as error:
                 self.counts["tools/failures"] += 1
+                self._tell_of_first(name, outcome)
                 content = str({"error": str(error)})
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
+
+    def _tell_of_first(self, name: str, outcome: Outcome) -> None:
+        """Say where the tool's own code raised, once per tool: the model alone would be told, in every conversation."""
+        place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
+        if not place or name in self._told_of:
+            return
+        self._told_of.add(name)
+        warnings.warn(
+            f"tool {name!r} raised {outcome.value[0]} ({place}). The model is told so, now and whenever it happens "
+            "again; the share of failed calls is tools/failures of tools/calls.",
+            stacklevel=2,
+        )
 
     def take_counts(self) -> dict[str, float]:
         """Sums since the last call: ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``."""

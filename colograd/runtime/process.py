@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from types import TracebackType
 
 from . import gpus
 
@@ -39,6 +40,23 @@ def command_began() -> float | None:
     global _command_began
     began, _command_began = _command_began, None
     return began
+
+
+def tell_briefly() -> None:
+    """Have an error that ends the process, and whose message says all (it has ``says_all``), told without the frames of
+    the trainer.
+
+    The exception stays uncaught: the end of a process asks whether one ended it (`faults.Watch.leave`, `ranks.part`).
+    """
+    told_before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if not getattr(error, "says_all", False):
+            told_before(kind, error, frames)
+            return
+        print(f"colograd: error: {error}\n(--verbose shows the frames of the trainer, too)", file=sys.stderr)
+
+    sys.excepthook = tell
 
 
 def local_world_size() -> int:
@@ -222,5 +240,5 @@ def quiet_logs(verbose: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
-    for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock"):
+    for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptStream
 from ..engine.absent import NoEngine
@@ -33,11 +35,21 @@ from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
 from ..sharding import name_of
-from ..weights import Publisher, Unpublished, bytes_apart, check_choice, expects_sharing, publisher
+from ..weights import (
+    Publisher,
+    Unpublished,
+    bytes_apart,
+    check_choice,
+    expects_sharing,
+    packed_parts,
+    publisher,
+    serves_packed,
+)
 from .task import longest_completion, reset_rules
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
 OBSERVATION = 1024
+IMAGES_LOOKED_AT = 64  # rows, of which one should have an image
 Prompts = PromptDataset | PromptStream
 
 
@@ -102,11 +114,17 @@ def assemble(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, prompts),
+        blank=policy.quantization is not None and policy.quantization.in_checkpoint,
+        parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
+        images=0 if policy.processor is None else max(1, *(getattr(part, "most_images", 0) for part in prompts)),
     )
     closing.callback(engine.close)
     with together("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)
+    if policy.processor is not None:
+        with together("the check of the processor"):
+            engine.check_processor(policy.processor)
     with together("the plan of the weights"):
         weights = publisher(
             config.weights,
@@ -116,6 +134,7 @@ def assemble(
             device=config.device,
             adapter=policy.adapter,
             cut=config.cuts_weights,
+            seen=with_images(prompts),
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
@@ -172,7 +191,16 @@ def read_run(
         reference=reference_bytes(config, policy),
         prompt=max(part.longest for part in prompts),
         packed=not policy.why_padded,
+        served=serves_packed(config, policy),
     )
+
+
+def with_images(prompts: Sequence[Prompts]) -> ModelInput | None:
+    """A prompt with images, to prove things on; None: there are none, or not in the first rows."""
+    if not getattr(prompts[0], "most_images", 0):
+        return None
+    found = (prompt.input for prompt in prompts[0].first(IMAGES_LOOKED_AT) if prompt.input.images is not None)
+    return next(found, None)
 
 
 def sampled_together(config: GRPOConfig) -> int:

@@ -47,6 +47,8 @@ def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]
     """By name."""
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
+    if args.router_replay:  # else rounds are what they were before there was such a setting
+        settings["router_replay"] = True
     return settings | {"reward_funcs": list(reward_names)}
 
 
@@ -65,7 +67,7 @@ def open_journal(journal: Journal, resumes: bool, step: int, is_writer: bool) ->
         moved = journal.set_aside() if is_writer else None
         return f"journal: what an earlier run recorded here is now in {moved}" if moved else ""
     journal.check_settings(step)
-    rounds = [recorded for recorded in journal.rounds() if recorded >= step]
+    rounds = [recorded for recorded in journal.rounds() if recorded >= step and journal.has_groups(recorded)]
     if not rounds:
         return ""
     return (

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -129,7 +130,7 @@ class Recorder(TrainerCallback):
         trainer = self.trainer
         self._matrices = Matrices.of(trainer.model)
         self._peak, source = peak_flops(args.device, torch.bfloat16 if args.bf16 else trainer.policy.model.dtype)
-        self._pieces = Pieces(trainer.processing_class)
+        self._pieces = Pieces(trainer.policy.tokenizer)
         step, facts = state.global_step, run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
         self._advisor = Advisor(facts["settings"])
         if step:
@@ -211,7 +212,13 @@ class Recorder(TrainerCallback):
         rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])
         self.file.event("groups", step=step, groups=rows[:MOST_GROUPS])
         spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
-        self.file.event("spread", step=step, **spread)
+        self.file.event("spread", step=step, **spread, functions=self._limits(whole))
+
+    def _limits(self, whole: RolloutStatistics) -> dict[str, list[float]]:
+        """The least and the greatest reward of each function that judged any of a step's completions."""
+        names, columns = self.trainer._reward_names, zip(*whole.rewards, strict=True)
+        judged = {n: [v for v in column if math.isfinite(v)] for n, column in zip(names, columns, strict=False)}
+        return {name: [min(values), max(values)] for name, values in judged.items() if values}
 
     def _distributions(self, whole: RolloutStatistics) -> dict[str, list[float]]:
         """Of all completions of a step, by the names that trackers get."""

@@ -13,6 +13,8 @@ from transformers.trainer_utils import TrainOutput
 
 from ..data import PromptStream
 from ..parallel.ranks import gather, rank, together, world_size
+from ..policy import quantized
+from ..policy.images import load_weights
 from ..sharding.weight_files import load_mixture, stacked_masters
 from . import checkpoints, manifest, reading
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
@@ -183,6 +185,8 @@ class ResumableTrainer(SavingTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """As in transformers; of a policy that is cut, each rank reads its part."""
         with together("loading the weights"), reading.reading(resume_from_checkpoint, "the model"):
+            if self.policy.adapter is not None:
+                quantized.check_fits(self.policy.quantization, resume_from_checkpoint)
             if not self._read_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -194,8 +198,11 @@ class ResumableTrainer(SavingTrainer):
                 super()._load_best_model()
 
     def _read_weights(self, folder: Path) -> bool:
-        """Read what transformers' Trainer doesn't: of a policy that is cut, or of a mixture of experts."""
+        """Read what transformers' Trainer doesn't: of a policy that is cut or reads images, or of a mixture."""
         if self.sharding.load_weights(folder):
+            return True
+        if self.policy.adapter is None and self.policy.processor is not None:
+            load_weights(self.model, str(folder))
             return True
         return self.policy.adapter is None and load_mixture(self.model, folder)
 

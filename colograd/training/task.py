@@ -11,8 +11,11 @@ from datasets import Dataset, IterableDataset
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
 from ..data.columns import check_columns, columns_of
+from ..data.images import COLUMNS as IMAGES
+from ..data.images import ImageReader
 from ..policy.loading import Policy
 from ..rewards import RewardFunction, resolve_rewards
+from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
 from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import EMPTY, Toolbox, environment_reward
@@ -63,11 +66,12 @@ def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbo
     return None
 
 
-def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:
+def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) -> Any:
     """The user's function or class that writes completions, if there is one.
 
     Raises:
-        ValueError: its import path leads nowhere, it is no rollout source, or there are tools, which it wouldn't call.
+        ValueError: its import path leads nowhere, it is no rollout source, there are tools, which it wouldn't call, or
+            experts are to be replayed, of which it tells nothing.
     """
     if rollout_func is not None and tools is not None:
         raise ValueError(
@@ -80,6 +84,11 @@ def rollout_func_of(rollout_func: Any, tools: Toolbox | None) -> Any:
         raise ValueError(
             f"rollout_func is the class {rollout_func.__name__}, which has no method `generate`, but must be a rollout "
             "source: see docs/architecture.md."
+        )
+    if args.router_replay and rollout_func is not None and not hasattr(rollout_func, "generate"):
+        raise ValueError(
+            "router_replay is true, but a rollout_func returns tokens, and not the experts that the engine chose for "
+            "them: set router_replay: false, or write a rollout source, which yields the engine's own groups."
         )
     return rollout_func
 
@@ -123,10 +132,20 @@ def train_prompts_of(
     if dataset is None:
         dataset = _empty_prompts(args, tools)
     if isinstance(dataset, IterableDataset):
-        return PromptStream(_wanted(dataset, args, tools, "train"), rules, args)
-    prompts = tokenize_prompts(_wanted(dataset, args, tools, "train"), rules)
+        return PromptStream(_wanted(dataset, policy, args, tools, "train"), rules, args)
+    prompts = tokenize_prompts(_wanted(dataset, policy, args, tools, "train"), rules)
     StepOrder.of(args, len(prompts))
     return prompts
+
+
+def check_rewards(rewards: list[RewardFunction], prompts: PromptDataset | PromptStream, tools: Toolbox | None) -> None:
+    """Whether the dataset has what the functions ask for, before a group is sampled; of a streamed one its rows tell.
+
+    Raises:
+        ValueError: a function needs a column that isn't there.
+    """
+    if isinstance(prompts, PromptDataset) and not (tools is not None and tools.has_environments):
+        check_columns_for(rewards, columns_of(prompts.dataset))
 
 
 def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
@@ -158,16 +177,17 @@ def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> Prompt
     return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
 
 
-def _wanted(dataset: Any, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
+def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
     """The dataset without what ``remove_unused_columns`` takes from the reward functions; with empty prompts where
     environments bring their own."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if tools is not None and tools.has_environments and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
     if args.remove_unused_columns and "prompt" in names:
-        check_columns(dataset, name)  # before the columns are gone that it looks for
+        check_columns(dataset, name, policy.processor is not None)  # before the columns are gone that it looks for
+        images = [column for column in IMAGES if column in names]
         named = ["environment"] if tools is not None and tools.by_name and "environment" in names else []
-        return dataset.select_columns(["prompt", *named])
+        return dataset.select_columns(["prompt", *images, *named])
     return dataset
 
 
@@ -193,6 +213,7 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
         name=name,
         tools=tools.schemas if tools else None,
+        images=None if policy.processor is None else ImageReader(policy.processor, policy.image_token),
     )
 
 
@@ -213,4 +234,4 @@ def eval_prompts_of(
     if isinstance(dataset, dict):
         given: dict[str, Any] = dataset
         return {name: eval_prompts_of(part, policy, args, tools, context, name) for name, part in given.items()}
-    return tokenize_prompts(_wanted(dataset, args, tools, name), _rules(policy, args, name, context, tools))
+    return tokenize_prompts(_wanted(dataset, policy, args, tools, name), _rules(policy, args, name, context, tools))

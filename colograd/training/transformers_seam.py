@@ -124,6 +124,8 @@ class PackedTrainer(ResumableTrainer):
         self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
         try:
             super()._save(output_dir, state_dict)
+            if self.policy.quantization is not None:
+                self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
         finally:
             del self.model.should_save_on_this_rank
 

@@ -125,7 +125,7 @@ def _end_tokens(trainer: Any) -> list[int]:
     """In TRL's order: those that the checkpoint names, the tokenizer's before them where it isn't among them."""
     named = getattr(trainer.model.generation_config, "eos_token_id", None)
     named = [] if named is None else [named] if isinstance(named, int) else list(named)
-    own = trainer.processing_class.eos_token_id
+    own = trainer.policy.tokenizer.eos_token_id
     return named if own in named else [own, *named]
 
 

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import inspect
 import os
+import re
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,8 +18,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from .worker_process import line_and_traceback
+from .worker_process import COLOGRAD, line_and_traceback
 
+STDLIB = sysconfig.get_path("stdlib")
+LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
 GRACE = 10.0  # seconds for a stuck function to notice that it was interrupted
 
 
@@ -32,6 +37,27 @@ class Outcome:
 
 def raised_outcome(error: BaseException) -> Outcome:
     return Outcome("raised", line_and_traceback(error), 0.0)
+
+
+def place_of(function: Any) -> str:
+    """Where a function begins, as ``file.py:12``; empty for one whose source isn't known."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = function if inspect.isroutine(function) else type(function).__call__
+    code = getattr(called, "__code__", None)
+    return "" if code is None else _place(code.co_filename, code.co_firstlineno)
+
+
+def place_in(traceback: str) -> str:
+    """The last place of a traceback's text that is neither ours nor a library's; empty: there is none."""
+    frames = re.findall(r'^ +File "([^"<]+)", line (\d+), in ', traceback, re.MULTILINE)
+    own = [frame for frame in frames if not any(folder in frame[0] for folder in LIBRARIES)]
+    return _place(*own[-1]) if own else ""
+
+
+def _place(file: str, line: int | str) -> str:
+    near = os.path.relpath(file)
+    return f"{file if near.startswith(os.pardir) else near}:{line}"
 
 
 def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> None:

@@ -5,8 +5,8 @@ user's. Without an engine the weights stay `unpublished`. `mapping` says which e
 `proof` shows that it does, of most parameters at once by the changes that `signs` makes.
 """
 
-from .mapping import Slice
-from .selection import check_choice, expects_sharing, publisher
+from .mapping import Slice, packed_parts
+from .selection import check_choice, expects_sharing, publisher, serves_packed
 from .shared import bytes_apart, state_dict_on_host
 from .unpublished import Unpublished
 from .way import Publisher

@@ -92,11 +92,22 @@ class AdapterWeights(PlannedWay):
 
     def describe(self) -> str:
         layers = len({slot.layer for slot in self.slots})
-        base = "shared with the engine" if isinstance(self.base, SharedWeights) else f"copied once ({self.base.why})"
         return (
             f"weights: adapter, {len(self.slots)} tensors, {self.nbytes / 2**20:,.1f} MiB per publish (LoRA "
-            f"r={self.rank} on {layers} layers; the base is frozen and {base}, nothing is merged into it)"
+            f"r={self.rank} on {layers} layers; the base is frozen and {self._base()}, nothing is merged into it)"
         )
+
+    def _base(self) -> str:
+        """How the engine has the base, in words."""
+        shared = isinstance(self.base, SharedWeights)
+        if served := self.engine.served.weights:
+            size = sum(weight.nbytes for weight in served) / 2**20
+            return f"quantised, one memory with the engine's ({len(served)} packed matrices, {size:,.1f} MiB)"
+        if packed := [part for part in self.base.slices if part.packed is not None]:
+            size = sum(part.destination.nbytes for part in packed) / 2**20
+            rest = ", the rest is shared" if shared else ""
+            return f"quantised, {len(packed)} matrices ({size:,.0f} MiB) dequantised into the engine once{rest}"
+        return "shared with the engine" if shared else f"copied once ({self.base.why})"
 
     def write(self) -> int:
         """Write the adapter, and the first time what its base takes.

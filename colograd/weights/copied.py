@@ -16,19 +16,23 @@ from .way import PlannedWay
 
 
 class Copies:
-    """A copy of ``slices``, planned once."""
+    """A copy of ``slices``, planned once. Quantised weights are dequantised for it, one after the other."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
+        plain = [part for part in slices if part.packed is None]
+        self._packed = [part for part in slices if part.packed is not None]
         # Detached views share the policy's storage: they stay valid while the optimizer writes in place.
-        self._sources = [part.held for part in slices]
-        self._destinations = [part.destination for part in slices]
-        self.nbytes = sum(destination.nbytes for destination in self._destinations)
+        self._sources = [part.held for part in plain]
+        self._destinations = [part.destination for part in plain]
+        self.nbytes = sum(part.destination.nbytes for part in slices)
 
     @torch.no_grad()
     def write(self) -> int:
         """Write the sources, cast, into the destinations. Returns the bytes written."""
         if self._sources:
             torch._foreach_copy_(self._destinations, self._sources)
+        for part in self._packed:
+            part.destination.copy_(part.held)
         return self.nbytes
 
 
@@ -43,14 +47,24 @@ class CopiedWeights(PlannedWay):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.slices, self.why = list(slices), why
-        self.copies = Copies(self.slices)
+        self.copies, self._copied = Copies(self.slices), list(self.slices)
+        self._once = not all(map(_is_trained, self._copied))
 
     def describe(self) -> str:
         size = f"{self.copies.nbytes / 2**20:,.0f} MiB per publish"
         return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
 
     def write(self) -> int:
-        return self.copies.write()
+        """What isn't trained (a frozen vision tower, say) is written once."""
+        written = self.copies.write()
+        if self._once:
+            self.copies, self._once = Copies([part for part in self._copied if _is_trained(part)]), False
+        return written
 
     def differing(self) -> list[str]:
         return [part.name for part in self.slices if not part.equal()]
+
+
+def _is_trained(part: Slice) -> bool:
+    """Buffers may change by themselves."""
+    return part.source.requires_grad or not isinstance(part.source, torch.nn.Parameter)

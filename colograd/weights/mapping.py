@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ..policy.lora import base_name
+from ..policy.packed import PackedWeight, packed_weights
 
 # All experts of a block, (E, 2I, H) and (E, H, I) and their biases, as transformers and as vLLM name them. A policy may
 # have them transposed: (E, H, 2I) and (E, I, H).
@@ -35,14 +36,16 @@ class Slice:
     """
 
     name: str  # the policy's name of the parameter
-    source: torch.Tensor
+    source: torch.Tensor  # of a quantised one only its shape and dtype, without memory
     destination: torch.Tensor
     cut: tuple[slice, ...] = ()  # of the source, what ``destination`` holds; empty: all of it
+    packed: PackedWeight | None = None  # the policy has it quantised
 
     @property
     def held(self) -> torch.Tensor:
-        """What ``destination`` holds, as a view of the policy's parameter; looked up anew, as that may move."""
-        return self.part_of(self.source.detach())
+        """What ``destination`` holds, as a view of the policy's parameter; looked up anew, as that may move. Of a
+        quantised one, a new tensor."""
+        return self.part_of(self.source.detach() if self.packed is None else self.packed.values())
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same part of a tensor that has the parameter's shape."""
@@ -58,7 +61,11 @@ class UnmappedParameter(ValueError):
 
 
 def map_parameters(
-    policy: torch.nn.Module, engine_model: torch.nn.Module, place: int = 0, ranks: int = 1
+    policy: torch.nn.Module,
+    engine_model: torch.nn.Module,
+    place: int = 0,
+    ranks: int = 1,
+    served: Collection[PackedWeight] = (),
 ) -> list[Slice]:
     """Pair every parameter of the policy with its slice of the engine's tensors.
 
@@ -66,12 +73,16 @@ def map_parameters(
 
     Args:
         place: of this rank among the ``ranks`` of its engine.
+        served: the policy's packed weights that the engine reads where they are.
 
     Raises:
         UnmappedParameter: naming what is left over on either side.
     """
     targets, sources = _base_parameters(engine_model), _base_parameters(policy)
     own_names = {base_name(name): name for name, _ in policy.named_parameters()}
+    packed = packed_weights(policy)
+    for name in [base_name(name) for name, weight in packed.items() if weight in served]:
+        sources.pop(str(name))
     for name, buffer in policy.named_buffers():  # what the engine has as a parameter: a router's correction, say
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], own_names[base] = buffer, name
@@ -99,12 +110,14 @@ def map_parameters(
     bare = sorted(_uncovered(slices, targets))
     if bare:
         raise UnmappedParameter(f"The policy has no source for {len(bare)} engine tensors: {', '.join(bare[:4])}.")
-    return slices
+    return [dataclasses.replace(part, packed=packed.get(part.name)) for part in slices]
 
 
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by the names they have in a model without adapters."""
-    return {base: p for name, p in model.named_parameters() if (base := base_name(name)) is not None}
+    """Parameters by the names they have in a model without adapters; of quantised ones, what they amount to."""
+    dense = {name: torch.empty(packed.shape, device="meta") for name, packed in packed_weights(model).items()}
+    named = ((name, base_name(name), p) for name, p in model.named_parameters())
+    return {base: dense.get(name, p) for name, base, p in named if base is not None}
 
 
 def _whereabouts(
@@ -195,12 +208,12 @@ def _parts(
     ]
 
 
-def fusions(engine_model: torch.nn.Module) -> dict[str, list[str]]:
+def fusions(engine_model: torch.nn.Module | type) -> dict[str, list[str]]:
     """The parts of each fused layer by its name: ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``."""
     return getattr(engine_model, "packed_modules_mapping", None) or {}
 
 
-def renamed(name: str, engine_model: torch.nn.Module) -> str:
+def renamed(name: str, engine_model: torch.nn.Module | type) -> str:
     """The name after the model's renamings, but before its fusions (newer mappers do both, and drop the place)."""
     mapper = getattr(engine_model, "hf_to_vllm_mapper", None)
     if mapper is None:
@@ -263,7 +276,26 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
     for part in slices:
         filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
+        if not target.numel():  # of a layer that reads the policy's
+            continue
         vocabulary = "embed" in name or "lm_head" in name or "wte" in name
         storage = target.untyped_storage().data_ptr()
         if storage not in filled or (filled[storage] < target.numel() and not vocabulary):
             yield name
+
+
+def packed_parts(policy: torch.nn.Module, model_class: type) -> dict[str, list[PackedWeight]]:
+    """By the names of vLLM's linear layers, the policy's packed weights that each would multiply with, in their order.
+
+    None for a layer some of whose parts aren't packed.
+    """
+    own = {base_name(name): weight for name, weight in packed_weights(policy).items()}
+    packed = {renamed(str(name), model_class).removesuffix(".weight"): weight for name, weight in own.items()}
+    found = {name: [weight] for name, weight in packed.items()}
+    for name in packed:
+        head, _, last = name.rpartition(".")
+        for fused, parts in fusions(model_class).items():
+            names = [f"{head}.{part}" for part in parts]
+            if last in parts and all(part in packed for part in names):
+                found[f"{head}.{fused}"] = [packed[part] for part in names]
+    return found

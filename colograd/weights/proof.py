@@ -19,12 +19,18 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
+from ..batch import ModelInput
 from ..engine.vllm_engine import Engine
 from ..parallel.ranks import gather, together
+from ..policy.images import own_inputs, sees
 from ..policy.logprobs import evaluation_mode
+from ..policy.lora import is_adapted
+from ..policy.row_proof import allowed
 from .mapping import Slice
 from .signs import EMBEDDING, cancelling, plain_name, with_signs
 
@@ -34,6 +40,8 @@ PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer
 MARGIN = 10.0
 # And so many nats, below which a change might be lost in rounding.
 VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
+# Of a weight's length, by which one of 4 bits may differ from it: 0.1 for normal ones, other weights by 1.4.
+QUANTISED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +49,13 @@ class Probe:
     """A short prompt, and what the engine says of it as it is."""
 
     engine: Engine
-    ids: list[int]
+    ids: list[int] | ModelInput
     usual: torch.Tensor  # [tokens - 1] log-probabilities
     noise: float  # the most by which two forwards of the same weights differ; 0 where kernels are deterministic
 
     @classmethod
-    def of(cls, engine: Engine, length: int) -> Probe:
-        ids = probe_ids(engine, length)
+    def of(cls, engine: Engine, length: int, seen: ModelInput | None = None) -> Probe:
+        ids = probe_ids(engine, length) if seen is None else seen
         usual = engine.prompt_logprobs(ids)
         return cls(engine, ids, usual, float((engine.prompt_logprobs(ids) - usual).abs().max()))
 
@@ -63,11 +71,13 @@ class Probe:
 def check_equal(slices: Sequence[Slice]) -> None:
     """Check that every slice holds its parameter's value, after both loaded the same checkpoint. A collective.
 
+    Of a parameter that the policy has quantised since, up to what that changes.
+
     Raises:
         RuntimeError: naming the parameters that differ.
     """
     with together("the comparison of the weights"):
-        differing = [part.name for part in slices if not part.equal()]
+        differing = [part.name for part in slices if not (part.equal() if part.packed is None else _near(part))]
         if differing:
             raise RuntimeError(
                 f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
@@ -76,13 +86,48 @@ def check_equal(slices: Sequence[Slice]) -> None:
             )
 
 
+def _near(part: Slice) -> bool:
+    """Whether the slice differs from the policy's value by rounding to a few bits; other weights differ by more than
+    their length."""
+    held, found = part.held.float(), part.destination.float()
+    return bool(torch.linalg.vector_norm(found - held) <= QUANTISED * torch.linalg.vector_norm(held))
+
+
+def check_same(policy: torch.nn.Module, engine: Engine) -> None:
+    """Check that engine and policy, without its adapter, say the same of a prompt, up to the rounding of their dtype. A
+    collective.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    ids = probe_ids(engine, PROBE_TOKENS[-1])
+    theirs = engine.prompt_logprobs(ids)
+    with together("the comparison of policy and engine"):
+        with base_alone(policy), torch.no_grad():
+            tokens = torch.tensor([ids], device=policy.device)
+            logits = policy(tokens).logits[0, :-1].float()
+        ours = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
+        error, most = float((ours - theirs).abs().mean()), allowed(engine.dtype)
+        if not error <= most:
+            raise RuntimeError(
+                f"With the quantised base's values the engine differs from the policy by {error:.2g} nats on average, "
+                f"where {most:g} is rounding: this architecture's weights are laid out in a way that isn't known yet. "
+                "Take the model without quantisation."
+            )
+
+
 def check_read(
-    slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = ()
+    slices: Sequence[Slice],
+    policy: torch.nn.Module,
+    engine: Engine,
+    every: Sequence[Slice] = (),
+    seen: ModelInput | None = None,
 ) -> list[Slice]:
     """Check that the engine reads every slice on which the policy's output depends. A collective.
 
     Args:
         every: those of all of the policy's parameters, if ``slices`` are some of them.
+        seen: a prompt with images, on which what text doesn't depend on is looked at again.
 
     Returns:
         The slices on which neither output depends.
@@ -90,10 +135,12 @@ def check_read(
     Raises:
         RuntimeError: the policy's output depends on a parameter, and the engine's doesn't.
     """
-    shown = read_together(slices, policy, engine, every or slices)
-    silent = unread([part for part in slices if part.name not in shown], engine)
+    text, eyes = ([part for part in slices if sees(part.name) == seeing] for seeing in (False, True))
+    shown = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)])
+    silent = unread([part for part in text if part.name not in shown], engine)
+    silent += eyes if seen is None else unread(eyes, engine, seen)
     with together("the proof of the weights"):
-        elsewhere = [part.name for part in silent if not inert(part, policy, engine)]
+        elsewhere = [part.name for part in silent if not inert(part, policy, engine, seen)]
         if elsewhere:
             raise RuntimeError(
                 f"The engine's output doesn't depend on {len(elsewhere)} of {len(slices)} parameters at the place "
@@ -118,7 +165,7 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
         return set()
     probe = Probe.of(engine, PROBE_TOKENS[0])
     with together("the gradients for the proof of the weights"):
-        effects = effects_on(probe.ids, slices, policy)
+        effects = effects_on(probe_ids(engine, PROBE_TOKENS[0]), slices, policy)
     visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
     shown: set[str] = set()
     for norms in (True, False):
@@ -158,13 +205,15 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
         found[part.name] = float(torch.linalg.vector_norm(effect, dtype=torch.float32))
         parameter.grad = None
 
-    hooks = []
+    hooks: list[Any] = []
+    packed = [(part, part.packed.layer) for part in slices if part.packed is not None]
     try:
         for parameter in given:
             parameter.requires_grad_(parameter in asked)
-        hooks = [parameter.register_post_accumulate_grad_hook(look) for parameter in asked]
+        hooks += [parameter.register_post_accumulate_grad_hook(look) for parameter in asked]
+        hooks += [layer.register_forward_hook(partial(_look_behind, part, found)) for part, layer in packed]
         tokens = torch.tensor([ids], device=next(iter(given)).device)
-        with evaluation_mode(policy), torch.enable_grad():  # a dropout would change the output by itself
+        with base_alone(policy), torch.enable_grad():
             logits = policy(tokens).logits[0, :-1].float()
             said = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
             if said.requires_grad:  # else it depends on none of them
@@ -181,7 +230,37 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
     return found
 
 
-def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
+@contextmanager
+def base_alone(policy: torch.nn.Module) -> Iterator[None]:
+    """The policy in evaluation mode (a dropout would change the output by itself) and without its adapter, which the
+    engine doesn't have yet."""
+    given = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
+    try:
+        with evaluation_mode(policy), policy.disable_adapter() if is_adapted(policy) else nullcontext():
+            for parameter, requires_grad in given:
+                parameter.requires_grad_(requires_grad)  # peft freezes what it disables
+            yield
+    finally:
+        for parameter, requires_grad in given:
+            parameter.requires_grad_(requires_grad)
+
+
+def _look_behind(part: Slice, found: dict[str, float], layer: Any, inputs: Any, output: torch.Tensor) -> None:
+    """A forward hook of a quantised layer, whose weight can't have a gradient: that is the gradient of what comes out
+    times what went in."""
+    assert part.packed is not None
+    packed, seen = part.packed, inputs[0].detach().flatten(0, -2).float()
+    if not output.requires_grad:  # nothing before it does
+        output.requires_grad_()
+
+    def look(gradient: torch.Tensor) -> None:
+        effect = part.part_of((gradient.flatten(0, -2).float().T @ seen).mul_(packed.values()))
+        found[part.name] = float(torch.linalg.vector_norm(effect))
+
+    output.register_hook(look)
+
+
+def unread(slices: Sequence[Slice], engine: Engine, seen: ModelInput | None = None) -> list[Slice]:
     """Those of ``slices`` that can be changed without a change of the engine's output.
 
     One short forward of the engine per slice and rank of it, with the slice's values negated and then negated back,
@@ -192,7 +271,7 @@ def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
     for length in PROBE_TOKENS:
         if not silent:
             break
-        probe = Probe.of(engine, length)
+        probe = Probe.of(engine, length, seen)
         candidates, silent = silent, []
         for part, place in candidates:
             with changed(part.destination) if place == layout.engine_place else nullcontext():
@@ -203,17 +282,35 @@ def unread(slices: Sequence[Slice], engine: Engine) -> list[Slice]:
 
 
 @torch.no_grad()
-def inert(part: Slice, policy: torch.nn.Module, engine: Engine) -> bool:
+def inert(part: Slice, policy: torch.nn.Module, engine: Engine, seen: ModelInput | None = None) -> bool:
     """Whether the policy's own output doesn't depend on the parameter either."""
-    device = part.source.device
+    more: dict[str, torch.Tensor] = {}
+    device = (part.source if part.packed is None else part.packed.layer.weight).device
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=device)
+    if seen is not None and seen.images is not None and sees(part.name):
+        ids = torch.tensor([seen.ids], device=device)
+        more = {name: value.to(device) for name, value in own_inputs(seen.images, 0).items()}
     was_training = policy.training
     policy.eval()  # a dropout would change the output by itself
-    usual = policy(ids).logits
-    with changed(part.held):
-        same = torch.equal(policy(ids).logits, usual)
+    usual = policy(ids, **more).logits
+    with changed(part.held) if part.packed is None else _negated(part.packed.layer):
+        same = torch.equal(policy(ids, **more).logits, usual)
     policy.train(was_training)
     return same
+
+
+@contextmanager
+def _negated(layer: Any) -> Iterator[None]:
+    """A quantised layer as with another weight, while the context lasts: it is multiplied by -1."""
+
+    def negate(layer: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return -output if layer.bias is None else 2 * layer.bias - output
+
+    hook = layer.register_forward_hook(negate)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def probe_ids(engine: Engine, length: int) -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.vllm_engine import Engine
@@ -16,7 +17,7 @@ from ..policy.lora import Adapter
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
-from .copied import CopiedWeights
+from .copied import CopiedWeights, Copies
 from .gathered import GatheredWeights
 from .mapping import Slice, map_parameters
 from .merged import MergedWeights
@@ -33,12 +34,16 @@ class Sides:
     slices: list[Slice]  # every parameter of the policy (with LoRA of its base) and its place in the engine
     device: torch.device  # where the policy shall be
     equal: bool  # every slice was found to hold its parameter's value, as both sides loaded one checkpoint
+    seen: ModelInput | None = None  # a prompt with images
 
     def place_policy(self) -> None:
         """Move what isn't on the device yet."""
-        tensors = [*self.policy.parameters(), *self.policy.buffers()]
-        if any(tensor.device.type != self.device.type for tensor in tensors):
-            self.policy.to(self.device)  # only then: `.to("cpu:0")` copies tensors on "cpu", and would undo the sharing
+        _move(self.policy, self.device)
+
+
+def _move(policy: torch.nn.Module, device: torch.device) -> None:
+    if any(tensor.device.type != device.type for tensor in [*policy.parameters(), *policy.buffers()]):
+        policy.to(device)  # only then: `.to("cpu:0")` copies tensors on "cpu", and would undo the sharing
 
 
 def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
@@ -110,6 +115,11 @@ def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
     return engine_dtype(config, dtype) == dtype and config.vllm_tensor_parallel_size == 1
 
 
+def serves_packed(config: GRPOConfig, policy: Policy) -> bool:
+    """Whether the engine is to read a quantised base where the policy has it, rather than dequantised copies."""
+    return policy.quantization is not None and config.weights == "shared"
+
+
 def publisher(
     wanted: str,
     policy: torch.nn.Module,
@@ -119,6 +129,7 @@ def publisher(
     device: torch.device,
     adapter: Adapter | None = None,
     cut: bool = False,
+    seen: ModelInput | None = None,
 ) -> Publisher:
     """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
 
@@ -130,6 +141,7 @@ def publisher(
         untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
         adapter: what the policy trains in place of its weights.
         cut: a rank will hold a part of the weights only, once this is done.
+        seen: a prompt with images, of a model that reads them: what sees is proved on it.
 
     Raises:
         ValueError: what is forced can't be had; or the policy isn't the checkpoint's shape.
@@ -143,11 +155,15 @@ def publisher(
         )
     layout = engine.layout
     with together("the map of the weights"):
-        slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine)
-    equal = untouched and engine.dtype == next(policy.parameters()).dtype
+        served = engine.served.weights
+        slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine, served)
+    equal = untouched and not engine.blank and engine.dtype == policy.dtype
     if equal:
         proof.check_equal(slices)
-    sides = Sides(policy, engine, slices, device, equal)
+    packed = [part for part in slices if part.packed is not None]
+    if packed or served:
+        _dequantise(slices if engine.blank else packed, policy, engine, device)
+    sides = Sides(policy, engine, slices, device, equal and not packed, seen)
     with_slots = check_choice(wanted, adapter, cut)
     if is_import_path(wanted):
         return _own(wanted, sides)
@@ -165,10 +181,26 @@ def publisher(
         return _merged(sides, str(unserved))
 
 
+def _dequantise(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, device: torch.device) -> None:
+    """Write a quantised base into the engine, which then is shown to say what the policy does.
+
+    Raises:
+        RuntimeError: it doesn't, or doesn't use some of the packed weights that it was given.
+    """
+    _move(policy, device)
+    Copies(slices).write()
+    proof.check_same(policy, engine)
+    if engine.served.unused:
+        raise RuntimeError(
+            f"{engine.served.unused} of the engine's layers that should multiply with the policy's packed weights did "
+            "nothing: this architecture isn't known yet. Set weights: auto."
+        )
+
+
 def _own(path: str, sides: Sides) -> Publisher:
     """The user's class."""
     sides.place_policy()
-    proof.check_read(sides.slices, sides.policy, sides.engine)
+    proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return find_way(path)(sides.policy, sides.engine, sides.slices)
 
 
@@ -177,7 +209,7 @@ def _gathered(sides: Sides) -> GatheredWeights:
     if not any(shared.obstacle(part) for part in sides.slices):
         shared.bind(sides.slices)
         sides.place_policy()  # its buffers
-    proof.check_read(sides.slices, sides.policy, sides.engine)
+    proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return GatheredWeights(sides.policy, sides.engine, sides.slices)
 
 
@@ -200,7 +232,7 @@ def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
         return _shared(sides, obstacles, constant)
     sides.place_policy()
     if not constant:
-        proof.check_read(sides.slices, sides.policy, sides.engine)
+        proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     why = "as asked" if wanted == "copied" else next(iter(obstacles.values()), "")
     if split:
         why = f"each of the engine's {sides.engine.layout.ranks_per_engine} ranks has a part, the policy is whole"
@@ -213,7 +245,10 @@ def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> Share
     rest = [(part, obstacles[part.name]) for part in sides.slices if part.name in obstacles]
     shared.bind(able)
     sides.place_policy()  # what isn't bound: buffers, and the parameters that are copied
-    for part in [] if constant else proof.check_read(able, sides.policy, sides.engine, sides.slices):
+    proved = [*able, *(part for part, _ in rest if part.packed is not None)]
+    for part in [] if constant else proof.check_read(proved, sides.policy, sides.engine, sides.slices, seen=sides.seen):
+        if part.packed is not None:
+            continue
         part.source.data = part.destination.clone()  # memory of its own again, with the same value
         able.remove(part)
         rest.append((part, "no output depends on it, so that sharing it can't be proved"))
@@ -232,5 +267,5 @@ def _merged(sides: Sides, why: str) -> MergedWeights:
     sides.place_policy()
     merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
     moving = merged.moving if sides.equal else sides.slices
-    proof.check_read(moving, sides.policy, sides.engine, sides.slices)
+    proof.check_read(moving, sides.policy, sides.engine, sides.slices, seen=sides.seen)
     return merged

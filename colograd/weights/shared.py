@@ -12,6 +12,7 @@ import torch
 
 from ..engine.vllm_engine import Engine
 from ..parallel import watchdog
+from ..policy.packed import packed_weights
 from .copied import CopiedWeights
 from .mapping import Slice
 
@@ -19,6 +20,8 @@ from .mapping import Slice
 def obstacle(part: Slice) -> str:
     """Why this parameter can't be a view of its slice; empty: it can."""
     source, place = part.source, part.destination
+    if part.packed is not None:
+        return "the policy has it quantised"
     if source.dtype != place.dtype:
         ours, theirs = (str(tensor.dtype).removeprefix("torch.") for tensor in (source, place))
         return f"the engine has it in {theirs}, the policy in {ours}"
@@ -77,9 +80,14 @@ class SharedWeights(CopiedWeights):
 
 
 def bytes_apart(policy: torch.nn.Module, engine_model: torch.nn.Module) -> int:
-    """Bytes of the policy's parameters that lie outside the engine's tensors."""
+    """Bytes of the policy's parameters that lie outside the engine's tensors; of quantised ones with their scales."""
     shared = {parameter.untyped_storage().data_ptr() for parameter in engine_model.parameters()}
-    return sum(p.nbytes for p in policy.parameters() if p.untyped_storage().data_ptr() not in shared)
+    packed = packed_weights(policy)
+    return sum(
+        packed[name].nbytes if name in packed else p.nbytes
+        for name, p in policy.named_parameters()
+        if p.untyped_storage().data_ptr() not in shared
+    )
 
 
 def state_dict_on_host(

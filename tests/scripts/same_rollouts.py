@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 same_rollouts.py MODEL OUT_DIR '{"vllm_tensor_parallel_size": 2}' [FAULT]
 
 Started by tests/test_tensor_parallel.py. The third argument changes the configuration, and
-`{"lora": true}` trains an adapter. After training, each rank's
+`{"lora": true}` trains an adapter, `{"sampled": true}` what the engine samples. After training, each rank's
 weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.
 FAULT: `reward` (rank 0's raises in the second step), `loss` (a NaN on the last rank), `memory` (the last rank runs out
 of it above 100 tokens).
@@ -83,8 +83,8 @@ def main() -> None:
     settings = {"max_steps": STEPS, "prompts_per_step": 8, "save_strategy": "steps", "save_steps": 3}
     settings |= json.loads(changes)
     adapter = LoraConfig(r=4, target_modules="all-linear") if settings.pop("lora", False) else None
+    rollouts = None if settings.pop("sampled", False) else Rollouts()
     config = tiny.config(Path(out_dir) / f"run-{RANKS}", **settings)
-    rollouts = Rollouts()
     trainer = Watching(
         model, reward, config, tiny.prompts(), tiny.prompts(5), rollout_func=rollouts, peft_config=adapter
     )
@@ -92,7 +92,7 @@ def main() -> None:
     trainer.publish()
     result = {
         "parity": parity(trainer),
-        "asked": [[step, sorted(texts)] for step, texts in rollouts.asked],
+        "asked": [[step, sorted(texts)] for step, texts in (rollouts.asked if rollouts else ())],
         "called": sum(CALLED),
         "trained": trainer.trained,
         "logs": [entry for entry in trainer.state.log_history if "grad_norm" in entry],

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
+import tiny_images
 import torch
 
 from colograd import GRPOTrainer
@@ -107,6 +108,7 @@ class Watching(GRPOTrainer):
 
 def main() -> None:
     model, run_dir, out_dir, dtype = sys.argv[1:5]
+    prompts = tiny_images.prompts if Path(model, "processor_config.json").exists() else tiny.prompts
     trainer = Watching(
         model=model,
         reward_funcs=reward,
@@ -118,8 +120,8 @@ def main() -> None:
             sharding=SHARDING,
             **{"max_steps": 3, **SETTINGS.get(FAULT, {})},
         ),
-        train_dataset=tiny.prompts(),
-        eval_dataset=tiny.prompts(5),
+        train_dataset=prompts(16),
+        eval_dataset=prompts(5),
     )
     if FAULT == "never":
         trainer.args.rank_timeout = 15.0  # the start may take longer beside others

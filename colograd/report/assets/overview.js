@@ -1,8 +1,29 @@
 // Overview: what was learned, and how healthy the learning was.
 
+// The least and the greatest reward that a completion had, of one function or (null) of their sum.
+function observed(run, functionName) {
+  let low = Infinity, high = -Infinity;
+  for (const spread of Object.values(run.spreads || {})) {
+    const limits = functionName === null ? limitsOf(spread.rewards) : spread.functions && spread.functions[functionName];
+    if (limits) [low, high] = [Math.min(low, limits[0]), Math.max(high, limits[1])];
+  }
+  return low <= high ? [low, high] : [-Infinity, Infinity];
+}
+
+// A histogram of one value has one bin, half a unit to each side of it.
+function limitsOf(histogram) {
+  if (!histogram) return null;
+  const { edges } = histogram, last = edges[edges.length - 1];
+  return edges.length === 2 ? [(edges[0] + last) / 2, (edges[0] + last) / 2] : [edges[0], last];
+}
+
+// One standard deviation to each side of the mean, where rewards were: never below the least or above the greatest.
 const band = (name) => (source) => {
   const mean = source.columns[name], std = source.columns[name.replace(/mean$/, "std").replace(/^reward$/, "reward_std")];
-  return std ? { fill: [mean.map((value, place) => (isNumber(value) ? value - (std[place] || 0) : null)), mean.map((value, place) => (isNumber(value) ? value + (std[place] || 0) : null))] } : {};
+  if (!std) return {};
+  const [low, high] = observed(source, name === "reward" ? null : name.slice(8, -5));
+  const edge = (move) => mean.map((value, place) => (isNumber(value) ? move(value, std[place] || 0) : null));
+  return { fill: [edge((value, by) => Math.max(value - by, Math.min(low, value))), edge((value, by) => Math.min(value + by, Math.max(high, value)))] };
 };
 
 const range = (low, high) => (source) => {
@@ -36,12 +57,12 @@ function overviewCharts() {
     const parts = partsOf(names, (run) => run.evaluations);
     if (parts.length) charts.push(curves(title, help, parts, options));
   };
-  put("Reward", "The mean of a step's completions. The band is one standard deviation to each side.", [["reward", "reward", band("reward")]]);
+  put("Reward", "The mean of a step's completions. The band is one standard deviation to each side, as far as rewards went.", [["reward", "reward", band("reward")]]);
   evaluated("Evaluation", "The mean reward on the evaluation's prompts.", /^eval_(.*_)?reward$/);
   evaluated("pass@k", "The chance that one of k completions passes.", /^eval_.*pass@\d+$/);
   const functions = rewardNames();
   for (const name of functions.slice(0, MOST_FUNCTIONS))
-    if (functions.length > 1 || !runs.some((run) => column(run, "reward"))) put(name.slice(8, -5), "One reward function: its mean, and one standard deviation to each side.", [[name, "mean", band(name)]]);
+    if (functions.length > 1 || !runs.some((run) => column(run, "reward"))) put(name.slice(8, -5), "One reward function: its mean, and one standard deviation to each side, as far as its rewards went.", [[name, "mean", band(name)]]);
   put("Completion length", "Tokens. The band goes from the shortest to the longest of the step.", [["completions/mean_length", "mean", range("completions/min_length", "completions/max_length")]]);
   put("Shares of completions and groups", "Truncated: completions cut at max_completion_length. No difference: groups whose rewards are all alike, which carry no signal.", [["completions/clipped_ratio", "truncated"], ["frac_reward_zero_std", "no difference"]]);
   put("Entropy", "Nats per token. Near 0 the policy hardly explores.", [["entropy", "entropy"]]);

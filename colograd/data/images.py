@@ -1,0 +1,181 @@
+"""Images in prompts: from a dataset's columns into a conversation's parts, and through the processor, once per prompt.
+
+As TRL has it, a row's images are in its column ``images`` (a list) or ``image`` (one), and their places are the parts
+``{"type": "image"}`` of its conversation; where no message has any, they stand before the first user message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from ..batch import Images, ModelInput
+
+COLUMNS = ("images", "image")
+TEXT_INPUTS = ("input_ids", "attention_mask")  # of what a processor returns
+
+
+class ImageReader:
+    """Makes a row's conversation and images what the model and the engine read.
+
+    Args:
+        processor: of transformers, with an image processor, a tokenizer and a chat template.
+        image_token: the id of the tokens whose embeddings are replaced by an image's features.
+    """
+
+    def __init__(self, processor: Any, image_token: int) -> None:
+        self.processor, self.image_token = processor, image_token
+        self.most = 0  # images of a prompt, so far
+
+    def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
+        """A row's prompt: its tokens, with as many for an image as the model has features of it, and its images.
+
+        Args:
+            row: of the dataset; its ``prompt`` is a conversation.
+            arguments: of the chat template.
+            where: what messages call the row.
+
+        Raises:
+            ValueError: images and places differ in number, an image can't be read, or the processor refuses the row.
+        """
+        messages, pictures = with_images(row["prompt"], images_of(row, where), where)
+        self.most = max(self.most, len(pictures))
+        tokenizer = self.processor.tokenizer
+        try:
+            text = self.processor.apply_chat_template(messages, tokenize=False, **arguments)
+            begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+            given: dict[str, Any] = {"images": [pictures]} if pictures else {}
+            made = self.processor(text=[text], return_tensors="pt", add_special_tokens=not begun, **given)
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(
+                f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}"
+            ) from error
+        ids = tuple(made["input_ids"][0].tolist())
+        places = tuple(place for place, token in enumerate(ids) if token == self.image_token)
+        if not pictures:
+            if places:
+                raise ValueError(
+                    f"{where}: the prompt has {len(places)} image token(s) in its text and no image: remove them, or "
+                    'write {"type": "image"} parts and give the column `images`.'
+                )
+            return ModelInput(ids)
+        engine_ids = tuple(tokenizer(text, add_special_tokens=not begun).input_ids)
+        inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
+        return ModelInput(ids, Images(digest_of(pictures), engine_ids, tuple(pictures), inputs, places))
+
+
+def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
+    """The row's images in RGB, from its column ``images`` or ``image``.
+
+    Raises:
+        ValueError: both columns have some, or one isn't an image.
+    """
+    several, one = row.get("images"), row.get("image")
+    if several and one is not None:
+        raise ValueError(f"{where}: it has both `images` and `image`: leave one of the columns out.")
+    if several is not None and not isinstance(several, (list, tuple)):
+        raise ValueError(
+            f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into `image`."
+        )
+    given = [*several] if several else [] if one is None else [one]
+    return [in_rgb(image, where) for image in given]
+
+
+def in_rgb(image: Any, where: str) -> Any:
+    """An image as datasets has it (a PIL image, a path, or a dict with bytes or path) as a PIL image in RGB.
+
+    Raises:
+        ValueError: it is none, or can't be read.
+    """
+    from PIL import Image
+
+    if isinstance(image, Mapping):
+        image = io.BytesIO(image["bytes"]) if image.get("bytes") else image.get("path")
+    try:
+        if not isinstance(image, Image.Image):
+            image = Image.open(image)
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path, or a "
+            "column of `datasets.Image`."
+        ) from None
+
+
+def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The conversation with all contents as parts, none of which holds an image, and the images in their order.
+
+    Raises:
+        ValueError: the prompt is no conversation, or has more or fewer places than there are images.
+    """
+    if not isinstance(prompt, list):
+        raise ValueError(
+            f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
+            '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}].'
+        )
+    contents = [[*_parts(message["content"])] for message in prompt]
+    places = [part for content in contents for part in content if part["type"] == "image" and not part.get("image")]
+    if images and not places:
+        first = next((i for i, m in enumerate(prompt) if m["role"] == "user" and isinstance(m["content"], str)), None)
+        if first is not None:
+            contents[first] = [*({"type": "image"} for _ in images), *contents[first]]
+            places = [*images]
+    if len(places) != len(images):
+        raise ValueError(
+            f'{where}: the prompt has {len(places)} place(s) for images ({{"type": "image"}} parts) and the row '
+            f"{len(images)} image(s): give as many of one as of the other."
+        )
+    waiting, found = iter(images), []
+    messages = []
+    for message, content in zip(prompt, contents, strict=True):
+        parts = []
+        for part in content:
+            if part["type"] == "image":
+                own = part.get("image")
+                found.append(in_rgb(own, where) if own else next(waiting))
+                part = {"type": "image"}
+            parts.append(part)
+        kept = {key: value for key, value in message.items() if value is not None}
+        messages.append({**kept, "content": parts})
+    return messages, found
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """A message's content as parts. A struct column fills the keys that a part doesn't have with None."""
+    if not isinstance(content, list):
+        return [{"type": "text", "text": content or ""}]
+    return [
+        {key: value for key, value in part.items() if value is not None}
+        if isinstance(part, dict)
+        else {"type": "text", "text": str(part)}
+        for part in content
+    ]
+
+
+def text_of(prompt: Any) -> Any:
+    """The prompt without its pictures, to be shown and logged."""
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {**m, "content": [{k: v for k, v in p.items() if k != "image"} for p in m["content"] if isinstance(p, dict)]}
+        if isinstance(m, dict) and isinstance(m.get("content"), list)
+        else m
+        for m in prompt
+    ]
+
+
+def has_images(columns: Sequence[str]) -> bool:
+    return bool({*COLUMNS} & {*columns})
+
+
+def digest_of(pictures: Sequence[Any]) -> str:
+    """Of the pictures' sizes and pixels."""
+    found = hashlib.blake2b(digest_size=16)
+    for picture in pictures:
+        found.update(repr(picture.size).encode())
+        found.update(picture.tobytes())
+    return found.hexdigest()

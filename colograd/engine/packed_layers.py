@@ -1,0 +1,115 @@
+"""Layers of the engine that multiply with the policy's packed weights instead of weights of their own: one copy of a
+quantised base, for both.
+
+vLLM builds its layers as for whole weights, but those that are claimed here get none, and a method that looks up the
+policy's. To compilers and graphs it is one operator, which reads memory that doesn't move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..policy.packed import PackedWeight
+from .building import replaced
+
+# The policy's weights behind each layer of vLLM's model, by its name. What is fused there has several.
+Parts = Mapping[str, Sequence[PackedWeight]]
+
+_numbers = itertools.count()
+_parts: dict[int, Sequence[PackedWeight]] = {}  # of the layers of living engines
+_used: set[int] = set()  # layers that have computed something
+
+
+@torch.library.custom_op(
+    "colograd::packed_linear", mutates_args=(), schema="(Tensor x, int layer, int width) -> Tensor"
+)
+def packed_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    """(..., in) times the weights of a layer, beside each other: (..., width)."""
+    _used.add(layer)
+    products = [part.product(x) for part in _parts[layer]]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+
+@packed_linear.register_fake
+def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], width)
+
+
+class ServedLayers:
+    """The layers of one engine that read the policy's weights."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, Sequence[PackedWeight]] = {}
+
+    @property
+    def weights(self) -> list[PackedWeight]:
+        """The policy's, that are read."""
+        return [part for parts in self.numbers.values() for part in parts]
+
+    @property
+    def unused(self) -> int:
+        """Layers that have computed nothing since the engine was built, where a first forward has computed all."""
+        return len(self.numbers.keys() - _used)
+
+    def add(self, parts: Sequence[PackedWeight]) -> int:
+        number = next(_numbers)
+        self.numbers[number] = _parts[number] = parts
+        return number
+
+    def close(self) -> None:
+        """Forget the policy's weights."""
+        for number in self.numbers:
+            _parts.pop(number, None)
+            _used.discard(number)
+        self.numbers = {}
+
+
+@contextlib.contextmanager
+def served_layers(parts_of: Callable[[type], Parts]) -> Iterator[ServedLayers]:
+    """While an engine is built, its layers that ``parts_of`` names, given vLLM's class of the model, get no weights.
+
+    Its value has them, also afterwards.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    theirs, served = UnquantizedLinearMethod.create_weights, ServedLayers()
+    found: dict[type, Parts] = {}
+
+    class ReadsPolicy(LinearMethodBase):
+        """vLLM's way to say how a layer multiplies."""
+
+        def __init__(self, number: int, width: int) -> None:
+            self.number, self.width = number, width
+
+        def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            """A weight of no size, by which others see where the layer is."""
+            layer.register_parameter("weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
+
+        def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            y = torch.ops.colograd.packed_linear(x, self.number, self.width)
+            return y if bias is None else y + bias
+
+    def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        kind = get_model_architecture(get_current_vllm_config().model_config)[0]
+        if kind not in found:
+            found[kind] = parts_of(kind)
+        parts = found[kind].get(getattr(layer, "prefix", ""))
+        if parts is None:
+            theirs(self, layer, *args, **kwargs)
+            return
+        layer.quant_method = ReadsPolicy(served.add(parts), sum(part.shape[0] for part in parts))
+        layer.quant_method.create_weights(layer)
+
+    try:
+        with replaced(UnquantizedLinearMethod, "create_weights", create):
+            yield served
+    except BaseException:
+        served.close()
+        raise

@@ -1,0 +1,215 @@
+"""Which experts the engine's routers chose for each token of a sequence, for `router_replay`.
+
+On a GPU vLLM tells it itself (``enable_return_routed_experts``, by a model runner that needs Triton). On a CPU, where
+it refuses to, its routers hand what they choose to a function, and the model runner says whose tokens a step has. A
+token that the prefix cache holds is in no step of its sequence: it has the experts that its keys and values came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..batch import UNTOLD, Experts, Rollout
+
+# vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second one of our "request-7".
+NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
+
+
+class _Sequence:
+    """What was seen of a request's tokens so far: [n, L, K] with room behind."""
+
+    def __init__(self, start: int, chosen: torch.Tensor) -> None:
+        self.cached = start  # tokens before it were in the prefix cache
+        self.rows = chosen.new_empty((0, *chosen.shape[1:]))
+
+    def put(self, start: int, chosen: torch.Tensor) -> None:
+        end = start + len(chosen)
+        if end > len(self.rows):
+            rows = self.rows.new_full((max(end, 2 * len(self.rows)), *self.rows.shape[1:]), UNTOLD)
+            rows[: len(self.rows)] = self.rows
+            self.rows = rows
+        self.rows[start:end] = chosen
+
+    def whole(self, tokens: int) -> torch.Tensor:
+        """[tokens, L, K] of its own."""
+        rows = self.rows[:tokens]
+        return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNTOLD)])
+
+
+class RoutedExperts:
+    """What is told of an engine's sequences. Weights of one version only: `forget` at each publish.
+
+    Args:
+        core: vLLM's LLMEngine, in whose process it is.
+        itself: vLLM tells it; else it is watched.
+
+    Raises:
+        RuntimeError: there are no routers that could be watched.
+    """
+
+    def __init__(self, core: Any, itself: bool) -> None:
+        from vllm import __version__ as found
+
+        runner, cache = core.model_executor.driver_worker.worker.model_runner, core.vllm_config.cache_config
+        self.version, self.itself = found, itself
+        self._layers = _expert_layers(runner.model)
+        experts = int(core.vllm_config.model_config.get_num_experts())
+        self.dtype = torch.int8 if experts <= 128 else torch.int16
+        self._block = int(cache.block_size) if cache.enable_prefix_caching else 0
+        self._cached: dict[bytes, torch.Tensor] = {}  # [block, L, K] by a digest of all tokens up to the block's end
+        self._seen: dict[str, dict[int, _Sequence]] = {}  # by request and completion
+        self._prompts: dict[str, list[bytes]] = {}  # the digests of a request's prompt, by vLLM's name
+        self._step: list[torch.Tensor | None] = [None] * len(self._layers)
+        routers = [getattr(layer, "router", None) for layer in self._layers]
+        if not routers or not (itself or all(hasattr(router, "set_capture_fn") for router in routers)):
+            raise RuntimeError(
+                f"router_replay is true, but vLLM {found} has no routers for this model that tell which experts they "
+                "choose: set router_replay: false, or install vLLM 0.31."
+            )
+        if not itself:
+            for place, router in enumerate(routers):
+                router.set_capture_fn(functools.partial(self._keep, place))  # type: ignore[union-attr]
+            self._execute = runner.execute_model
+            runner.execute_model = functools.partial(self._watched, runner)
+
+    def _keep(self, place: int, chosen: torch.Tensor) -> None:
+        """A router's: (tokens of the step, K)."""
+        self._step[place] = chosen.to(self.dtype)
+
+    def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model runner's step, after which its tokens' experts are put to their sequences."""
+        result = self._execute(scheduled, *args, **kwargs)
+        counts = scheduled.num_scheduled_tokens
+        if not counts:
+            return result
+        for new in scheduled.scheduled_new_reqs if self._block else ():
+            self._prompts[new.req_id] = list(self._digests(new.prompt_token_ids or ()))
+        chosen = torch.stack([part for part in self._step if part is not None], 1)
+        batch, at = runner.input_batch, 0
+        for row, name in enumerate(batch.req_ids):
+            self._note(name, int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]])
+            at += counts[name]
+        for name in scheduled.finished_req_ids:
+            self._prompts.pop(name, None)
+        return result
+
+    def _note(self, name: str, start: int, chosen: torch.Tensor) -> None:
+        """[n, L, K] of a request's tokens from ``start`` on. Requests that aren't ours are left out."""
+        if (ours := NAME.fullmatch(name)) is None:
+            return
+        of_request, index = self._seen.setdefault(ours[2], {}), int(ours[1] or 0)
+        if index not in of_request:
+            of_request[index] = _Sequence(start, chosen)
+        of_request[index].put(start, chosen)
+        self._put_blocks(self._prompts.get(name, ()), start, chosen)
+
+    def _put_blocks(self, digests: Sequence[bytes], start: int, chosen: torch.Tensor) -> None:
+        """Keep the whole blocks of a prompt, or of a sequence, that ``chosen`` has."""
+        if not self._block:
+            return
+        end = start + len(chosen)
+        for place in range(-(-start // self._block), min(end // self._block, len(digests))):
+            first = place * self._block - start
+            if digests[place] not in self._cached:
+                self._cached[digests[place]] = chosen[first : first + self._block].clone()
+
+    def _digests(self, ids: Sequence[int]) -> Iterator[bytes]:
+        """Of each whole block with all before it."""
+        digest = b""
+        for end in range(self._block, len(ids) + 1, self._block):
+            block = array("i", ids[end - self._block : end]).tobytes()
+            digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+            yield digest
+
+    def take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> Experts:
+        """Of a completion that has ended; once.
+
+        Args:
+            completion: vLLM's output of it.
+            prompt: [P] what was read.
+            ids: [C] what was written.
+
+        Raises:
+            RuntimeError: vLLM told nothing of it.
+        """
+        tokens = len(prompt) + len(ids)
+        if self.itself:
+            return _split(self._told_by_vllm(completion, tokens), len(prompt))
+        seen = self._seen.get(request, {}).pop(completion.index, None)
+        if seen is None:
+            raise RuntimeError(
+                f"router_replay is true, but vLLM {self.version} stepped under another name than {request!r}, so that "
+                "its experts aren't known: set router_replay: false, or install vLLM 0.31."
+            )
+        whole = seen.whole(tokens)
+        digests = list(self._digests([*prompt, *ids])) if self._block else []
+        for place, digest in enumerate(digests[: seen.cached // (self._block or 1)]):
+            if (known := self._cached.get(digest)) is not None:
+                whole[place * self._block : (place + 1) * self._block] = known
+        self._put_blocks(digests, 0, whole[: tokens - 1])  # a further turn's prompt begins with them
+        return _split(whole, len(prompt))
+
+    def _told_by_vllm(self, completion: Any, tokens: int) -> torch.Tensor:
+        """Whose array (tokens that were read, all layers, K) has a row less than there are tokens."""
+        told = getattr(completion, "routed_experts", None)
+        if told is None:
+            raise RuntimeError(
+                f"router_replay is true, but vLLM {self.version} told no experts of a completion: set router_replay: "
+                "false, or install vLLM 0.31."
+            )
+        layers = [int(layer.layer_id) for layer in self._layers]
+        chosen = torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype)
+        return torch.cat([chosen, chosen.new_full((tokens - len(chosen), *chosen.shape[1:]), UNTOLD)])
+
+    def drop(self, request: str) -> None:
+        """Forget a request that is over, or was aborted."""
+        self._seen.pop(request, None)
+
+    def forget(self) -> None:
+        """The prefix cache is empty: its weights have moved on."""
+        self._cached.clear()
+        self._seen.clear()
+        self._prompts.clear()
+
+
+def _expert_layers(model: torch.nn.Module) -> list[Any]:
+    """vLLM's layers of experts, in their order."""
+    try:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    except ImportError:  # a vLLM that has them elsewhere
+        return []
+    return sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda layer: int(layer.layer_id))
+
+
+def _split(whole: torch.Tensor, prompt: int) -> Experts:
+    """In memory of their own: a prompt's is shared by its group, and each may be sent."""
+    return Experts(whole[:prompt].clone(), whole[prompt:].clone())
+
+
+def as_written(experts: Experts, prompt: int, completion: int) -> Experts:
+    """Those of a conversation's last turn, whose prompt was all before it, as of the whole conversation's."""
+    whole = torch.cat([experts.prompt, experts.completion])
+    missing = whole.new_full((max(0, prompt + completion - len(whole)), *whole.shape[1:]), UNTOLD)
+    return _split(torch.cat([whole, missing])[: prompt + completion], prompt)
+
+
+def one_prompt(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+    """A group whose rollouts share the experts of the prompt, as they will share the prompt in a row."""
+    first = rollouts[0]
+    if first.experts is None:
+        return rollouts
+    prompt = first.experts.prompt
+    return tuple(
+        rollout
+        if rollout.experts is None or rollout.input != first.input
+        else dataclasses.replace(rollout, experts=Experts(prompt, rollout.experts.completion))
+        for rollout in rollouts
+    )

@@ -1,0 +1,159 @@
+"""Quantised layers, bitsandbytes' of 4 and 8 bits: what their packed weights amount to, and products with just that.
+
+`PackedWeight.values` is the matrix that the policy's products are computed with, in their precision, and what the
+engine is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' classes of parameters
+BLOCK = 64  # values that share a scale with 4 bits
+NESTED_BLOCK = 256  # scales that share one, where they are quantised too
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A layer's weight as it is stored; W of y = x W^T + b, (out, in)."""
+
+    layer: Any  # bitsandbytes' Linear4bit or Linear8bitLt
+
+    @property
+    def shape(self) -> torch.Size:
+        state = getattr(self.layer.weight, "quant_state", None)
+        return torch.Size(self.layer.weight.shape if state is None else state.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the values and their scales."""
+        scales = _scales(self.layer)
+        return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
+
+    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The matrix that products are computed with, as a new tensor (out, in).
+
+        Args:
+            dtype: to which it is rounded at last; default: that of the products.
+        """
+        layer = self.layer
+        if type(layer.weight).__name__ == "Int8Params":
+            rows: torch.Tensor = _row_scales(layer)[:, None]
+            return (layer.weight.detach() * rows).to(dtype or torch.float32)
+        import bitsandbytes
+
+        found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        products = layer.compute_dtype or found.dtype
+        return found.to(products).to(dtype or products)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T, (..., out), computed as the layer does."""
+        layer = self.layer
+        if type(layer.weight).__name__ == "Int8Params":
+            return F.linear(x, self.values(x.dtype))
+        import bitsandbytes
+
+        given = x.to(layer.compute_dtype or x.dtype)
+        y: torch.Tensor = bitsandbytes.matmul_4bit(given, layer.weight, quant_state=layer.weight.quant_state)
+        return y.to(x.dtype)
+
+
+def packed_weight(module: Any) -> PackedWeight | None:
+    """Of a layer whose own weight is quantised; None of any other module (peft's, around it, show its weight too)."""
+    return PackedWeight(module) if type(module._parameters.get("weight")).__name__ in PACKED else None
+
+
+def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
+    """By the names of the parameters."""
+    found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
+    return {name: packed for name, packed in found if packed is not None}
+
+
+def dense_weight(module: Any) -> torch.Tensor:
+    """A layer's weight, dequantised where it is packed."""
+    packed = packed_weight(module)
+    weight: torch.Tensor = module.weight if packed is None else packed.values()
+    return weight
+
+
+def _scales(layer: Any) -> list[torch.Tensor]:
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        return [_row_scales(layer)]
+    nested = [state.state2.absmax, state.offset] if state.nested else []
+    return [state.absmax, *nested]
+
+
+def _row_scales(layer: Any) -> torch.Tensor:
+    """(out,) float32 of an 8-bit layer: what an integer is times. They move to its state at its first forward."""
+    largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+    return largest.detach().float() / 127
+
+
+def settle(model: Any) -> None:
+    """Make a quantised model's products those of its dequantised weights, in training and evaluation alike.
+
+    On some CPUs bitsandbytes packs 4-bit weights anew for a bfloat16 kernel when no gradient is wanted. Its 8-bit
+    layers round their inputs to 8 bits too, which the engine doesn't.
+
+    Raises:
+        ValueError: the head is quantised, whose weight logits are computed from in tiles.
+    """
+    head = model.get_output_embeddings()
+    if packed_weight(head) is not None:
+        raise ValueError(
+            "The language-model head is quantised, but logits are computed from its weight: name it in "
+            "llm_int8_skip_modules of the quantization_config, or leave that out."
+        )
+    for packed in packed_weights(model).values():
+        layer = packed.layer
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+        if type(layer.weight).__name__ == "Int8Params":
+            layer.forward = _exact_products(packed)
+
+
+def _exact_products(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Product.apply(x, packed)
+        return y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)
+
+    return forward
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, with W dequantised for it and once more for its gradient, so that it isn't kept from one to the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+        ctx.packed = packed
+        return F.linear(x, packed.values(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ ctx.packed.values(gradient.dtype), None
+
+
+def is_4bit(settings: Mapping[str, Any]) -> bool:
+    """Rather than 8 bits, by the settings of a checkpoint's config.json."""
+    return bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit"))
+
+
+def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
+    """Of a weight (out, in) once it is quantised, with its scales.
+
+    4 bits: half a byte each, and a float32 per block; with nested quantisation a byte per block, and a float32 per
+    block of those. 8 bits: a byte each, and a float32 per row.
+    """
+    numel = math.prod(shape)
+    if not is_4bit(settings):
+        return numel + 4 * shape[0]
+    blocks = -(-numel // BLOCK)
+    nested = settings.get("bnb_4bit_use_double_quant")
+    return -(-numel // 2) + (blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if nested else 4 * blocks)

@@ -1,0 +1,130 @@
+"""Router replay: in the trainer's forward a token goes to the experts that the engine chose for it.
+
+Trainer and engine round differently, and a token whose scores are nearly alike then goes to other experts on one side
+than on the other. With the engine's choice on both sides that is gone (rollout routing replay, R3, arXiv 2510.11370).
+What is replayed is the choice alone: the experts' shares are the trainer's own, by its own router's logits at those
+experts, so the router gets its gradient. A token whose experts weren't told has those that the policy's router chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..batch import UNTOLD, MicroBatch
+from .layers import decoder_layers
+from .lora import unwrap
+from .packing import NOBODY
+from .padded import ROUTED
+
+
+def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Of the probabilities over all experts; mostly their sum is made 1."""
+    shares = logits.softmax(-1, dtype=torch.float).gather(1, chosen)
+    return shares / shares.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else shares
+
+
+def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Of each expert's own score, without the correction that only chooses."""
+    shares = logits.sigmoid().gather(1, chosen)
+    if router.norm_topk_prob:
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    return shares * router.routed_scaling_factor
+
+
+def chosen_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Of the probabilities among the chosen ones."""
+    return logits.gather(1, chosen).softmax(1, dtype=logits.dtype)
+
+
+# (T, E) logits and (T, K) chosen experts -> (T, K) shares, as each family's router has them.
+SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "glm4_moe": sigmoid_shares,
+    "gpt_oss": chosen_shares,
+    "mixtral": softmax_shares,
+    "olmoe": softmax_shares,
+    "qwen2_moe": softmax_shares,
+    "qwen3_moe": softmax_shares,
+}
+
+
+def make_replaying(model: Any) -> None:
+    """Let the model's layers take the experts of their tokens (`ROUTED`); without them they are as they were.
+
+    Raises:
+        ValueError: its routers aren't those of a known family, with the remedy.
+    """
+    model, place = unwrap(model), 0
+    kind = model.config.get_text_config().model_type
+    for layer in decoder_layers(model):
+        routers = routers_of(layer)
+        for router in routers:
+            _prove(kind, router)
+            router.replayed, router.apart = None, None
+            router.register_forward_hook(functools.partial(_replay, SHARES[kind]))
+        assert len(routers) <= 1, "a layer has one router"
+        layer.register_forward_pre_hook(functools.partial(_hand_out, routers, place), with_kwargs=True)
+        place += len(routers)
+    model.replays_routing = True
+
+
+def routers_of(module: torch.nn.Module) -> list[Any]:
+    """The routers in a model or a layer, in their order."""
+    return [part for part in module.modules() if type(part).__name__.lower().endswith("topkrouter")]
+
+
+def _prove(kind: str, router: Any) -> None:
+    """The shares that it gives its own choice are those that are computed here."""
+    weight: torch.Tensor = router.weight
+    states = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    with torch.no_grad():
+        logits, shares, own = router(states)
+        same = torch.equal(SHARES[kind](router, logits, own).to(shares.dtype), shares)
+    if not same:
+        raise ValueError(
+            f"router_replay is true, but {type(router).__name__} of this version of transformers shares a token out "
+            "among its experts in a way that isn't known: set router_replay: false."
+        )
+
+
+def replays(model: Any) -> bool:
+    return getattr(unwrap(model), "replays_routing", False)
+
+
+def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Before a layer, also where a checkpoint computes it again: its router is told its part of (T, L, K)."""
+    routed = kwargs.pop(ROUTED, None)
+    for router in routers:
+        router.replayed = None if routed is None else routed[:, place]
+        router.apart = None
+    return args, kwargs
+
+
+def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: Any) -> Any:
+    """After a router: its choice becomes the engine's, where that was told."""
+    if router.replayed is None:
+        return None
+    logits, shares, own = output
+    known = router.replayed[:, :1] != UNTOLD
+    chosen = torch.where(known, router.replayed.long(), own)
+    with torch.no_grad():
+        strange = (chosen[:, :, None] != own[:, None, :]).all(-1)
+        router.apart = torch.stack([strange.sum(), known.sum() * chosen.shape[1]])
+    return logits, share(router, logits, chosen).to(shares.dtype), chosen
+
+
+@torch.no_grad()
+def replay_figures(model: Any, micro_batch: MicroBatch) -> dict[str, tuple[Any, Any]]:
+    """Sums and counts of the forward that was just made of a micro-batch: tokens whose experts were replayed, and
+    choices (a token's in a layer) that the trainer's router wouldn't have made."""
+    if all(identity.position == NOBODY for identity in micro_batch.rollouts):
+        return {}
+    tokens = micro_batch.layout.num_tokens
+    if micro_batch.experts is None:
+        return {"router/replayed": (0.0, tokens)}
+    strange, choices = torch.stack([router.apart for router in routers_of(unwrap(model))]).sum(0)
+    told = (micro_batch.experts[:, 0, 0] != UNTOLD).sum()
+    return {"router/replayed": (told, tokens), "router/disagreement": (strange, choices)}

@@ -1,0 +1,365 @@
+"""Images: what a dataset's rows become, that each family's rows give the model's own probabilities packed and padded,
+and runs with the real vLLM, where torchvision is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launcher
+import pytest
+import tiny
+import tiny_images
+import torch
+
+from colograd import GRPOTrainer
+from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
+from colograd.data.images import ImageReader, in_rgb, text_of, with_images
+from colograd.engine.images import check_expanded
+from colograd.policy import images, row_proof
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import pack
+from colograd.policy.supported import check_supported
+
+RANKS = Path(__file__).parent / "scripts" / "two_ranks.py"
+PACKED = ("idefics3", "qwen2_5_vl", "qwen3_vl")
+WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="the family's processor needs torchvision"
+)
+
+
+# -- data
+
+
+def test_images_come_before_the_first_user_message_where_no_place_is_named() -> None:
+    messages, found = with_images(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], ["a", "b"], "row"
+    )
+    assert [part["type"] for part in messages[1]["content"]] == ["image", "image", "text"] and found == ["a", "b"]
+    assert messages[0]["content"] == [{"type": "text", "text": "s"}]
+
+
+def test_conversations_become_what_trl_makes_of_them() -> None:
+    from trl.data_utils import prepare_multimodal_messages
+
+    for prompt in (WITH_PLACE, [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]):
+        picture = tiny_images.picture(1)
+        theirs = prepare_multimodal_messages(prompt, [picture])
+        ours, found = with_images(prompt, [picture], "row")
+        assert text_of(theirs) == ours and found == [picture]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "said"),
+    [
+        (WITH_PLACE, 2, r"1 place\(s\) for images .* 2 image\(s\)"),
+        (WITH_PLACE, 0, r"1 place\(s\) for images .* 0 image\(s\)"),
+        ("text", 1, "plain text, but images need a conversation"),
+    ],
+)
+def test_places_and_images_that_differ_in_number_are_refused(prompt: Any, count: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        with_images(prompt, [tiny_images.picture(0)] * count, "train, row 3")
+
+
+def test_an_image_is_read_from_what_datasets_has(tmp_path: Path) -> None:
+    picture = tiny_images.picture(3)
+    picture.save(tmp_path / "p.png")
+    content = (tmp_path / "p.png").read_bytes()
+    for given in (picture, str(tmp_path / "p.png"), {"bytes": content, "path": None}, picture.convert("RGBA")):
+        assert in_rgb(given, "row").tobytes() == picture.tobytes()
+    with pytest.raises(ValueError, match="row 7: an image can't be read"):
+        in_rgb(str(tmp_path / "missing.png"), "row 7")
+
+
+def test_a_prompt_has_the_tokens_of_its_images_and_one_placeholder_each_for_the_engine() -> None:
+    model, tokenizer = tiny_images.random_model("gemma3")
+    reader = ImageReader(tiny_images.gemma3_processor(tokenizer), model.config.image_token_id)
+    row = {"prompt": [{"role": "user", "content": "two"}], "images": [tiny_images.picture(1), tiny_images.picture(2)]}
+    asked = reader.read(row, {"add_generation_prompt": True}, "row 0")
+    assert asked.images is not None and len(asked.images.places) == 8 and reader.most == 2
+    assert asked.images.engine_ids.count(tokenizer.boi_token_id) == 2
+    assert asked == reader.read(row, {"add_generation_prompt": True}, "row 0")
+    assert asked != reader.read(row | {"images": row["images"][::-1]}, {"add_generation_prompt": True}, "row 0")
+    further = asked.followed_by([5, 6])
+    assert further.ids[-2:] == (5, 6) and further.images is not None and further.images.engine_ids[-2:] == (5, 6)
+
+
+def test_image_tokens_that_differ_in_number_are_an_error_that_names_both() -> None:
+    asked = ModelInput((1, 9, 9, 2), Images("d", (1, 9, 2), (), {}, (1, 2)))
+    check_expanded(asked, [1, 9, 9, 2])
+    with pytest.raises(RuntimeError, match=r"5 tokens, 3 of them image tokens.*4 tokens with 2 image tokens"):
+        check_expanded(asked, [1, 9, 9, 9, 2])
+
+
+def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, LlavaConfig, Qwen2_5_VLConfig
+
+    for config, changes, said in (
+        (LlavaConfig(), {}, "llava reads more than text"),
+        (Qwen2_5_VLConfig(), {"vllm_engine_kwargs": {"mm_processor_kwargs": {}}}, "mm_processor_kwargs"),
+        (Qwen2_5_VLConfig(), {"torch_compile": True}, "torch_compile"),
+        (Gemma3Config(), {}, "see each other both ways, which vLLM doesn't do on a CPU"),
+    ):
+        folder = tmp_path / str(time.perf_counter())
+        config.save_pretrained(folder)
+        started = time.perf_counter()
+        with pytest.raises(ValueError, match=said):
+            check_supported(str(folder), tiny.config(tmp_path, **changes))
+        assert time.perf_counter() - started < 10
+
+
+def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
+    from colograd.report.samples import _pictures
+    from colograd.reporting.thumbnails import thumbnails
+
+    made = thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)])
+    assert len(made) == 4 and all(len(each) < 6000 for each in made)
+    assert _pictures([*made[:1], "javascript:alert(1)", "data:image/jpeg;base64,<b>", 7]) == made[:1]
+
+
+# -- the policy's rows
+
+
+def groups_of(model: Any, family: str, completions: int = 3) -> list[ScoredGroup]:
+    """Two prompts with one and two pictures and one without; one completion has an image token that was sampled."""
+    asked = [tiny_images.made_up(model, family, 1, 1), tiny_images.made_up(model, family, 2, 2), ModelInput((3, 4, 5))]
+    draw, found = torch.Generator().manual_seed(0), []
+    for position, prompt in enumerate(asked):
+        rollouts = []
+        for index in range(completions):
+            ids = torch.randint(5, 250, (3 + index + position,), generator=draw).tolist()
+            ids[1] = model.config.image_token_id if index == 1 and position == 0 else ids[1]
+            rollouts.append(
+                Rollout(prompt, ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
+            )
+        advantages = torch.tensor([1.0, -0.5, 0.25][:completions])
+        found.append(ScoredGroup(Group({}, tuple(rollouts), position), torch.zeros(completions, 1), advantages))
+    return found
+
+
+def loss_and_gradients(model: Any, groups: list[ScoredGroup], share: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    total = 0.0
+    for row in pack(groups, 400, False, torch.device("cpu"), share_prompts=share):
+        logprobs, _ = policy_logprobs(model, row, 1.0)
+        loss = (logprobs * row.advantages).sum()
+        loss.backward()
+        total += float(loss)
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tried: Callable[..., None]) -> None:
+    model, _ = tiny_images.random_model(family)
+    asked = [tiny_images.made_up(model, family, 2)]
+    assert row_proof.choose_rows(model, asked=asked) == ""
+    groups = groups_of(model, family)
+    packed = loss_and_gradients(model, groups, share=True)
+    images.set_attention(model, "sdpa")
+    padded = loss_and_gradients(model, groups, share=False)
+    assert packed[0] == pytest.approx(padded[0], abs=1e-4)
+    assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
+    worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
+    assert worst < 1e-4, worst
+    tried(family, "packed", padded="where forced")
+
+
+@pytest.mark.parametrize("family", tiny_images.FAMILIES)
+def test_rows_with_images_give_the_models_own_probabilities(family: str, tried: Callable[..., None]) -> None:
+    model, _ = tiny_images.random_model(family)
+    why = row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)])
+    assert bool(why) == (family == "gemma3"), why
+    groups = [
+        group for group in groups_of(model, family) if group.group.position
+    ]  # the model's own sees no sampled one
+    rows = pack(groups, 400, False, torch.device("cpu"), share_prompts=not why)
+    assert float(row_proof.differences(model, rows, 1.0)[1].max()) < 1e-5
+    if why:
+        tried("gemma3_vl", padded="an image's tokens see each other both ways")
+
+
+@pytest.mark.parametrize("family", tiny_images.FAMILIES)
+def test_probabilities_are_those_of_trl(family: str) -> None:
+    """On the same sample, by TRL's own `_get_per_token_logps_and_entropies`."""
+    import trl_oracle
+    from trl.trainer.grpo_trainer import add_fused_lm_head
+
+    model, _ = tiny_images.random_model(family)
+    images.set_attention(model, "sdpa")
+    group = groups_of(model, family, completions=1)[1]
+    rollout = group.group.rollouts[0]
+    row = pack([group], 400, False, torch.device("cpu"), share_prompts=False)[0]
+    ours = policy_logprobs(model, row, 1.0)[0]
+    trainer = trl_oracle.bare_trainer(temperature=1.0)
+    trainer.accelerator.autocast, trainer.accelerator.is_main_process = torch.no_grad, False
+    add_fused_lm_head(model, temperature=1.0)
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+    seen = images.own_inputs(rollout.input.images, len(rollout.completion_ids))
+    theirs = trainer._get_per_token_logps_and_entropies(
+        model, ids, torch.ones_like(ids), len(rollout.completion_ids), num_images=[2], **seen
+    )[0]
+    assert float((ours - theirs[0]).abs().max()) < 1e-4
+
+
+def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
+    for family in PACKED:
+        model, _ = tiny_images.random_model(family)
+        assert images.freeze_tower(model) > 0
+        trained = {name for name, p in model.named_parameters() if p.requires_grad and images.sees(name)}
+        assert trained and all({*name.split(".")} & {*images.PROJECTORS} for name in trained), trained
+
+
+# -- runs
+
+
+QWENS = [pytest.param(family, marks=[needs_torchvision, pytest.mark.slow]) for family in ("qwen2_5_vl", "qwen3_vl")]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["idefics3", *QWENS])
+def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+    """Three steps: bit-equal weights after each publish, also of the tower; sampler and trainer agree."""
+    model = tiny_images.make_model(tmp_path / "model", family)
+    pictures: list[Any] = []
+
+    def reward(completions: list[Any], images: list[Any], **kwargs: Any) -> list[float]:
+        pictures.extend(images)
+        return tiny.vowels(completions)
+
+    args = tiny.config(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=3)
+    trainer = GRPOTrainer(str(model), reward, args, tiny_images.prompts(8, images=2))
+    publish = trainer.weights.publish
+
+    def publish_and_compare(version: int) -> int:
+        moved = publish(version)
+        assert trainer.weights.differing() == []
+        return moved
+
+    trainer.weights.publish = publish_and_compare
+    tower = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.sees(name)}
+    trainer.train()
+    trainer.publish()
+    assert trainer.policy.why_padded == "" and all(len(of) == 2 for of in pictures)
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 3
+    assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps)
+    after = dict(trainer.model.named_parameters())
+    assert any(not torch.equal(after[name], before) for name, before in tower.items())
+    saved = Path(args.output_dir) / "checkpoint-3"
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    AutoProcessor.from_pretrained(saved)
+    again = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
+    assert all(torch.equal(again[name], p) for name, p in after.items())
+    trainer.close()
+    tried(family, "shared", "images")
+
+
+def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["idefics3", QWENS[0]])
+def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(
+    family: str, tmp_path: Path, tried: Callable[..., None]
+) -> None:
+    model = tiny_images.make_model(tmp_path / "model", family)
+
+    def run(folder: str, steps: int, resume: Any = None) -> dict[str, torch.Tensor]:
+        settings = {"save_strategy": "steps", "save_steps": 2, "num_iterations": 1} | tiny.ONE_BY_ONE
+        args = tiny.config(tmp_path / folder, max_steps=steps, lr_scheduler_type="constant", **settings)
+        trainer = GRPOTrainer(str(model), tiny.vowels, args, tiny_images.prompts(8, images=2))
+        trainer.train(resume_from_checkpoint=resume)
+        found = weights_after(trainer)
+        trainer.close()
+        return found
+
+    whole = run("whole", 4)
+    run("parts", 2)
+    again = run("parts", 4, resume=True)
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    tried(family, "resumed")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["idefics3", QWENS[0]])
+@pytest.mark.parametrize("changes", [{}, {"weights": "copied"}])
+def test_adapters_a_reference_and_an_evaluation(
+    family: str, changes: dict[str, Any], tmp_path: Path, tried: Callable[..., None]
+) -> None:
+    import peft
+
+    model = tiny_images.make_model(tmp_path / "model", family)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, **changes)
+    trainer = GRPOTrainer(
+        str(model), tiny.vowels, args, tiny_images.prompts(8), eval_dataset=tiny_images.prompts(3), peft_config=lora
+    )
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps), steps
+    assert trainer.evaluate()["eval_reward"] > 0
+    trainer.close()
+    if changes:
+        tried(family, lora_merged="where asked")
+    else:
+        tried(family, "lora_served")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("sharding", ["none", "gradients"])
+def test_two_ranks_train_to_the_same_weights(sharding: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+    """Though a rank's rows may have no images, and give the tower no gradient."""
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
+    done = launcher.run(RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "", sharding, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}-of-2.json").read_text()) for rank in range(2)]
+    assert all(step["differing"] == [] for rank in ranks for step in rank["seen"])
+    assert ranks[0]["seen"][-1]["weights"] == ranks[1]["seen"][-1]["weights"]
+    tried("idefics3", "two_ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
+    args = tiny.config(tmp_path / "run", max_steps=2, weights="copied", freeze_vision_tower=True)
+    trainer = GRPOTrainer(str(model), tiny.vowels, args, tiny_images.prompts(8))
+    before, moved, publish = weights_after(trainer), [], trainer.weights.publish
+
+    def count(version: int) -> int:
+        moved.append(publish(version))
+        assert trainer.weights.differing() == []
+        return moved[-1]
+
+    trainer.weights.publish = count
+    trainer.train()
+    trainer.publish()
+    frozen = [name for name, p in trainer.model.named_parameters() if not p.requires_grad]
+    assert frozen and all(torch.equal(before[name], trainer.model.get_parameter(name)) for name in frozen)
+    assert moved[0] > moved[1] == moved[2] > 0
+    trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_random_model_learns_colours(tmp_path: Path) -> None:
+    from colograd.tasks import colours
+    from colograd.train import main
+
+    colours.make_model(tmp_path / "model")
+    recipe = Path(__file__).parents[1] / "recipes" / "grpo_colours_cpu.yaml"
+    folder = tmp_path / "run"
+    main(["--config", str(recipe), "--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(folder)])
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    rewards = [entry["reward"] for entry in history if "reward" in entry]
+    assert sum(rewards[:5]) / 5 < 0.3 and sum(rewards[-5:]) / 5 > 0.7, rewards

@@ -1,0 +1,254 @@
+"""Vision-language models small enough for a test, with their processors, in folders that transformers and vLLM load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from datasets import Dataset
+from PIL import Image
+
+from colograd.batch import Images, ModelInput
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+IDEFICS3 = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<row_1_col_1>")
+QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+GEMMA3 = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+SIDE = 32  # pixels of an image that needs the fewest tokens
+
+
+def make_model(folder: Path, family: str, seed: int = 0, **shape: Any) -> Path:
+    """Save a random model of the family and its processor."""
+    model, tokenizer = random_model(family, seed, **shape)
+    model.save_pretrained(folder)
+    PROCESSORS[family](tokenizer).save_pretrained(folder)
+    return folder
+
+
+def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
+    """A random model of the family, and its tokenizer."""
+    torch.manual_seed(seed)
+    model, tokenizer = FAMILIES[family](
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 256,
+            "bos_token_id": None,
+            **shape,
+        }
+    )
+    with torch.no_grad():  # see `tiny.make_model`
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.dim() >= 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
+    return model.eval(), tokenizer
+
+
+def _tokenizer(special: tuple[str, ...], placeholder: str, **named: str) -> Any:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    for name, token in named.items():
+        tokenizer.add_special_tokens({name: token})
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", placeholder)
+    return tokenizer
+
+
+def _ends(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _idefics3(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """4 tokens an image."""
+    import transformers as hf
+
+    tokenizer = _tokenizer(IDEFICS3, "<image>")
+    ids = tokenizer.convert_tokens_to_ids
+    text = {"model_type": "llama", "head_dim": 32, **_ends(tokenizer), **shape}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": SIDE, "patch_size": 8,
+    }  # fmt: skip
+    config = hf.Idefics3Config(
+        text_config=text, vision_config=vision, scale_factor=2, image_token_id=ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.Idefics3ForConditionalGeneration(config), tokenizer
+
+
+def _idefics3_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
+    )
+    return hf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
+
+
+def _qwen2_5_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """A token for each 28 x 28 pixels, whose number depends on the image's size; M-RoPE positions."""
+    import transformers as hf
+
+    tokenizer = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>")
+    ids = tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
+        "out_hidden_size": shape["hidden_size"], "fullatt_block_indexes": [1], "window_size": 56,
+    }  # fmt: skip
+    config = hf.Qwen2_5_VLConfig(
+        text_config={"rope_parameters": rope, **_ends(tokenizer), **shape}, vision_config=vision,
+        **_qwen_tokens(ids), tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.Qwen2_5_VLForConditionalGeneration(config), tokenizer
+
+
+def _qwen2_5_vl_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+
+    images = _qwen_images(hf, patch_size=14)
+    return hf.Qwen2_5_VLProcessor(images, tokenizer, hf.Qwen2VLVideoProcessor(), tokenizer.chat_template)
+
+
+def _qwen3_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """Likewise, with features of the tower's layers added in the first layers of the language model."""
+    import transformers as hf
+
+    tokenizer = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>")
+    ids = tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 10000.0}
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 16,
+        "out_hidden_size": shape["hidden_size"], "deepstack_visual_indexes": [0], "num_position_embeddings": 64,
+    }  # fmt: skip
+    config = hf.Qwen3VLConfig(
+        text_config={"head_dim": 32, "rope_parameters": rope, **_ends(tokenizer), **shape}, vision_config=vision,
+        **_qwen_tokens(ids), tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.Qwen3VLForConditionalGeneration(config), tokenizer
+
+
+def _qwen3_vl_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+
+    images = _qwen_images(hf, patch_size=16)
+    return hf.Qwen3VLProcessor(images, tokenizer, hf.Qwen3VLVideoProcessor(), tokenizer.chat_template)
+
+
+def _qwen_tokens(ids: Any) -> dict[str, int]:
+    return {
+        "image_token_id": ids("<|image_pad|>"),
+        "video_token_id": ids("<|video_pad|>"),
+        "vision_start_token_id": ids("<|vision_start|>"),
+        "vision_end_token_id": ids("<|vision_end|>"),
+    }
+
+
+def _qwen_images(hf: Any, patch_size: int) -> Any:
+    least, most = (2 * patch_size) ** 2, (6 * patch_size) ** 2
+    return hf.Qwen2VLImageProcessor(
+        patch_size=patch_size, merge_size=2, size={"shortest_edge": least, "longest_edge": most}
+    )
+
+
+def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """4 tokens an image, which see each other both ways."""
+    import transformers as hf
+
+    named = {"boi_token": GEMMA3[0], "eoi_token": GEMMA3[1], "image_token": GEMMA3[2]}
+    tokenizer = _tokenizer(GEMMA3, GEMMA3[0])
+    tokenizer._set_model_specific_special_tokens(named)
+    tokenizer.add_tokens(["\n" * n for n in (1, 2, 3, 4)])  # vLLM asks for them by these names
+    ids = tokenizer.convert_tokens_to_ids
+    text = {
+        "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"], **_ends(tokenizer), **shape,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": SIDE, "patch_size": 8, "vision_use_head": False,
+    }  # fmt: skip
+    config = hf.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, boi_token_index=ids(GEMMA3[0]),
+        eoi_token_index=ids(GEMMA3[1]), image_token_index=ids(GEMMA3[2]), tie_word_embeddings=True,
+    )  # fmt: skip
+    return hf.Gemma3ForConditionalGeneration(config), tokenizer
+
+
+def gemma3_processor(tokenizer: Any) -> Any:
+    """It needs no torchvision."""
+    import transformers as hf
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    return hf.Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
+
+
+FAMILIES = {"idefics3": _idefics3, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3}
+PROCESSORS = {
+    "idefics3": _idefics3_processor,
+    "qwen2_5_vl": _qwen2_5_vl_processor,
+    "qwen3_vl": _qwen3_vl_processor,
+    "gemma3": gemma3_processor,
+}
+
+
+def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelInput:
+    """A prompt with pictures of noise, as a processor would make it."""
+    draw = torch.Generator().manual_seed(seed)
+    token, per_picture = model.config.image_token_id, 2 if family.startswith("qwen") else 4
+    ids, places, engine_ids = [11 + seed], [], [11 + seed]
+    for _ in range(pictures):
+        places += range(len(ids), len(ids) + per_picture)
+        ids += [token] * per_picture + [70 + seed]
+        engine_ids += [token, 70 + seed]
+    kinds = torch.zeros(1, len(ids), dtype=torch.long)
+    kinds[0, places] = 1
+    inputs: dict[str, torch.Tensor]
+    if family.startswith("qwen"):
+        patch = model.config.vision_config.patch_size
+        inputs = {
+            "pixel_values": torch.randn(8 * pictures, 6 * patch**2, generator=draw),
+            "image_grid_thw": torch.tensor([[1, 2, 4]] * pictures),
+            "mm_token_type_ids": kinds,
+        }
+    elif family == "gemma3":
+        inputs = {"pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw), "token_type_ids": kinds}
+    else:
+        inputs = {
+            "pixel_values": torch.randn(1, pictures, 3, SIDE, SIDE, generator=draw),
+            "pixel_attention_mask": torch.ones(1, pictures, SIDE, SIDE, dtype=torch.long),
+        }
+    return ModelInput(tuple(ids), Images(f"{seed}-{pictures}", tuple(engine_ids), (), inputs, tuple(places)))
+
+
+def picture(number: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
+    """An image that differs from those of other numbers: a gradient in a colour of its own."""
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    planes = [(x * 5 + number * 40) % 256, (y * 5 + number * 90) % 256, torch.full_like(x, (number * 50) % 256)]
+    return Image.fromarray(torch.stack(planes, -1).to(torch.uint8).numpy())
+
+
+def prompts(size: int = 8, images: int = 1) -> Dataset:
+    """Conversations with ``images`` pictures each, of different sizes."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{'see ' * (i % 3)}{i}"}],
+            "images": [picture(i + 10 * k, SIDE + 32 * (i % 2), SIDE + 32 * (k % 2)) for k in range(images)],
+            "answer": chr(97 + i % 26),
+        }
+        for i in range(size)
+    ]
+    return Dataset.from_list(rows)
