@@ -43,7 +43,7 @@ def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
 
 
-def test_an_adapter_is_merged_into_its_base(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_its_base_without_chatter(tmp_path: Path, capsys) -> None:
     import peft
 
     base = tiny.make_model(tmp_path / "base")
@@ -54,7 +54,10 @@ def test_an_adapter_is_merged_into_its_base(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     tiny.make_tokenizer().save_pretrained(tmp_path / "saved")
     saved = checkpoint(tmp_path / "saved")
+    capsys.readouterr()
     assert cli.main(["export", str(saved), str(tmp_path / "exported")]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("exported ") and said.out.count("\n") == 1 and "%|" not in said.err  # no progress bars
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert merged.dtype == AutoModelForCausalLM.from_pretrained(base).dtype
     ids = torch.arange(20).unsqueeze(0)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..runtime import process
+
 ADAPTER = "adapter_config.json"
 
 
@@ -22,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint-N, or a run's output_dir for its newest one")
     parser.add_argument("folder", type=Path, help="where the model goes; it must not be there yet")
     options = parser.parse_args(argv)
+    process.quiet_logs(verbose=False)
     try:
         source, said = export(options.checkpoint, options.folder)
     except (OSError, ValueError) as error:
@@ -66,9 +69,11 @@ def _merge(source: Path, folder: Path) -> str:
     import torch
     from peft import AutoPeftModelForCausalLM, PeftConfig
     from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging as hf_logging
 
     from ..policy import quantized
 
+    hf_logging.disable_progress_bar()
     base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
     noted, base_config = quantized.beside(source), AutoConfig.from_pretrained(base)
     if noted is None:
