@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SECONDS = 60.0  # at most, for any answer
+SECONDS = 1000.0  # at most, for any answer: something hangs
 
 
 def found() -> str | None:

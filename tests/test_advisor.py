@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 import tiny
 
@@ -262,6 +264,16 @@ def run(model: Path, folder: Path, reward: Any, caplog: pytest.LogCaptureFixture
     return found, [record.getMessage() for record in caplog.records if record.getMessage().startswith("advisor")]
 
 
+@contextlib.contextmanager
+def opened(report: Path) -> Iterator[list[str]]:
+    """The alarms at the top of the page that the training wrote, as a browser shows them."""
+    if browser.found() is None:
+        pytest.skip("all but the page passed: there is no browser")
+    with browser.Browser() as page:
+        page.open(report.as_uri())
+        yield page.run("[...document.querySelectorAll('.alarm-line')].map((e) => e.innerText)")
+
+
 def one(completions: list[Any], **kwargs: Any) -> list[float]:
     return [1.0] * len(completions)
 
@@ -277,6 +289,8 @@ def test_a_reward_that_is_always_1_is_noticed(
     assert len(said) == len(found), "each once"
     shown = capfd.readouterr().out
     assert "advisor: 'one' gave 1 to every completion" in shown
+    with opened(tmp_path / "report.html") as lines:
+        assert any("'one' gave 1 to every completion" in line for line in lines), lines
 
 
 @pytest.mark.engine
@@ -287,3 +301,5 @@ def test_completions_that_have_no_room_are_noticed(
     assert found["all-truncated"]["seen"].endswith("of the last steps' completions were cut off at 4 tokens")
     assert "`max_completion_length` (now 4)" in found["all-truncated"]["remedy"]
     assert any("all-truncated" in line for line in said) and "constant-reward" not in found
+    with opened(tmp_path / "report.html") as lines:
+        assert any("cut off at 4 tokens" in line for line in lines), lines
