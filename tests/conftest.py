@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from colograd.runtime import process
 
 process.quiet_logs(verbose=False)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job, and so of all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
