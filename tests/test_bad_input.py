@@ -123,7 +123,9 @@ class Game:
 def without_dataset(factory: Any, **changes: Any) -> object:
     """The prompts of a run whose environments make them all."""
     tools = None if factory is None else Toolbox(None, factory)
-    return train_prompts_of(None, SimpleNamespace(context=600, tokenizer=Words()), config(**changes), tools)  # type: ignore[arg-type]
+    return train_prompts_of(
+        None, SimpleNamespace(context=600, tokenizer=Words(), processor=None), config(**changes), tools
+    )  # type: ignore[arg-type]
 
 
 # name -> (what goes wrong, and in the message: the value, the rule, the remedy)
@@ -502,7 +504,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a processor in the tokenizer's place": (
         lambda _: check_tokenizer(SimpleNamespace(tokenizer=None)),
         "processing_class is a SimpleNamespace",
-        "trained on text",
+        "the model reads text alone",
         r"processing_class\.tokenizer",
     ),
     "no tokenizer in the tokenizer's place": (

@@ -117,7 +117,7 @@ class Core:
 def sleeping_engine(core: Core, sleeps: bool = True) -> Engine:
     engine = Engine.__new__(Engine)
     engine.sleeps, engine.asleep, engine.version = sleeps, False, 3
-    engine.llm = SimpleNamespace(llm_engine=core)
+    engine.llm, engine._routed, engine._reads_images = SimpleNamespace(llm_engine=core), None, False
     return engine
 
 

@@ -402,7 +402,7 @@ def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(
     """The rows too are proved under it, when the policy is in its place."""
     seen, proved = [], []
 
-    def prove(model, device, reference):
+    def prove(model, device, reference, asked):
         proved.append(torch.is_autocast_enabled(device.type))
         return "as a test"
 

@@ -196,9 +196,9 @@ def probed(monkeypatch) -> list[str]:
     names: list[str] = []
     check_read = proof.check_read
 
-    def recorded(slices: Any, *others: Any) -> Any:
+    def recorded(slices: Any, *others: Any, **named: Any) -> Any:
         names.extend(part.name for part in slices)
-        return check_read(slices, *others)
+        return check_read(slices, *others, **named)
 
     monkeypatch.setattr(proof, "check_read", recorded)
     return names
