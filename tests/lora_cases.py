@@ -1,4 +1,4 @@
-"""A PeftModel's log-probabilities and gradients of some samples, in packed or padded rows."""
+"""For tests of adapters: samples' log-probabilities and gradients in packed or padded rows, and counted publishes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from colograd import GRPOTrainer
 from colograd.policy import lora, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack, sequences
@@ -39,3 +40,33 @@ def gradients(model: Any, share_prompts: bool) -> tuple[torch.Tensor, list[torch
     found = logprobs(model, share_prompts)
     found.sum().backward()
     return found.detach(), [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+
+def check_rows_agree(model: Any, packed: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Rows computed again by checkpointing, and padded ones, have the packed ones' log-probabilities and gradients."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recomputed = gradients(model.train(), share_prompts=True)
+    model.gradient_checkpointing_disable()
+    model.set_attn_implementation("sdpa")
+    padded = gradients(model, share_prompts=False)
+    for other in (recomputed, padded):
+        torch.testing.assert_close(packed[0], other[0], rtol=0, atol=2e-5)
+        for ours, theirs in zip(packed[1], other[1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+class Counting(GRPOTrainer):
+    """Counts what each publish writes, after which the engine has the policy's weights bit for bit."""
+
+    def publish(self) -> None:
+        if not hasattr(self, "moved"):
+            self.moved: list[int] = []
+            publish = self.weights.publish
+
+            def counted(version: int) -> int:
+                self.moved.append(publish(version))
+                return self.moved[-1]
+
+            self.weights.publish = counted
+        super().publish()
+        assert self.weights.differing() == []

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import lora_cases
 import peft
 import plain_vllm
 import pytest
@@ -63,28 +64,11 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(1, 40)[None]).logits
 
 
-class Counting(GRPOTrainer):
-    """Counts what each publish writes."""
-
-    def publish(self) -> None:
-        if not hasattr(self, "moved"):
-            self.moved: list[int] = []
-            publish = self.weights.publish
-
-            def counted(version: int) -> int:
-                self.moved.append(publish(version))
-                return self.moved[-1]
-
-            self.weights.publish = counted
-        super().publish()
-        assert self.weights.differing() == []
-
-
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory) -> Any:
     """Three steps of LoRA on every linear layer, with a checkpoint after the second."""
     folder = tmp_path_factory.mktemp("adapter") / "run"
-    trainer = make_trainer(str(tiny_model), folder, Counting, save_strategy="steps", save_steps=2)
+    trainer = make_trainer(str(tiny_model), folder, lora_cases.Counting, save_strategy="steps", save_steps=2)
     trainer.before = base_bytes(trainer)
     trainer.train()
     trainer.save_model(str(folder))
@@ -206,7 +190,7 @@ def probed(monkeypatch) -> list[str]:
 
 def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, capfd, probed, tried) -> None:
     trainer = make_trainer(
-        str(tiny_model), tmp_path, Counting, ALL_LINEAR | {"use_dora": True, "modules_to_save": ["norm"]}
+        str(tiny_model), tmp_path, lora_cases.Counting, ALL_LINEAR | {"use_dora": True, "modules_to_save": ["norm"]}
     )
     try:
         assert isinstance(trainer.weights, MergedWeights) and not trainer.engine.lora_modules
