@@ -18,9 +18,10 @@ prompts of 43, 200 and 800).
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     layout: SegmentLayout | None = None,
+    both_ways: Sequence[tuple[int, int]] = (),
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one packed row, in the form of transformers' attention functions.
@@ -57,6 +59,7 @@ def packed_attention(
         key, value: (1, K, T, D), K dividing H (grouped-query attention).
         layout: which tokens see which; None: not a packed row, which is `sdpa`'s.
         sliding_window: keys further than this many tokens back, counted along prompt and completion, are not seen.
+        both_ways: first and last token + 1 of runs within a segment; a token also sees those behind it in its run.
 
     Returns:
         (1, T, H, D), and None for the attention weights.
@@ -89,6 +92,8 @@ def packed_attention(
         output = _flash_attention(query, key, value, layout, scaling, sliding_window)
     else:
         output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window)
+    if both_ways:
+        output = _seen_both_ways(output, query, key, value, layout, both_ways, scaling, dropout, sliding_window)
     return output, None
 
 
@@ -118,10 +123,7 @@ def _segment_attention(
     window: int | None,
 ) -> torch.Tensor:
     """One scaled_dot_product_attention per segment; (1, T, H, D)."""
-    if query.device.type != "cpu" and query.shape[1] != key.shape[1]:
-        # The fused kernel that takes masks and float32 there takes no grouped heads; torch would fall back to one that
-        # stores all scores.
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    key, value = _heads_for_masks(query, key, value)
     keys, values = key.split(layout.lengths, dim=2), value.split(layout.lengths, dim=2)
     outputs = []
     for index, queries in enumerate(query.split(layout.lengths, dim=2)):
@@ -137,6 +139,51 @@ def _segment_attention(
             )
         )  # fmt: skip
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as torch's kernels with masks take them."""
+    if query.device.type == "cpu" or query.shape[1] == key.shape[1]:
+        return key, value
+    # The fused kernel that takes masks and float32 there takes no grouped heads; torch would fall back to one that
+    # stores all scores.
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+def _seen_both_ways(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SegmentLayout,
+    runs: Sequence[tuple[int, int]],
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The ``output`` (1, T, H, D), with that of the runs' tokens computed again: they see all that is before a run's
+    end. One call per run."""
+    key, value = _heads_for_masks(query, key, value)
+    starts, again = layout.starts, []
+    for first, end in runs:
+        segment = bisect.bisect_right(starts, first) - 1
+        seen = [slice(starts[s], starts[s] + layout.lengths[s]) for s in layout.sees[segment]]
+        keys, values = (
+            torch.cat([x[:, :, part] for part in (*seen, slice(starts[segment], end))], dim=2) for x in (key, value)
+        )
+        count, mask = keys.shape[2], None
+        if window is not None and count > window:
+            places = torch.arange(count, device=query.device)
+            mask = places[first - end :, None] - places[None, :] < window
+        again.append(
+            F.scaled_dot_product_attention(
+                query[:, :, first:end], keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )  # fmt: skip
+    places = torch.cat([torch.arange(first, end) for first, end in runs])
+    return output.index_copy(1, sent(places, output.device), torch.cat(again, dim=2).transpose(1, 2))
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
