@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import tiny
 import tiny_images
 import torch
+from datasets import Dataset
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
@@ -116,9 +118,9 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
 
 def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
     from colograd.report.samples import _pictures
-    from colograd.reporting.thumbnails import thumbnails
+    from colograd.reporting.thumbnails import data_url, thumbnails
 
-    made = thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)])
+    made = [*map(data_url, thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)]))]
     assert len(made) == 4 and all(len(each) < 6000 for each in made)
     assert _pictures([*made[:1], "javascript:alert(1)", "data:image/jpeg;base64,<b>", 7]) == made[:1]
 
@@ -220,7 +222,9 @@ QWENS = [pytest.param(family, marks=[needs_torchvision, pytest.mark.slow]) for f
 
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *QWENS])
-def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+def test_a_family_trains(
+    family: str, tmp_path: Path, tried: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
     """Three steps: bit-equal weights after each publish, also of the tower; sampler and trainer agree."""
     model = tiny_images.make_model(tmp_path / "model", family)
     pictures: list[Any] = []
@@ -229,7 +233,8 @@ def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]
         pictures.extend(images)
         return tiny.vowels(completions)
 
-    args = tiny.config(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=3)
+    logged = {"log_completions": True, "log_completions_steps": 3}
+    args = tiny.config(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=3, **logged)
     trainer = GRPOTrainer(str(model), reward, args, tiny_images.prompts(8, images=2))
     publish = trainer.weights.publish
 
@@ -252,10 +257,21 @@ def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     AutoProcessor.from_pretrained(saved)
+    assert re.search(r"\[image (32|64)x32\]", capfd.readouterr().out), "in the table of step 1"
+    check_log(Path(args.output_dir), 3, 2)
     again = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
     assert all(torch.equal(again[name], p) for name, p in after.items())
     trainer.close()
     tried(family, "shared", "images")
+
+
+def check_log(run: Path, steps: int, images: int) -> None:
+    """Each row of each step has its prompt's pictures, as `datasets` reads them."""
+    files = sorted(str(path) for path in (run / "completions").glob("completions_*.parquet"))
+    rows = Dataset.from_parquet(files, cache_dir=str(run / "cache"))
+    assert len(files) == steps and all(len(row["image"]) == len(row["image_size"]) == images for row in rows)
+    for row in rows.select(range(2)):
+        assert [f"{each.width}x{each.height}" for each in row["image"]] == row["image_size"]
 
 
 def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:

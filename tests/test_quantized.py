@@ -26,6 +26,8 @@ from colograd.policy import lora, outline, quantized, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.packed import packed_bytes, packed_weight, packed_weights
 from colograd.policy.supported import check_supported
+from colograd.replayer import Replayer
+from colograd.training.replaying import Replay
 from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
 from colograd.weights.merged import MergedWeights
@@ -95,6 +97,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Three steps on an NF4 base, held to it by a KL term, with checkpoints of the second and third."""
     folder = tmp_path_factory.mktemp("quantized") / "run"
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "beta": 0.1, **tiny.ONE_BY_ONE}
+    changes |= {"journal": "keep"}
     trainer = build(tiny_model, folder, NF4, **changes)
     trainer.before = {name: weight.layer.weight.clone() for name, weight in packed_weights(trainer.model).items()}
     trainer.train()
@@ -172,6 +175,20 @@ def test_a_resumed_run_ends_with_the_same_bits(trained, tiny_model, tmp_path, cl
     again.train(resume_from_checkpoint=str(checkpoint))
     mine, theirs = ([p for p in t.model.parameters() if p.requires_grad] for t in (trained, again))
     assert len(mine) == 2 * PROJECTIONS
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("first", [1, 3], ids=["from the model", "from a checkpoint"])
+def test_recorded_steps_are_trained_again_bit_for_bit(first, trained, tiny_model, tmp_path, capfd) -> None:
+    """Without an engine: the base is quantised again to the same values."""
+    args = config(tmp_path, NF4, beta=0.1, journal="keep", report=False, **tiny.ONE_BY_ONE)
+    given = {"train_dataset": tiny.prompts(), "peft_config": adapter(), "reward_funcs": tiny.vowels}
+    again = Replayer(replay=Replay(Path(trained.args.output_dir), first, 3), model=str(tiny_model), args=args, **given)
+    again.train()
+    again.close()
+    assert f"{4 - first} of {4 - first} step(s) came out bit for bit as recorded" in capfd.readouterr().out
+    mine, theirs = ([p for p in t.model.parameters() if p.requires_grad] for t in (trained, again))
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
