@@ -17,11 +17,15 @@ import tiny
 import tiny_images
 import torch
 from datasets import Dataset
+from test_memory_shape import kept
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
+from colograd.commands import cli
 from colograd.data.images import ImageReader, in_rgb, text_of, with_images
 from colograd.engine.images import check_expanded
+from colograd.memory.shape import Lengths
+from colograd.memory.tower import Tower
 from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
@@ -176,11 +180,10 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, trie
 def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None:
     model, _ = tiny_images.random_model(family)
     assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""
-    groups = [
-        group for group in groups_of(model, family) if group.group.position
-    ]  # the model's own sees no sampled one
-    rows = pack(groups, 400, False, torch.device("cpu"), share_prompts=True)
-    assert float(row_proof.differences(model, rows, 1.0)[1].max()) < 1e-5
+    rows = pack(groups_of(model, family), 400, False, torch.device("cpu"), share_prompts=True)
+    to_sampler, to_own = row_proof.differences(model, rows, 1.0)
+    assert float(to_own.max()) < 1e-5
+    assert len(to_sampler) - len(to_own) == 4, "all but the completion with an image token that was sampled"
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
@@ -204,6 +207,37 @@ def test_probabilities_are_those_of_trl(family: str) -> None:
         model, ids, torch.ones_like(ids), len(rollout.completion_ids), num_images=[2], **seen
     )[0]
     assert float((ours - theirs[0]).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+def test_a_tower_s_activations_are_estimated(family: str, checkpointing: int) -> None:
+    """Roughly: its layers are counted as a decoder's."""
+    model, _ = tiny_images.random_model(family)
+    tower, seen = Tower.of(model), tiny_images.made_up(model, family, 3).images
+    assert tower is not None and tower.patches == 4 and tower.shape.layers == 2
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    held = kept(model.train(), lambda: images._features(model, [seen])[0])
+    expected = tower.bytes(len(seen.places), Lengths(len(seen.places), 1, 1), 4, checkpointing)
+    assert 0.3 < held / expected < 3, (held, expected)
+    images.freeze_tower(model)
+    assert Tower.of(model) is None, "what isn't trained keeps nothing"
+
+
+def test_a_plan_counts_a_tower_and_refuses_what_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = tiny_images.random_model("idefics3")
+    model.config.save_pretrained(tmp_path)
+    arguments = ["plan", "--model", str(tmp_path), "--gpus", "2", "--gpu-memory", "1", "--context", "200"]
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "activations include a vision tower's" in said and "fsdp" not in said
+    for more, why in (
+        (["--lora-rank", "8", "--bits", "4"], "A quantised base isn't available for vision-language models"),
+        (["--tensor-parallel", "2"], "An engine of 2 ranks isn't available for vision-language models"),
+    ):
+        assert cli.main([*arguments, *more]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:

@@ -56,8 +56,7 @@ def freeze_tower(model: Any) -> int:
     """Train nothing of the vision tower; what projects its features goes on being trained. Returns the parameters."""
     frozen = 0
     for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if {*parts} & {*TOWERS} and not {*parts} & {*PROJECTORS}:
+        if in_tower(name):
             parameter.requires_grad_(False)
             frozen += parameter.numel()
     return frozen
@@ -81,6 +80,12 @@ def load_weights(model: Any, folder: str) -> None:
         if parameter.shape != saved.shape:
             raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: it is of another model.")
         parameter.copy_(saved)
+
+
+def in_tower(name: str) -> bool:
+    """Whether a parameter of that name is the vision tower's."""
+    parts = {*name.split(".")}
+    return bool(parts & {*TOWERS}) and not parts & {*PROJECTORS}
 
 
 def sees(name: str) -> bool:
