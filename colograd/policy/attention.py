@@ -357,7 +357,7 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
     if not _packed_rows:
         windowed = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **windowed, **kwargs)
-    if _watching is not None and local_size is not None:
+    if _watching is not None and local_size:  # Qwen2-MoE makes a mask of 0 tokens for layers that it doesn't have
         _watching.asked.add(local_size)
     return None
 

@@ -191,7 +191,7 @@ def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has
             "torch_compile is true, but layers whose weights are quantised aren't compiled in this version: remove it."
         )
     try:
-        import bitsandbytes  # noqa: F401
+        import bitsandbytes.functional  # noqa: F401  # the package alone may wait until it is used
     except ImportError as error:
         raise ValueError(
             f"A quantised base needs bitsandbytes, which can't be imported ({error}): pip install bitsandbytes."
