@@ -323,5 +323,5 @@ def test_a_mixture_learns(family: str, replay: bool, models, tmp_path: Path, clo
     seconds = time.process_time() - started
     print(f"{family}, replay {replay}: {first:.2f} -> {last:.2f} in {seconds:.0f} processor seconds")
     assert first < 0.3 and last > 0.9
-    assert all(("router/replayed" in step) == replay for step in steps(trainer))
+    assert any("router/replayed" in step for step in steps(trainer)) == replay
     tried(family, "learns")
