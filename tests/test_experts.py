@@ -85,7 +85,7 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     assert isinstance(trainer.weights, SharedWeights)
     apart = {part.name.rpartition(".")[2] for part, _ in trainer.weights.copied}
     assert apart == ({"gate_up_proj", "down_proj"} if family == "gpt_oss" else set())  # which has them transposed
-    assert bool(trainer.policy.why_padded) == (family == "gpt_oss")  # whose attention has sinks
+    assert trainer.policy.why_padded == ""
     before = [p.detach().clone() for p in trainer.model.parameters()]
     moved = train_and_compare(trainer)
     assert (set(moved) == {0}) == (family != "gpt_oss")
@@ -105,10 +105,9 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     torch.testing.assert_close(theirs, logprobs, rtol=0, atol=1e-4)
     plain = plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path)  # whose experts are in its own kernel
     torch.testing.assert_close(plain, logprobs, rtol=0, atol=1e-4)
-    tried(family, "shared", "saved")
+    tried(family, "packed", "shared", "saved")
     if apart:
         tried(family, copied="experts, which are transposed")
-    tried(family, "padded" if trainer.policy.why_padded else "packed")
 
 
 def as_saved(trainer: GRPOTrainer, folder: Path) -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -57,11 +57,7 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "soft-capped scores": (
         lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=2.0)),
-        "soft-capping or sinks",
-    ),
-    "sinks": (
-        lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
-        "soft-capping or sinks",
+        "soft-capping, or sinks",
     ),
     "a window that the attention isn't told": (
         lambda: hf.Qwen2MoeForCausalLM(
@@ -74,7 +70,6 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 # Of docs/models.md's families.
 IN_TABLE = {
-    "sinks": ("gpt_oss", "its attention has sinks"),
     "a window that the attention isn't told": ("qwen2_moe", "where it has a window"),
 }
 PACKED: dict[str, Callable[[], Any]] = {
@@ -102,10 +97,11 @@ PACKED: dict[str, Callable[[], Any]] = {
             **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
         )
     ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
 }  # fmt: skip
 
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "olmoe", "qwen2_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
 
 
 def make(build: Callable[[], Any]) -> Any:
@@ -207,7 +203,7 @@ def test_what_is_forced_into_padded_rows_gives_the_packed_result(
     model, packed = make(PACKED[kind]), make(PACKED[kind])
     monkeypatch.setattr(type(model), "_supports_attention_backend", False)
     assert "doesn't use" in choose_rows(model)
-    compare(model, 40, share_prompts, own="sdpa")
+    compare(model, 40, share_prompts, own=model.config._attn_implementation)
     packed.set_attn_implementation(attention.NAME)
     groups = make_groups()
     ours, theirs = our_loss(model, groups, 40, share_prompts), our_loss(packed, groups, 1000, True)

@@ -139,6 +139,13 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
         ValueError: another one than bitsandbytes', with the remedy.
     """
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    if method == "mxfp4":
+        raise ValueError(
+            f"{where} has quant_method 'mxfp4', as gpt-oss is published, but such weights aren't trained: write a copy "
+            "in bfloat16, with AutoModelForCausalLM.from_pretrained(NAME, quantization_config="
+            'Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(FOLDER, save_original_format=False), and '
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), and name its folder."
+        )
     if method != METHOD:
         raise ValueError(
             f"{where} has quant_method {method!r}, but a quantised base must be {METHOD}' (4 or 8 bits), whose values "

@@ -11,7 +11,7 @@ import torch
 from ..batch import RolloutId, ScoredGroup
 from ..data.images import text_of
 from ..policy.packing import loss_tokens
-from .thumbnails import thumbnails
+from .thumbnails import data_url, thumbnails
 
 MOST_TOKENS = 4096  # of a completion
 MOST_OF_A_STEP = 32_768  # of all of a step's; one takes some 30 bytes
@@ -79,7 +79,7 @@ def sample_entries(
         group, advantages = scored.group, _advantages(scored)
         prompt, pictures = group.example.get("prompt", ""), []
         if (images := group.rollouts[0].input.images) is not None:
-            prompt, pictures = text_of(prompt), thumbnails(images.pictures)
+            prompt, pictures = text_of(prompt), [*map(data_url, thumbnails(images.pictures))]
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
             index, advantage = identity.index, advantages[identity.index]
             known = trainer.get(identity)
