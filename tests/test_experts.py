@@ -105,10 +105,9 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     torch.testing.assert_close(theirs, logprobs, rtol=0, atol=1e-4)
     plain = plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path)  # whose experts are in its own kernel
     torch.testing.assert_close(plain, logprobs, rtol=0, atol=1e-4)
-    tried(family, "shared", "saved")
+    tried(family, "packed", "shared", "saved")
     if apart:
         tried(family, copied="experts, which are transposed")
-    tried(family, "padded" if trainer.policy.why_padded else "packed")
 
 
 def as_saved(trainer: GRPOTrainer, folder: Path) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -323,5 +322,5 @@ def test_a_mixture_learns(family: str, replay: bool, models, tmp_path: Path, clo
     seconds = time.process_time() - started
     print(f"{family}, replay {replay}: {first:.2f} -> {last:.2f} in {seconds:.0f} processor seconds")
     assert first < 0.3 and last > 0.9
-    assert all(("router/replayed" in step) == replay for step in steps(trainer))
+    assert any("router/replayed" in step for step in steps(trainer)) == replay
     tried(family, "learns")

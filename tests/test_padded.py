@@ -91,13 +91,13 @@ PACKED: dict[str, Callable[[], Any]] = {
             n_shared_experts=1, first_k_dense_replace=1,
         )
     ),
-    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
     "olmoe": lambda: hf.OlmoeForCausalLM(hf.OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)),
     "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
         hf.Qwen2MoeConfig(
             **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
         )
     ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
 }  # fmt: skip
 
