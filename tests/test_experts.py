@@ -77,7 +77,7 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
     assert isinstance(trainer.weights, SharedWeights)
     apart = {part.name.rpartition(".")[2] for part, _ in trainer.weights.copied}
     assert apart == ({"gate_up_proj", "down_proj"} if family == "gpt_oss" else set())  # which has them transposed
-    assert bool(trainer.policy.why_padded) == (family in ("gpt_oss", "qwen2_moe"))  # sinks; a mask with a window of 0
+    assert bool(trainer.policy.why_padded) == (family == "qwen2_moe")  # a mask with a window of 0
     before = [p.detach().clone() for p in trainer.model.parameters()]
     moved = train_and_compare(trainer)
     assert (set(moved) == {0}) == (family != "gpt_oss")

@@ -57,11 +57,7 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "soft-capped scores": (
         lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=2.0)),
-        "soft-capping or sinks",
-    ),
-    "sinks": (
-        lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
-        "soft-capping or sinks",
+        "soft-capping, or sinks",
     ),
     "a window that the attention isn't told": (
         lambda: hf.Qwen2MoeForCausalLM(
@@ -74,7 +70,6 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 # Of docs/models.md's families.
 IN_TABLE = {
-    "sinks": ("gpt_oss", "its attention has sinks"),
     "a window that the attention isn't told": ("qwen2_moe", "it asks for a window that it doesn't use"),
 }
 PACKED: dict[str, Callable[[], Any]] = {
@@ -96,6 +91,7 @@ PACKED: dict[str, Callable[[], Any]] = {
             n_shared_experts=1, first_k_dense_replace=1,
         )
     ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
 }  # fmt: skip
 

@@ -87,9 +87,11 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
-    """While an engine is built: its weights can be written, no sleep will move them, the random state is kept, and
-    it is on the policy's device."""
+def build_conditions(
+    device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1, reads_images: bool = False
+) -> Iterator[None]:
+    """While an engine is built: its weights can be written, no sleep will move them, the random state is kept, it is on
+    the policy's device, and its attention is the model's."""
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         while_built.enter_context(usual_algorithms())
@@ -105,6 +107,10 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
             while_built.enter_context(kernels_found_once())
         if on_cpu and ranks > 1:
             while_built.enter_context(plain_collectives())
+        if on_cpu and reads_images:
+            from .both_ways import both_ways
+
+            while_built.enter_context(both_ways())
         if on_cpu and has_adapter:
             while_built.enter_context(one_adapter())
         if sleeps:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,13 +102,6 @@ def set_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def why_padded(model: Any) -> str:
-    """Why a row with pictures can't be packed; empty: it may be."""
-    if model.config.model_type in BOTH_WAYS:
-        return f"{type(model).__name__} lets the tokens of a picture see each other both ways"
-    return ""
-
-
 def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:
     """What the model's own forward takes beside the ids of one sequence: the prompt, and ``completion`` tokens."""
     return {
@@ -126,6 +120,12 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     if hasattr(_body(model), "get_rope_index"):
         positions = _row_positions(model, micro_batch, images)
     embeds, more = _with_pictures(model, micro_batch.input_ids, [*images.values()], [1] * len(images), places)
+    if model.config.model_type in BOTH_WAYS:
+        more["both_ways"] = [
+            (starts[segment] + first, starts[segment] + end)
+            for segment, of in images.items()
+            for first, end in _runs(of.places)
+        ]
     output = model.get_decoder()(
         inputs_embeds=embeds,
         attention_mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=device),
@@ -135,6 +135,13 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
         **more,
     )
     return output.last_hidden_state
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of tokens beside each other: a picture's."""
+    for _, run in itertools.groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
+        found = [place for _, place in run]
+        yield found[0], found[-1] + 1
 
 
 def padded_hidden_states(

@@ -50,7 +50,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
 
 def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[ModelInput]) -> str:
     own = _own_attention(model)
-    why = why or _obstacle(model) or (images.why_padded(model) if asked else "")
+    why = why or _obstacle(model)
     if not why:
         images.set_attention(model, attention.NAME)
         why = _packed_fault(model, own, device, asked)

@@ -110,10 +110,12 @@ def _check_images(model_config: Any, config: GRPOConfig, tools: bool, quantised:
     """
     kind = model_config.model_type
     _check_family(model_config, {})
-    if kind in images.BOTH_WAYS and config.on_cpu:
+    text = model_config.get_text_config()
+    tokens, window = getattr(model_config, "mm_tokens_per_image", 0), getattr(text, "sliding_window", None)
+    if kind in images.BOTH_WAYS and window and tokens > window:
         raise ValueError(
-            f"{kind} lets the tokens of an image see each other both ways, which vLLM doesn't do on a CPU: train it on "
-            "a GPU, or choose another model."
+            f"{kind} has mm_tokens_per_image {tokens}, which must be at most its sliding_window, {window}: the tokens "
+            "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
         )
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     settings = {
