@@ -15,6 +15,7 @@ from colograd.data import image_lengths, tokenize_prompts
 from colograd.data.images import ImageReader
 from colograd.data.prompts import PromptRules
 
+GEMMA = next(family for family in tiny_images.FAMILIES if family.startswith("gemma3"))
 TILES = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 
 
@@ -58,9 +59,16 @@ def counting(rules: PromptRules, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("processor", [tiny_images.PROCESSORS["idefics3"], tiled])
-def test_what_is_counted_is_what_will_be_read(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules, dataset = rules_of(processor), rows(40)
+@pytest.mark.parametrize(
+    ("processor", "family"),
+    [
+        (tiny_images.PROCESSORS["idefics3"], "idefics3"),
+        (tiled, "idefics3"),
+        (tiny_images.gemma3_processor, GEMMA),
+    ],
+)
+def test_what_is_counted_is_what_will_be_read(processor: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules, dataset = rules_of(processor, family), rows(40)
     expected = [len(rules.read(dataset[row], row).ids) for row in range(len(dataset))]
     seen = counting(rules, monkeypatch)
     assert rules.lengths(dataset) == expected
@@ -68,11 +76,13 @@ def test_what_is_counted_is_what_will_be_read(processor: Any, monkeypatch: pytes
     assert rules.images is not None and rules.images.most == 2
 
 
-def test_where_sizes_don_t_tell_each_row_is_processed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3's line breaks around an image aren't counted by its processor."""
+@pytest.mark.parametrize("wrong", [lambda tokens: None, lambda tokens: tokens + (tokens > 20)])
+def test_where_sizes_don_t_tell_each_row_is_processed(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    rules, dataset = rules_of(tiny_images.gemma3_processor, "gemma3", tell=told.append), rows()
+    rules, dataset = rules_of(tiled, tell=told.append), rows()
     expected = [len(rules.read(dataset[row], row).ids) for row in range(len(dataset))]
+    count = ImageReader.count
+    monkeypatch.setattr(ImageReader, "count", lambda *given: wrong(count(*given)))
     assert rules.lengths(dataset) == expected
     assert "train: images: the processor can't tell" in told[0]
 

@@ -69,8 +69,10 @@ class ImageReader:
         """
         with _refusals(row, where):
             pictures, text, begun = self._text(row, arguments, where)
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have as many
+                text = text.replace(self.processor.boi_token, whole)
             placeholders = len(self.processor.tokenizer(text, add_special_tokens=not begun).input_ids)
-        if not pictures:
+        if not pictures or whole:
             return placeholders
         if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM asks it too
             return None
