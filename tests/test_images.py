@@ -349,6 +349,25 @@ def check_log(run: Path, steps: int, images: int) -> None:
         assert [f"{each.width}x{each.height}" for each in row["image"]] == row["image_size"]
 
 
+def check_export(run: Path, folder: Path, adapted: Any, family: str) -> None:
+    """The exported model, tower and processor included, says what the adapted one does."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    assert cli.main(["export", str(run), str(folder)]) == 0
+    AutoProcessor.from_pretrained(folder)
+    plain, seen = AutoModelForImageTextToText.from_pretrained(folder), tiny_images.made_up(adapted, family, 2)
+    inputs = {"input_ids": torch.tensor([seen.ids]), **images.own_inputs(seen.images, 0)}
+    adapted = adapted.float().eval()
+    for model in (plain, adapted):
+        images.set_attention(model, "sdpa")
+    with torch.no_grad():
+        theirs, ours = plain(**inputs).logits, adapted(**inputs).logits
+        with adapted.disable_adapter():
+            base = adapted(**inputs).logits
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    assert float((ours - base).abs().mean()) > 1e-3, "the adapter is in it"
+
+
 def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
@@ -387,7 +406,8 @@ def test_adapters_a_reference_and_an_evaluation(
 
     model = tiny_images.make_model(tmp_path / "model", family)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, **changes)
+    changes = {"save_strategy": "steps", "save_steps": 2, **changes}
+    args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, learning_rate=1e-2, **changes)
     trainer = GRPOTrainer(
         str(model), tiny.vowels, args, tiny_images.prompts(8), eval_dataset=tiny_images.prompts(3), peft_config=lora
     )
@@ -396,7 +416,8 @@ def test_adapters_a_reference_and_an_evaluation(
     assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps), steps
     assert trainer.evaluate()["eval_reward"] > 0
     trainer.close()
-    if changes:
+    check_export(tmp_path / "run", tmp_path / "exported", trainer.model, family)
+    if "weights" in changes:
         tried(family, lora_merged="where asked")
     else:
         tried(family, "lora_served")
