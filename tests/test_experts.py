@@ -156,7 +156,7 @@ def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_r
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ALL)
 def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
     family: str, models, tmp_path: Path, closing, tried
 ) -> None:
