@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -146,6 +147,18 @@ class PromptRules:
                 )
             found.append(tuple(ids) if len(ids) <= self.max_prompt_tokens else None)
         return found
+
+    def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
+        """A prompt that isn't the dataset's, with its images in their parts; None: it is too long.
+
+        Args:
+            where: what messages call it.
+        """
+        if self.images is not None:
+            asked = dataclasses.replace(self, name=where).read(example, 0)
+            return asked if len(asked) <= self.max_prompt_tokens else None
+        (ids,) = self.encode({name: [value] for name, value in example.items()}, 0)
+        return None if ids is None else ModelInput(ids)
 
     def _expanded(self, columns: dict[str, list[Any]], first: int) -> list[Sequence[int]]:
         """Token ids of rows with images. Their pixels are made for the count alone, and again when they are trained on:
