@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import pickle
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import launcher
+import picture_tools
 import pytest
 import test_images
 import tiny
 import tiny_images
 import tool_cases
 import torch
-from datasets import Dataset
+from picture_tools import Room, look, make_model, processor_of, rows
 
 from colograd import GRPOTrainer
 from colograd.batch import (
@@ -43,77 +48,6 @@ from colograd.rollout.tool_calls import answer_content, shown_content
 from colograd.rollout.tool_format import ToolCall, ToolFormat
 from colograd.rollout.toolbox import Toolbox
 from colograd.usercode.calls import Outcome
-
-# As `tiny.TOOL_TEMPLATE`, with contents as parts.
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
-    "{% for c in m['tool_calls'] or [] %}<tool_call>"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-PLACEHOLDERS = {"idefics3": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
-PLACEHOLDERS["qwen3_vl"] = PLACEHOLDERS["qwen2_5_vl"]
-
-
-CALL = r'<tool_call>\{"name": "(look|add)", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
-
-
-def look(a: int, b: int) -> list[dict[str, Any]]:
-    """Shows pictures.
-
-    Args:
-        a: which
-        b: likewise
-    """
-    several = [{"type": "image", "image": tiny_images.picture(n, 32 + 16 * (n % 3))} for n in (a, b)[: 1 + a % 2]]
-    return [*several, {"type": "text", "text": f"{a}{b}"}]
-
-
-class Room:
-    """Begins with a picture, and shows others."""
-
-    def reset(self, start: int = 0, **row: Any) -> list[dict[str, Any]]:
-        self.at = start
-        return [{"type": "text", "text": "here "}, {"type": "image", "image": tiny_images.picture(start)}]
-
-    def go(self, a: int, b: int) -> list[dict[str, Any]]:
-        """Goes on.
-
-        Args:
-            a: how far
-            b: no matter
-        """
-        self.at += a
-        return [{"type": "image", "image": tiny_images.picture(self.at)}]
-
-
-def processor_of(family: str) -> tuple[Any, Any]:
-    model, tokenizer = tiny_images.random_model(family, max_position_embeddings=1024)
-    tokenizer.chat_template = TEMPLATE.replace("IMAGE", PLACEHOLDERS[family])
-    return model, tiny_images.PROCESSORS[family](tokenizer)
-
-
-def make_model(folder: Path, family: str) -> Path:
-    model, processor = processor_of(family)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
-
-
-def rows(size: int = 8) -> Dataset:
-    """The first without a picture."""
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "user", "content": f"{'so ' * (i % 3)}{i}"}],
-                "images": [tiny_images.picture(i)] if i else [],
-                "start": i,
-            }
-            for i in range(size)
-        ]
-    )
-
 
 # -- answers as tokens
 
@@ -150,6 +84,26 @@ def test_an_image_token_that_a_tool_wrote_is_a_token_but_not_beside_a_picture(fo
     beside = [{"type": "image", "image": tiny_images.picture(1)}, {"type": "text", "text": "an <image> token"}]
     with pytest.raises(ImageError, match=r"2 image token\(s\) in the text and 1 image"):
         form.answer([{**message, "content": beside}])
+
+
+def test_a_template_must_write_the_parts_of_tools_answers(form: ToolFormat) -> None:
+    processor = copy.deepcopy(form._reader.processor)
+    message = "{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}"
+    processor.chat_template = processor.chat_template.replace("{% for part", message + "{% for part", 1).replace(
+        "{% endfor %}{% for c", "{% endfor %}{% endif %}{% for c"
+    )
+    with pytest.raises(ValueError, match="writes contents as they are, where a model that reads images has parts"):
+        ToolFormat(processor.tokenizer, {}, ImageReader(processor, form._reader.image_token))
+
+
+def test_a_picture_that_cannot_be_shown_is_told_to_the_model_and_once_to_the_user() -> None:
+    box = Toolbox([look])
+    messages = [{"role": "tool", "name": "look", "content": of} for of in (look(1, 2), "text")]
+    with pytest.warns(UserWarning, match=r"images that tool 'look' returned can't be shown \(too small\)"):
+        told = box.refused(messages, ValueError("too small"))
+    assert [m["content"] for m in told] == ["{'error': 'too small'}", "text"]
+    assert box.counts["tools/failures"] == 1
+    box.close()
 
 
 def test_what_cannot_be_shown_is_told_to_the_model() -> None:
@@ -257,12 +211,9 @@ def seeing_trainer(folder: Path, family: str, reward: Any, **changes: Any) -> GR
     """A trainer whose model calls in every turn."""
     config = tiny.config(
         folder / "run",
-        max_completion_length=340,
+        **picture_tools.SETTINGS,
         max_steps=2,
         prompts_per_step=2,
-        vllm_structured_outputs_regex=CALL,
-        vllm_importance_sampling_correction=False,
-        max_tool_calling_iterations=2,
         log_completions=True,
         journal="keep",
         **changes,
@@ -288,7 +239,7 @@ def trained(request: Any, tmp_path_factory: pytest.TempPathFactory, vllm_importe
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:
         told.extend(completions)
-        return [float(len(str(messages)) % 7) for messages in completions]
+        return [float(sum(map(ord, str(messages[0].get("tool_calls")))) % 7) for messages in completions]
 
     trainer = seeing_trainer(tmp_path_factory.mktemp("run"), request.param, reward)
     seen: list[Group] = []
@@ -445,3 +396,35 @@ def test_an_answer_without_room_is_left_out_whole(trained: Any) -> None:
     ends = [rollout for group in groups for rollout in group.rollouts]
     assert all(len(r.completion_ids) <= 16 and r.finish_reason is FinishReason.LENGTH for r in ends)
     assert all(r.messages[-1]["role"] == "assistant" and r.images == () for r in ends)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_resumed_run_takes_pictures_from_the_journal(trained: Any, tmp_path: Path) -> None:
+    """It samples, calls and scores nothing, and ends with the same weights."""
+    first = trained[0]
+    shutil.copytree(Path(first.args.output_dir) / journal.FOLDER, tmp_path / "run" / journal.FOLDER)
+    shutil.copytree(Path(first.args.output_dir).parent / "model", tmp_path / "model")
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        raise AssertionError("it was scored")
+
+    trainer = seeing_trainer(tmp_path, "", reward)
+    trainer.train(resume_from_checkpoint="auto")
+    for (name, before), after in zip(first.model.named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(before, after), name
+    trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_two_ranks_move_groups_with_pictures_and_train_to_the_same_weights(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "idefics3")
+    done = launcher.run(
+        test_images.RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "look", "none", ranks=2
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}-of-2.json").read_text()) for rank in range(2)]
+    assert all(step["differing"] == [] for rank in ranks for step in rank["seen"])
+    assert ranks[0]["seen"][-1]["weights"] == ranks[1]["seen"][-1]["weights"]
+    assert ranks[0]["moved"] > 0

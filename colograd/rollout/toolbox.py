@@ -71,6 +71,7 @@ class Toolbox:
         _check_main_thread(main_thread, self._tools, self._factories)
         self._advice = MainThreadAdvice()
         self._told_of: set[str] = set()  # tools of which it was said that they raise
+        self._told_of_images = False  # whether it was said that some can't be shown
         self.environments = Environments(self._factories, main_thread, self._advice)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # reward themselves
@@ -160,11 +161,18 @@ class Toolbox:
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """The same messages, where the images of some can't be shown."""
+        """The same messages, where the images of some can't be shown. Of the first it is said why."""
         found = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
                 self.counts["tools/failures"] += 1
+                if not self._told_of_images:
+                    warnings.warn(
+                        f"images that tool {message['name']!r} returned can't be shown ({error}). The model is told "
+                        "so, now and whenever it happens again; the chat template must write images in tools' answers.",
+                        stacklevel=2,
+                    )
+                self._told_of_images = True
                 message = {**message, "content": str({"error": str(error)})}
             found.append(message)
         return found
