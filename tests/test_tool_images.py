@@ -86,6 +86,28 @@ def test_an_image_token_that_a_tool_wrote_is_a_token_but_not_beside_a_picture(fo
         form.answer([{**message, "content": beside}])
 
 
+@test_images.needs_torchvision
+def test_the_template_of_qwen3_vl_writes_pictures_and_that_of_qwen2_5_vl_no_calls() -> None:
+    """Of TRL's copies."""
+    import trl
+
+    model, processor = processor_of("qwen3_vl")
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    processor.tokenizer.eos_token = "<|im_end|>"
+    reader, folder = ImageReader(processor, model.config.image_token_id), Path(trl.__file__).parent / "chat_templates"
+    processor.chat_template = (folder / "qwen3_vl.jinja").read_text()
+    shown = shown_content(look(1, 2), images=True)
+    answer = ToolFormat(processor.tokenizer, {}, reader).answer([{"role": "tool", "name": "look", "content": shown}])
+    assert answer.images is not None
+    assert processor.tokenizer.decode(answer.images.engine_ids) == (
+        f"\n<|im_start|>user\n<tool_response>\n{2 * picture_tools.PLACEHOLDERS['qwen3_vl']}12\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    processor.chat_template = (folder / "qwen2_5_vl.jinja").read_text()
+    with pytest.raises(ValueError, match="doesn't write tools' calls and answers"):
+        ToolFormat(processor.tokenizer, {}, reader)
+
+
 def test_a_template_must_write_the_parts_of_tools_answers(form: ToolFormat) -> None:
     processor = copy.deepcopy(form._reader.processor)
     message = "{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}"
