@@ -19,6 +19,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from colograd.runtime import process
+from colograd.runtime.importing import import_when_used
 
 if TYPE_CHECKING:
     from colograd import GRPOConfig, GRPOTrainer
@@ -51,6 +52,7 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
     try:
         process.prepare_ranks()
         process.follow_launcher()
+        import_when_used("bitsandbytes")  # which peft imports, and which takes a second; few runs quantise
         with process.collector_at_rest():  # from the imports on
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
@@ -90,11 +92,16 @@ def make_trainer(
     script: ScriptArguments, config: GRPOConfig, model: ModelConfig, kind: Callable[..., GRPOTrainer] | None = None
 ) -> GRPOTrainer:
     """Load the data and build the trainer."""
-    from colograd import GRPOTrainer
-    from colograd.data import load_datasets
     from colograd.parallel.ranks import together
+    from colograd.policy.supported import check_supported
 
     config.model_init_kwargs = {**model.init_kwargs(), **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
+    with together("the start"):  # the trainer does it too, but takes long to import
+        check_supported(model.model_name_or_path, config, model.peft_config())
+
+    from colograd import GRPOTrainer
+    from colograd.data import load_datasets
+
     with together("loading the data"):  # which one node may not have
         train_dataset, eval_dataset = load_datasets(script)
     trainer = (kind or GRPOTrainer)(

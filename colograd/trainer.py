@@ -204,7 +204,8 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
         self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = completion_log_of(args, self._reward_names, self.run_record.trackers)
+        reads_images = self.policy.processor is not None
+        self.completion_log = completion_log_of(args, self._reward_names, self.run_record.trackers, reads_images)
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         self.journal = journal_of(args, self._reward_names, image_reader_of(self.policy))

@@ -17,7 +17,11 @@ TEMPLATE = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-PLACEHOLDERS = {"idefics3": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+PLACEHOLDERS = {
+    "idefics3": "<image>",
+    "gemma3_vl": "<start_of_image>",
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+}
 PLACEHOLDERS["qwen3_vl"] = PLACEHOLDERS["qwen2_5_vl"]
 CALL = r'<tool_call>\{"name": "(look|add)", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
 

@@ -273,9 +273,9 @@ def test_more_than_one_row_is_refused() -> None:
         attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=ONE)
 
 
-@pytest.mark.parametrize("feature", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
+@pytest.mark.parametrize("feature", [{"softcap": 50.0}, {"s_aux": torch.zeros(4), "both_ways": [(0, 2)]}])
 def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="soft-capping or sinks"):
+    with pytest.raises(ValueError, match="soft-capping, or sinks"):
         attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **feature)
 
 
@@ -350,6 +350,39 @@ def test_one_flash_call_is_the_loop_over_segments(
         output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
         results.append((output, *(x.grad for x in inputs)))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_sinks_are_one_key_more_in_the_flash_call_too(monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout) -> None:
+    """As a share of each head's attention that goes nowhere: outputs shrink by it, and gradients reach the sinks."""
+    monkeypatch.setattr(attention, "_flash", lambda: (plain_varlen, frozenset(NAMES["today's"])))
+    results = []
+    for takes in (True, False):
+        monkeypatch.setattr(attention, "_flash_takes", lambda *a, takes=takes: takes)
+        query, key, value = (x.requires_grad_() for x in random_qkv(layout.num_tokens))
+        sinks = torch.linspace(-1, 1, query.shape[1]).requires_grad_()
+        output, _ = attention.packed_attention(
+            torch.nn.Module(), query, key, value, None, layout=layout, scaling=0.3, s_aux=sinks
+        )
+        output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
+        results.append((output, *(x.grad for x in (query, key, value, sinks))))
+    torch.testing.assert_close(*results)
+
+
+def test_a_model_with_sinks_has_them_in_a_plain_call_too() -> None:
+    """`generate` in a notebook, say, of a model whose rows are packed: also of a batch with padding on the left."""
+    from test_padded import PACKED, make
+
+    model = make(PACKED["gpt_oss"]).eval()
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    logits = []
+    for name in ("eager", attention.NAME):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            logits.append(model(input_ids=ids, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize(

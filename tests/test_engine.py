@@ -13,6 +13,7 @@ import torch
 
 from colograd.batch import FinishReason, Group, Prompt, Rollout, ScoredGroup
 from colograd.engine.arguments import engine_kwargs
+from colograd.engine.load import watched
 from colograd.engine.queue_order import LengthHistory
 from colograd.engine.sampling import Sampling, check_sampling, request_seed
 from colograd.engine.vllm_engine import Engine, StaleWeights
@@ -78,6 +79,31 @@ def test_completions_depend_on_the_position_and_not_on_the_batch(engine, config,
     alone = sample(engine, config, prompts[2:3])
     assert [tokens(together[p]) for p in range(4)] == [tokens(backwards[p]) for p in range(4)]
     assert tokens(alone[2]) == tokens(together[2])
+
+
+def test_prompts_that_are_read_in_parts_have_the_same_completions(tiny_model: Path, prompts, tmp_path: Path) -> None:
+    """What vLLM draws between two parts is taken back, on a CPU too; also of a request that had to make room, and then
+    reads its own tokens again."""
+    sampling = Sampling(n=4, max_tokens=90, temperature=1.0, options={})
+    small = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "block_size": 32, "num_gpu_blocks_override": 14}
+    found = []
+    for given in ({}, small):
+        config = tiny.config(tmp_path / "run", vllm_engine_kwargs=given)
+        with contextlib.closing(Engine(str(tiny_model), config, torch.float32, 128, kv_bytes=2**22)) as other:
+            other.stamp(0)
+            with watched(other, lambda load: None) as preemptions:
+                groups = sample(other, config, prompts, sampling=sampling)
+            found.append({position: tokens(group) for position, group in groups.items()})
+    assert found[0] == found[1] and preemptions.number
+
+
+def test_an_engine_of_a_mixture_is_built_beside_one_of_a_dense_model(engine, config, prompts, tmp_path: Path) -> None:
+    """Whose groups of ranks, vLLM's once per process, have none for experts."""
+    mixture = tiny.make_model(tmp_path / "mixtral", "mixtral", tied=False)
+    with contextlib.closing(Engine(str(mixture), config, torch.float32, context=64, kv_bytes=2**22)) as other:
+        other.stamp(0)
+        assert len(sample(other, config, prompts)) == len(prompts)
+    assert len(sample(engine, config, prompts)) == len(prompts)
 
 
 def test_completions_of_a_group_differ_and_another_seed_gives_others(engine, config, prompts) -> None:

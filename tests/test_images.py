@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,18 +16,23 @@ import pytest
 import tiny
 import tiny_images
 import torch
+from datasets import Dataset
+from test_memory_shape import kept
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
+from colograd.commands import cli
 from colograd.data.images import ImageReader, in_rgb, text_of, with_images
 from colograd.engine.images import check_expanded
+from colograd.memory.shape import Lengths
+from colograd.memory.tower import Tower
 from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
 
 RANKS = Path(__file__).parent / "scripts" / "two_ranks.py"
-PACKED = ("idefics3", "qwen2_5_vl", "qwen3_vl")
+PACKED = ("gemma3_vl", "idefics3", "qwen2_5_vl", "qwen3_vl")
 WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
 needs_torchvision = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="the family's processor needs torchvision"
@@ -78,7 +84,7 @@ def test_an_image_is_read_from_what_datasets_has(tmp_path: Path) -> None:
 
 
 def test_a_prompt_has_the_tokens_of_its_images_and_one_placeholder_each_for_the_engine() -> None:
-    model, tokenizer = tiny_images.random_model("gemma3")
+    model, tokenizer = tiny_images.random_model("gemma3_vl")
     reader = ImageReader(tiny_images.gemma3_processor(tokenizer), model.config.image_token_id)
     row = {"prompt": [{"role": "user", "content": "two"}], "images": [tiny_images.picture(1), tiny_images.picture(2)]}
     asked = reader.read(row, {"add_generation_prompt": True}, "row 0")
@@ -104,7 +110,7 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
         (LlavaConfig(), {}, "llava reads more than text"),
         (Qwen2_5_VLConfig(), {"vllm_engine_kwargs": {"mm_processor_kwargs": {}}}, "mm_processor_kwargs"),
         (Qwen2_5_VLConfig(), {"torch_compile": True}, "torch_compile"),
-        (Gemma3Config(), {}, "see each other both ways, which vLLM doesn't do on a CPU"),
+        (Gemma3Config(text_config={"sliding_window": 8}), {}, "mm_tokens_per_image 256, .* sliding_window, 8"),
     ):
         folder = tmp_path / str(time.perf_counter())
         config.save_pretrained(folder)
@@ -116,9 +122,9 @@ def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Pat
 
 def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
     from colograd.report.samples import _pictures
-    from colograd.reporting.thumbnails import thumbnails
+    from colograd.reporting.thumbnails import data_url, thumbnails
 
-    made = thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)])
+    made = [*map(data_url, thumbnails([tiny_images.picture(n, 500, 300) for n in range(6)]))]
     assert len(made) == 4 and all(len(each) < 6000 for each in made)
     assert _pictures([*made[:1], "javascript:alert(1)", "data:image/jpeg;base64,<b>", 7]) == made[:1]
 
@@ -171,17 +177,13 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, trie
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
-def test_rows_with_images_give_the_models_own_probabilities(family: str, tried: Callable[..., None]) -> None:
+def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None:
     model, _ = tiny_images.random_model(family)
-    why = row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)])
-    assert bool(why) == (family == "gemma3"), why
-    groups = [
-        group for group in groups_of(model, family) if group.group.position
-    ]  # the model's own sees no sampled one
-    rows = pack(groups, 400, False, torch.device("cpu"), share_prompts=not why)
-    assert float(row_proof.differences(model, rows, 1.0)[1].max()) < 1e-5
-    if why:
-        tried("gemma3_vl", padded="an image's tokens see each other both ways")
+    assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""
+    rows = pack(groups_of(model, family), 400, False, torch.device("cpu"), share_prompts=True)
+    to_sampler, to_own = row_proof.differences(model, rows, 1.0)
+    assert float(to_own.max()) < 1e-5
+    assert len(to_sampler) - len(to_own) == 4, "all but the completion with an image token that was sampled"
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
@@ -207,6 +209,37 @@ def test_probabilities_are_those_of_trl(family: str) -> None:
     assert float((ours - theirs[0]).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+def test_a_tower_s_activations_are_estimated(family: str, checkpointing: int) -> None:
+    """Roughly: its layers are counted as a decoder's."""
+    model, _ = tiny_images.random_model(family)
+    tower, seen = Tower.of(model), tiny_images.made_up(model, family, 3).images
+    assert tower is not None and tower.patches == 4 and tower.shape.layers == 2
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    held = kept(model.train(), lambda: images._features(model, [seen])[0])
+    expected = tower.bytes(len(seen.places), Lengths(len(seen.places), 1, 1), 4, checkpointing)
+    assert 0.3 < held / expected < 3, (held, expected)
+    images.freeze_tower(model)
+    assert Tower.of(model) is None, "what isn't trained keeps nothing"
+
+
+def test_a_plan_counts_a_tower_and_refuses_what_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = tiny_images.random_model("idefics3")
+    model.config.save_pretrained(tmp_path)
+    arguments = ["plan", "--model", str(tmp_path), "--gpus", "2", "--gpu-memory", "1", "--context", "200"]
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "activations include a vision tower's" in said and "fsdp" not in said
+    for more, why in (
+        (["--lora-rank", "8", "--bits", "4"], "A quantised base isn't available for vision-language models"),
+        (["--tensor-parallel", "2"], "An engine of 2 ranks isn't available for vision-language models"),
+    ):
+        assert cli.main([*arguments, *more]) == 2
+        assert why in capsys.readouterr().err
+
+
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
     for family in PACKED:
         model, _ = tiny_images.random_model(family)
@@ -222,8 +255,10 @@ QWENS = [pytest.param(family, marks=[needs_torchvision, pytest.mark.slow]) for f
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["idefics3", *QWENS])
-def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *QWENS])
+def test_a_family_trains(
+    family: str, tmp_path: Path, tried: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
     """Three steps: bit-equal weights after each publish, also of the tower; sampler and trainer agree."""
     model = tiny_images.make_model(tmp_path / "model", family)
     pictures: list[Any] = []
@@ -232,7 +267,8 @@ def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]
         pictures.extend(images)
         return tiny.vowels(completions)
 
-    args = tiny.config(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=3)
+    logged = {"log_completions": True, "log_completions_steps": 3}
+    args = tiny.config(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=3, **logged)
     trainer = GRPOTrainer(str(model), reward, args, tiny_images.prompts(8, images=2))
     publish = trainer.weights.publish
 
@@ -255,10 +291,21 @@ def test_a_family_trains(family: str, tmp_path: Path, tried: Callable[..., None]
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     AutoProcessor.from_pretrained(saved)
+    assert re.search(r"\[image (32|64)x32\]", capfd.readouterr().out), "in the table of step 1"
+    check_log(Path(args.output_dir), 3, 2)
     again = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
     assert all(torch.equal(again[name], p) for name, p in after.items())
     trainer.close()
     tried(family, "shared", "images")
+
+
+def check_log(run: Path, steps: int, images: int) -> None:
+    """Each row of each step has its prompt's pictures, as `datasets` reads them."""
+    files = sorted(str(path) for path in (run / "completions").glob("completions_*.parquet"))
+    rows = Dataset.from_parquet(files, cache_dir=str(run / "cache"))
+    assert len(files) == steps and all(len(row["image"]) == len(row["image_size"]) == images for row in rows)
+    for row in rows.select(range(2)):
+        assert [f"{each.width}x{each.height}" for each in row["image"]] == row["image_size"]
 
 
 def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
@@ -266,7 +313,7 @@ def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["idefics3", QWENS[0]])
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("gemma3_vl", marks=pytest.mark.slow), QWENS[0]])
 def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(
     family: str, tmp_path: Path, tried: Callable[..., None]
 ) -> None:
@@ -290,7 +337,7 @@ def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["idefics3", QWENS[0]])
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", QWENS[0]])
 @pytest.mark.parametrize("changes", [{}, {"weights": "copied"}])
 def test_adapters_a_reference_and_an_evaluation(
     family: str, changes: dict[str, Any], tmp_path: Path, tried: Callable[..., None]
@@ -316,16 +363,19 @@ def test_adapters_a_reference_and_an_evaluation(
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3"])
 @pytest.mark.parametrize("sharding", ["none", "gradients"])
-def test_two_ranks_train_to_the_same_weights(sharding: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+def test_two_ranks_train_to_the_same_weights(
+    family: str, sharding: str, tmp_path: Path, tried: Callable[..., None]
+) -> None:
     """Though a rank's rows may have no images, and give the tower no gradient."""
-    model = tiny_images.make_model(tmp_path / "model", "idefics3")
+    model = tiny_images.make_model(tmp_path / "model", family)
     done = launcher.run(RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "", sharding, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"rank{rank}-of-2.json").read_text()) for rank in range(2)]
     assert all(step["differing"] == [] for rank in ranks for step in rank["seen"])
     assert ranks[0]["seen"][-1]["weights"] == ranks[1]["seen"][-1]["weights"]
-    tried("idefics3", "two_ranks")
+    tried(family, "two_ranks")
 
 
 @pytest.mark.slow

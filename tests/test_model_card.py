@@ -70,6 +70,19 @@ def test_an_adapters_card_says_what_it_adapts_and_how_to_load_it(here: Path) -> 
     assert "peft" not in card(here)
 
 
+def test_a_card_says_how_the_base_was_quantised_and_loads_it_so(here: Path) -> None:
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32", "x": 1}
+    text = card(here, adapter_rank=16, quantization=settings, base_dtype="float32")
+    assert (
+        "adapter of rank 16 for [org/tiny](https://huggingface.co/org/tiny) quantised to NF4 (4 bits, bitsandbytes)"
+        in text
+    )
+    arguments = "load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype='float32'"
+    assert f"BitsAndBytesConfig({arguments})" in text and 'dtype="float32")' in text
+    assert "colograd export tiny-grpo merged" in text and "merge_and_unload" not in text
+    assert "int8 (8 bits" in card(here, adapter_rank=16, quantization={"load_in_8bit": True, "load_in_4bit": False})
+
+
 def test_the_front_matter_is_what_the_hub_reads(here: Path) -> None:
     assert front_matter(card(here)) == {
         "library_name": "transformers",

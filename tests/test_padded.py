@@ -57,11 +57,7 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "soft-capped scores": (
         lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=2.0)),
-        "soft-capping or sinks",
-    ),
-    "sinks": (
-        lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
-        "soft-capping or sinks",
+        "soft-capping, or sinks",
     ),
     "a window that the attention isn't told": (
         lambda: hf.Qwen2MoeForCausalLM(
@@ -74,8 +70,7 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 # Of docs/models.md's families.
 IN_TABLE = {
-    "sinks": ("gpt_oss", "its attention has sinks"),
-    "a window that the attention isn't told": ("qwen2_moe", "it asks for a window that it doesn't use"),
+    "a window that the attention isn't told": ("qwen2_moe", "where it has a window"),
 }
 PACKED: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, head_dim=16)),
@@ -96,8 +91,17 @@ PACKED: dict[str, Callable[[], Any]] = {
             n_shared_experts=1, first_k_dense_replace=1,
         )
     ),
+    "olmoe": lambda: hf.OlmoeForCausalLM(hf.OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)),
+    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(
+            **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
+        )
+    ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
 }  # fmt: skip
+
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
 
 
 def make(build: Callable[[], Any]) -> Any:
@@ -191,15 +195,15 @@ def test_what_can_be_packed_is(kind: str, tried: Any) -> None:
 
 
 @pytest.mark.parametrize("share_prompts", [True, False], ids=["shared prompts", ""])
-def test_a_llama_forced_into_padded_rows_gives_the_packed_result(
-    share_prompts: bool, monkeypatch: Any, tried: Any
+@pytest.mark.parametrize("kind", ["llama", *MIXTURES])
+def test_what_is_forced_into_padded_rows_gives_the_packed_result(
+    kind: str, share_prompts: bool, monkeypatch: Any, tried: Any
 ) -> None:
     """Also from a row whose prompts are shared: a prompt's states are then those of its first completion's row."""
-    monkeypatch.setattr(hf.LlamaForCausalLM, "_supports_attention_backend", False)
-    model = make(PACKED["llama"])
+    model, packed = make(PACKED[kind]), make(PACKED[kind])
+    monkeypatch.setattr(type(model), "_supports_attention_backend", False)
     assert "doesn't use" in choose_rows(model)
-    compare(model, 40, share_prompts, own="sdpa")
-    packed = make(PACKED["llama"])
+    compare(model, 40, share_prompts, own=model.config._attn_implementation)
     packed.set_attn_implementation(attention.NAME)
     groups = make_groups()
     ours, theirs = our_loss(model, groups, 40, share_prompts), our_loss(packed, groups, 1000, True)
@@ -208,8 +212,11 @@ def test_a_llama_forced_into_padded_rows_gives_the_packed_result(
     theirs.backward()
     assert relative_error(ours.detach(), theirs.detach()) < 1e-5
     for (name, padded), other in zip(model.named_parameters(), packed.parameters(), strict=True):
-        assert relative_error(padded.grad, other.grad) < 1e-4, name
-    tried("llama", padded="where forced")
+        if other.grad is None:
+            assert padded.grad is None, name
+        else:
+            assert relative_error(padded.grad, other.grad) < 1e-4, name
+    tried(kind, padded="where forced")
 
 
 def test_logits_that_no_known_transform_gives_are_refused() -> None:

@@ -16,7 +16,8 @@ import plain_vllm
 import pytest
 import tiny
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mxfp4Config
 
 from colograd import GRPOTrainer, train
 from colograd.commands import cli
@@ -26,6 +27,8 @@ from colograd.policy import lora, outline, quantized, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.packed import packed_bytes, packed_weight, packed_weights
 from colograd.policy.supported import check_supported
+from colograd.replayer import Replayer
+from colograd.training.replaying import Replay
 from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
 from colograd.weights.merged import MergedWeights
@@ -95,6 +98,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Three steps on an NF4 base, held to it by a KL term, with checkpoints of the second and third."""
     folder = tmp_path_factory.mktemp("quantized") / "run"
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "beta": 0.1, **tiny.ONE_BY_ONE}
+    changes |= {"journal": "keep"}
     trainer = build(tiny_model, folder, NF4, **changes)
     trainer.before = {name: weight.layer.weight.clone() for name, weight in packed_weights(trainer.model).items()}
     trainer.train()
@@ -172,6 +176,20 @@ def test_a_resumed_run_ends_with_the_same_bits(trained, tiny_model, tmp_path, cl
     again.train(resume_from_checkpoint=str(checkpoint))
     mine, theirs = ([p for p in t.model.parameters() if p.requires_grad] for t in (trained, again))
     assert len(mine) == 2 * PROJECTIONS
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("first", [1, 3], ids=["from the model", "from a checkpoint"])
+def test_recorded_steps_are_trained_again_bit_for_bit(first, trained, tiny_model, tmp_path, capfd) -> None:
+    """Without an engine: the base is quantised again to the same values."""
+    args = config(tmp_path, NF4, beta=0.1, journal="keep", report=False, **tiny.ONE_BY_ONE)
+    given = {"train_dataset": tiny.prompts(), "peft_config": adapter(), "reward_funcs": tiny.vowels}
+    again = Replayer(replay=Replay(Path(trained.args.output_dir), first, 3), model=str(tiny_model), args=args, **given)
+    again.train()
+    again.close()
+    assert f"{4 - first} of {4 - first} step(s) came out bit for bit as recorded" in capfd.readouterr().out
+    mine, theirs = ([p for p in t.model.parameters() if p.requires_grad] for t in (trained, again))
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -425,12 +443,50 @@ def written(folder: Path, settings: dict[str, Any]) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "compressed-tensors", "torchao"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "torchao"])
 def test_other_methods_are_refused_from_the_configuration_alone(method, tmp_path) -> None:
     started = time.process_time()
     with pytest.raises(ValueError, match=rf"has quant_method '{method}', but .*bitsandbytes.*load_in_4bit: true"):
         check_supported(written(tmp_path, {"quant_method": method}), config(tmp_path / "run"), adapter())
     assert time.process_time() - started < 5
+
+
+def as_published(tmp_path: Path) -> Path:
+    """A tiny gpt-oss with its experts in MXFP4: 32 values to a scale, two of them to a byte."""
+    folder = tiny.make_model(tmp_path / "published", "gpt_oss")
+    weights, packed = load_file(folder / "model.safetensors"), {}
+    for name, value in weights.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name] = value
+            continue
+        experts, inner, outer = value.shape
+        packed[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        packed[f"{name}_scales"] = torch.full((experts, outer, inner // 32), 123, dtype=torch.uint8)
+    save_file(packed, folder / "model.safetensors", {"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_gpt_oss_as_published_is_refused_with_code_that_makes_a_copy_to_train(tmp_path, capsys) -> None:
+    published, copy = as_published(tmp_path), tmp_path / "copy"
+    with pytest.raises(ValueError, match=r"'mxfp4', as gpt-oss is published.*write a copy in bfloat16") as refusal:
+        check_supported(str(published), config(tmp_path / "run"))
+    assert cli.main(["plan", "--model", str(published), "--gpus", "1", "--gpu-memory", "80"]) == 2
+    assert str(refusal.value) in capsys.readouterr().err
+    code = re.search(r"AutoModelForCausalLM\..*?, save_original_format=False\)", str(refusal.value))
+    assert code is not None
+    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "Mxfp4Config": Mxfp4Config}
+    exec(code.group(), names | {"NAME": published, "FOLDER": copy})
+    theirs = AutoModelForCausalLM.from_pretrained(
+        published, quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16"
+    )
+    ours = AutoModelForCausalLM.from_pretrained(copy)
+    assert ours.dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    check_supported(str(copy), config(tmp_path / "run"))
 
 
 def test_what_a_quantised_base_cant_do_is_said_with_the_remedy(tiny_model, tmp_path) -> None:

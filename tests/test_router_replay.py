@@ -19,7 +19,7 @@ import tool_cases
 import torch
 import transformers as hf
 from test_conversations import written
-from test_padded import PACKED, PADDED, SHAPE, make, make_groups
+from test_padded import PACKED, SHAPE, make, make_groups
 from test_tensor_parallel import TWO, run
 
 from colograd import GRPOTrainer
@@ -45,7 +45,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": PACKED["qwen3_moe"],
     "mixtral": PACKED["mixtral"],
     "glm4_moe": PACKED["glm4_moe"],
-    "gpt_oss": PADDED["sinks"][0],
+    "gpt_oss": PACKED["gpt_oss"],
     "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
         hf.Qwen2MoeConfig(**SHAPE, **ROUTED, moe_intermediate_size=32, shared_expert_intermediate_size=32)
     ),

@@ -12,14 +12,14 @@ import tiny
 import torch
 import transformers as hf
 import trl_oracle
-from test_padded import SHAPE, make, make_groups
+from test_padded import PACKED, SHAPE, make, make_groups
 
 from colograd.batch import LossOutput, StepBatch, StepEntropy
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
-from colograd.policy.logprobs import routed_logprobs
+from colograd.policy.logprobs import policy_logprobs, routed_logprobs
 from colograd.policy.packing import dummy, lay_out, plan_rows
-from colograd.policy.routing import Routing, active_parameters, token_weights
+from colograd.policy.routing import Routing, active_parameters, tells_routing, token_weights
 from colograd.policy.row_proof import choose_rows
 
 ROUTED = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
@@ -30,6 +30,12 @@ FAMILIES = {
     "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SHAPE, **ROUTED, num_local_experts=4)),
     "gpt_oss": lambda: hf.GptOssForCausalLM(
         hf.GptOssConfig(**SHAPE, **ROUTED, head_dim=16, num_local_experts=4, sliding_window=32)
+    ),
+    "olmoe": lambda: hf.OlmoeForCausalLM(hf.OlmoeConfig(**SHAPE, **ROUTED, num_experts=4)),
+    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(
+            **SHAPE, **ROUTED, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=48
+        )
     ),
 }
 CPU = torch.device("cpu")
@@ -48,7 +54,10 @@ def outputs(model: Any, budget: int, share_prompts: bool, coefficient: float) ->
     step = with_step_entropy(step, objective, 0.0, lambda row: row.labels)
     found = []
     for row in map(lay_out, step.rows):
-        logprobs, entropy, routing = routed_logprobs(model, row, 1.0)
+        if tells_routing(model):
+            logprobs, entropy, routing = routed_logprobs(model, row, 1.0)
+        else:
+            (logprobs, entropy), routing = policy_logprobs(model, row, 1.0), None
         found.append(objective(logprobs, entropy, row, routing))
     return sum((output.loss for output in found), torch.zeros(())) / objective.denominator(step), found
 
@@ -88,32 +97,37 @@ def trl_loss(model: Any, coefficient: float) -> tuple[torch.Tensor, float]:
     return loss, trl_oracle.metrics_of(trainer).get("aux_loss", 0.0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_loss_is_trls_on_the_same_rows(family: str) -> None:
-    """TRL's own code: the whole loss, the load-balancing loss in it, and every gradient; packed and padded."""
+@pytest.mark.parametrize("family", [*FAMILIES, "glm4_moe"])
+def test_the_loss_is_trls_on_the_same_rows(family: str, tried: Any) -> None:
+    """TRL's own code: the whole loss, the load-balancing loss in it, and every gradient; packed and padded. GLM-4-MoE
+    has no such loss in transformers, nor has its trainer."""
     pytest.importorskip("trl")
-    model = make(FAMILIES[family]).eval()
+    model = make(FAMILIES[family] if family in FAMILIES else PACKED[family]).eval()
+    coefficient = 0.5 if family in FAMILIES else 0.0
     choose_rows(model)
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    expected, balance = trl_loss(model, 0.5)
+    expected, balance = trl_loss(model, coefficient)
     without, nothing = trl_loss(model, 0.0)
-    assert (
-        balance > 1 and not nothing and float((expected - without).detach()) == pytest.approx(0.5 * balance, rel=1e-4)
-    )
+    assert (balance > 1) == bool(coefficient) and not nothing
+    assert float((expected - without).detach()) == pytest.approx(coefficient * balance, rel=1e-4)
     expected.backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.set_attn_implementation(ours)
-    for share_prompts in (False,) if family == "gpt_oss" else (True, False):
+    for share_prompts in (True, False):
         model.zero_grad()
-        loss, found = outputs(model, 10_000, share_prompts, 0.5)
+        loss, found = outputs(model, 10_000, share_prompts, coefficient)
         loss.backward()
         torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-4, atol=1e-5)
-        total, count = found[0].sums["aux_loss"]
-        assert float(total / count) == pytest.approx(balance, rel=1e-5)
+        if coefficient:
+            total, count = found[0].sums["aux_loss"]
+            assert float(total / count) == pytest.approx(balance, rel=1e-5)
+        else:
+            assert "aux_loss" not in found[0].sums
         for name, gradient in wanted.items():
             error = (model.get_parameter(name).grad - gradient).norm() / gradient.norm().clamp(min=1e-6)
             assert float(error) < 1e-4, name
+    tried(family, trl="" if coefficient else "without a load-balancing loss, which it doesn't have")
 
 
 def test_it_is_a_mean_over_the_micro_batches_by_their_tokens() -> None:

@@ -27,8 +27,19 @@ def make_model(folder: Path, family: str, seed: int = 0, **shape: Any) -> Path:
     """Save a random model of the family and its processor."""
     model, tokenizer = random_model(family, seed, **shape)
     model.save_pretrained(folder)
+    if family == "gemma3_vl":
+        _name_as_published(folder / "model.safetensors")
     PROCESSORS[family](tokenizer).save_pretrained(folder)
     return folder
+
+
+def _name_as_published(file: Path) -> None:
+    """transformers saves a tower's weights by the names that it found in a checkpoint. Of a model that was never loaded
+    they are its own, which vLLM doesn't know; published checkpoints have these."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {name.replace("vision_tower.", "vision_tower.vision_model."): of for name, of in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
 
 
 def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
@@ -48,6 +59,8 @@ def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
     )
     with torch.no_grad():  # see `tiny.make_model`
         for parameter in model.parameters():
+            if parameter.dim() >= 2 and not parameter.any():  # Gemma 3's projector, which would hide the pictures
+                torch.nn.init.normal_(parameter, std=0.1)
             parameter.mul_(3.0) if parameter.dim() >= 2 else parameter.add_(torch.rand_like(parameter) * 0.1)
     return model.eval(), tokenizer
 
@@ -173,7 +186,7 @@ def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
     tokenizer.add_tokens(["\n" * n for n in (1, 2, 3, 4)])  # vLLM asks for them by these names
     ids = tokenizer.convert_tokens_to_ids
     text = {
-        "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64,
+        "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"], **_ends(tokenizer), **shape,
     }  # fmt: skip
     vision = {
@@ -196,12 +209,12 @@ def gemma3_processor(tokenizer: Any) -> Any:
     return hf.Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
 
 
-FAMILIES = {"idefics3": _idefics3, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3}
+FAMILIES = {"idefics3": _idefics3, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3_vl": _gemma3}
 PROCESSORS = {
     "idefics3": _idefics3_processor,
     "qwen2_5_vl": _qwen2_5_vl_processor,
     "qwen3_vl": _qwen3_vl_processor,
-    "gemma3": gemma3_processor,
+    "gemma3_vl": gemma3_processor,
 }
 
 
@@ -224,7 +237,7 @@ def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelI
             "image_grid_thw": torch.tensor([[1, 2, 4]] * pictures),
             "mm_token_type_ids": kinds,
         }
-    elif family == "gemma3":
+    elif family == "gemma3_vl":
         inputs = {"pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw), "token_type_ids": kinds}
     else:
         inputs = {

@@ -94,14 +94,19 @@ def run_of(options: argparse.Namespace) -> Run:
     from ..engine.arguments import check_parts
     from ..memory.choice import AVAILABLE, WHOLE, Run
     from ..memory.shape import Lengths, Shape
+    from ..memory.tower import Tower
     from ..memory.ways import PolicySizes
+    from ..policy.images import has_tower
     from ..policy.outline import outline, to_pack, with_adapter
+    from ..policy.supported import check_planned
 
     dtype = getattr(torch, options.dtype)
     model = outline(options.model, dtype, options.trust_remote_code)
     per_engine = options.tensor_parallel
     check_parts(model.config, per_engine, options.gpus)
-    packed = to_pack(model, _quantization(options, model.config))
+    settings = _quantization(options, model.config)
+    check_planned(model.config, per_engine, bool(settings))
+    packed = to_pack(model, settings)
     if options.lora_rank:
         model = with_adapter(model, options.lora_rank)
     engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
@@ -129,7 +134,8 @@ def run_of(options: argparse.Namespace) -> Run:
         sleeps=options.sleep,
         offloads=options.offload_optimizer,
         reference=sizes.weights if options.reference and not options.lora_rank else 0,
-        ways=WHOLE if options.lora_rank else AVAILABLE,
+        ways=WHOLE if options.lora_rank or has_tower(model.config) else AVAILABLE,
+        tower=Tower.of(model),
     )
 
 
@@ -163,6 +169,8 @@ def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
         f"sequences of up to {run.length:,} tokens, {run.sequences:,} per engine and generation; their KV cache would "
         f"take {run.need.wanted / GIB:,.1f} GiB per GPU"
     )
+    if run.tower is not None:
+        yield "activations include a vision tower's, as if all of a prompt's tokens were pictures'; the engine's don't"
     yield ""
     yield from table([*rows(run)])
     yield ""

@@ -27,6 +27,9 @@ class LogKnobs:
     log_completions_hub_repo: str | None = knob(
         None, "A dataset on the Hub to which the files of `log_completions` go, every two minutes."
     )
+    log_multimodal: bool = knob(
+        True, "Have small pictures of prompts' images in the completions log and in the tables that trackers get."
+    )
     log_unique_prompts: bool = knob(False, "Show and send one completion per prompt only.")
     report: bool = knob(
         True,

@@ -36,7 +36,6 @@ UNUSED: dict[str, str] = {
     "vllm_server_port": "there is no server (TRL's colocated mode doesn't read it either)",
     "vllm_server_timeout": "there is no server (TRL's colocated mode doesn't read it either)",
     "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
-    "log_multimodal": "the completions log has no images",
     "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
 }
 # TRL's old names for fields of today.

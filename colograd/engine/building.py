@@ -87,9 +87,11 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
-    """While an engine is built: its weights can be written, no sleep will move them, the random state is kept, and
-    it is on the policy's device."""
+def build_conditions(
+    device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1, reads_images: bool = False
+) -> Iterator[None]:
+    """While an engine is built: its weights can be written, no sleep will move them, the random state is kept, it is on
+    the policy's device, and its attention is the model's."""
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         while_built.enter_context(usual_algorithms())
@@ -99,16 +101,22 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
         while_built.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
         if on_cpu:
             ranks_without_compiling()
+            draws_taken_back()
             while_built.enter_context(live_weights())
             while_built.enter_context(live_experts())
             while_built.enter_context(one_draw_per_token())
             while_built.enter_context(kernels_found_once())
         if on_cpu and ranks > 1:
             while_built.enter_context(plain_collectives())
+        if on_cpu and reads_images:
+            from .both_ways import both_ways
+
+            while_built.enter_context(both_ways())
         if on_cpu and has_adapter:
             while_built.enter_context(one_adapter())
         if sleeps:
             while_built.enter_context(weights_stay())
+        while_built.enter_context(groups_of_experts())
         while_built.enter_context(rank_variables_of(device))
         yield
 
@@ -230,6 +238,61 @@ def ranks_without_compiling() -> None:
     if hasattr(embedding, "get_masked_input_and_mask"):
         mask = embedding.get_masked_input_and_mask
         embedding.get_masked_input_and_mask = getattr(mask, "_torchdynamo_orig_callable", mask)
+
+
+def draws_taken_back() -> None:
+    """Let a prompt that is read in parts leave its request's draws as they were. Stays in force for the process.
+
+    After each part but the last one vLLM discards the token that it has sampled, and sets the request's generator back
+    by an offset, which a CPU's generators don't have: an error in each run whose prompts exceed
+    ``max_num_batched_tokens``, even together. Here it is set to where the request's tokens have brought it, each of
+    which took one draw (`one_draw_per_token`).
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    theirs: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)  # not in every version
+    if theirs is None or hasattr(theirs, "takes_back"):
+        return
+
+    @functools.wraps(theirs)
+    def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch, held = self.input_batch, {}
+        for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
+            if (generator := batch.generators.pop(row, None)) is not None:
+                held[row] = generator.manual_seed(generator.initial_seed())
+                for _ in self.requests[batch.req_ids[row]].output_token_ids:
+                    torch.rand(1, generator=generator)
+        try:
+            return theirs(self, *args, **kwargs)
+        finally:
+            batch.generators.update(held)
+
+    bookkeeping.takes_back = True  # type: ignore[attr-defined]
+    CPUModelRunner._bookkeeping_sync = bookkeeping
+
+
+def groups_of_experts() -> contextlib.AbstractContextManager[None]:
+    """While an engine is built, let a mixture join groups that an engine of a dense model has made in this process.
+
+    vLLM makes all of its groups once, and that of the ranks that share experts only where the first model has some.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.v1.worker import gpu_worker
+
+    theirs = gpu_worker.ensure_model_parallel_initialized
+
+    def ensure(ranks: int, *others: Any, **named: Any) -> None:
+        theirs(ranks, *others, **named)
+        if parallel_state._EP is None and getattr(get_current_vllm_config().model_config, "is_moe", False):
+            world = parallel_state.get_world_group()
+            backend = torch.distributed.get_backend(world.device_group)
+            engines = torch.arange(torch.distributed.get_world_size()).view(-1, ranks).tolist()
+            parallel_state._EP = parallel_state.init_model_parallel_group(
+                engines, world.local_rank, backend, group_name="ep"
+            )
+
+    return replaced(gpu_worker, "ensure_model_parallel_initialized", ensure)
 
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:

@@ -7,10 +7,38 @@ makes of them. (A prompt that has them already would get them twice.)
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.util
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
 from ..batch import STAND_IN, ModelInput
+
+
+def find_gemma3() -> None:
+    """Let vLLM have its class of Gemma 3 where torchvision isn't installed.
+
+    Its module imports transformers' image processor for torchvision, but only to name it in annotations: what is
+    loaded and used is the one that needs PIL alone.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    from vllm.model_executor.models import ModelRegistry
+
+    package, architecture = "transformers.models.gemma3", "Gemma3ForConditionalGeneration"
+    pil = importlib.import_module(f"{package}.image_processing_pil_gemma3")
+    named = types.ModuleType(f"{package}.image_processing_gemma3")
+    named.Gemma3ImageProcessor = pil.Gemma3ImageProcessorPil  # type: ignore[attr-defined]
+    sys.modules[named.__name__] = named
+    try:
+        found = importlib.import_module("vllm.model_executor.models.gemma3_mm")
+    finally:
+        del sys.modules[named.__name__]
+    # A class that is registered isn't looked at in another process, which would fail to import it.
+    ModelRegistry.register_model(architecture, getattr(found, architecture))
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
@@ -87,6 +115,25 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "items"):
         return {key: _plain(of) for key, of in value.items() if of is not None}
     return [*value] if isinstance(value, tuple) else value
+
+
+def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
+    """Whether tokens of a picture see each other where the model has it so.
+
+    Raises:
+        RuntimeError: this vLLM's attention on a CPU can't be told which they are.
+    """
+    if not (on_cpu and getattr(core.vllm_config.model_config, "is_mm_prefix_lm", False)):
+        return
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    if "mm_req_doc_ranges" not in {field.name for field in dataclasses.fields(CommonAttentionMetadata)}:
+        from vllm import __version__ as found
+
+        raise RuntimeError(
+            f"vLLM {found} doesn't tell its attention on a CPU which tokens of a prompt are an image's, and those of "
+            "this model see each other both ways: install vLLM 0.31, or train it on a GPU."
+        )
 
 
 def check_forgets(core: Any) -> None:

@@ -26,7 +26,15 @@ from ..runtime import process
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
-from .images import check_expanded, check_forgets, check_same_processor, forget_features, prompt_with_images
+from .images import (
+    check_expanded,
+    check_forgets,
+    check_reads_as_the_model,
+    check_same_processor,
+    find_gemma3,
+    forget_features,
+    prompt_with_images,
+)
 from .leading import follow, leading
 from .packed_layers import Parts, ServedLayers, served_layers
 from .routed import RoutedExperts, one_prompt
@@ -110,7 +118,7 @@ class Engine:
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
-        self._reads_images = images > 0
+        self._reads_images, self._on_cpu = images > 0, config.on_cpu
         self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences, images)
         kwargs |= lora_kwargs(model_path, config, adapter)
@@ -120,11 +128,15 @@ class Engine:
         watchdog.progress("the start of vLLM")
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(closed_if_it_fails())
-            while_built.enter_context(build_conditions(config.device, self.sleeps, adapter is not None, ranks))
+            while_built.enter_context(
+                build_conditions(config.device, self.sleeps, adapter is not None, ranks, self._reads_images)
+            )
             if parts_of is not None:
                 self.served = while_built.enter_context(served_layers(parts_of))
             from vllm import LLM
 
+            if self._reads_images:
+                find_gemma3()
             self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             leads = self._lockstep is None or self._lockstep.leads
@@ -149,6 +161,7 @@ class Engine:
             RuntimeError: this vLLM can't forget features.
         """
         check_forgets(self.core)
+        check_reads_as_the_model(self.core, self._on_cpu)
         check_same_processor(self.vllm_config.model_config, processor)
 
     @property

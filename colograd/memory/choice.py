@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..sharding import selection
 from .shape import CacheNeed, Lengths, Shape, activation_bytes, engine_bytes
 from .table import MemoryPlan, gib
+from .tower import Tower
 from .ways import WAYS, PolicySizes, held
 
 AVAILABLE = tuple(way for way in WAYS if way in selection.WAYS)  # the least sharded first
@@ -54,6 +55,7 @@ class Run:
     share: float = 0.0  # that, if it is known
     ways: tuple[str, ...] = AVAILABLE  # of sharding that it may take
     samples: bool = True  # else there is no engine
+    tower: Tower | None = None  # that is trained
 
     @property
     def need(self) -> CacheNeed:
@@ -100,6 +102,8 @@ def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
     )
     shape = run.shape.split(run.ranks_per_engine) if run.in_layout else run.shape
     device, joined = "cuda" if run.on_gpu else "cpu", run.lengths.joined_keys(tokens)
+    itemsize = run.sizes.itemsize
+    pictures = 0 if run.tower is None else run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     return MemoryPlan(
         device=run.device,
         total=run.total,
@@ -108,7 +112,7 @@ def planned(run: Run, way: str, tokens: int) -> MemoryPlan:
         policy_weights=parts.policy,
         gradients=parts.gradients,
         optimizer=parts.optimizer,
-        activations=activation_bytes(shape, tokens, run.sizes.itemsize, run.checkpointing, device, joined),
+        activations=activation_bytes(shape, tokens, itemsize, run.checkpointing, device, joined) + pictures,
         engine=engine_bytes(run.shape, run.running, run.engine_itemsize) if run.on_gpu and run.samples else 0,
         tokens=tokens,
         kv_per_token=run.need.per_token,

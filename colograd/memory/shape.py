@@ -76,11 +76,20 @@ class Lengths:
         Each completion's are joined with its prompt's (`policy.attention`). A row that is one sequence has 1; groups
         of 8 completions far shorter than their prompt nearly 9.
         """
-        short = max(1, self.completion // SHORT)
-        count = min(self.group, max(1, (tokens - self.prompt) // short))
         if self.group == 1:
             return 1.0
+        count, short = self._short(tokens)
         return (self.prompt + count * (self.prompt + short)) / (self.prompt + count * short)
+
+    def prompts_share(self, tokens: int) -> float:
+        """Of a row's tokens, those that are prompts', once for all completions of each."""
+        count, short = self._short(tokens)
+        return self.prompt / (self.prompt + count * short)
+
+    def _short(self, tokens: int) -> tuple[int, int]:
+        """Short completions of a prompt that a row of ``tokens`` has, and the tokens of one."""
+        short = max(1, self.completion // SHORT)
+        return min(self.group, max(1, (tokens - self.prompt) // short)), short
 
 
 def layer_bytes(shape: Shape, itemsize: int, joined: float = 1.0) -> float:

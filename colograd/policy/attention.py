@@ -18,9 +18,10 @@ prompts of 43, 200 and 800).
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,8 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     layout: SegmentLayout | None = None,
+    both_ways: Sequence[tuple[int, int]] = (),
+    s_aux: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one packed row, in the form of transformers' attention functions.
@@ -57,22 +60,27 @@ def packed_attention(
         key, value: (1, K, T, D), K dividing H (grouped-query attention).
         layout: which tokens see which; None: not a packed row, which is `sdpa`'s.
         sliding_window: keys further than this many tokens back, counted along prompt and completion, are not seen.
+        s_aux: (H,) sinks: logits of a key of value 0 that every token sees.
+        both_ways: first and last token + 1 of runs within a segment; a token also sees those behind it in its run.
 
     Returns:
         (1, T, H, D), and None for the attention weights.
 
     Raises:
-        ValueError: more than one row, or anything that would be computed wrongly: soft-capping, sinks, masks or
-            biases that the model brings, attention that isn't causal.
+        ValueError: more than one row, or anything that would be computed wrongly: soft-capping, masks or biases that
+            the model brings, attention that isn't causal.
     """
     if layout is None:
+        if s_aux is not None:
+            return _plain_attention(query, key, value, attention_mask, scaling, dropout, s_aux), None
         own = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **unused)
     if query.shape[0] != 1:
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
-    if softcap is not None or unused.get("s_aux") is not None:
+    if softcap is not None or (s_aux is not None and both_ways):
         raise ValueError(
-            "This model's attention uses soft-capping or sinks, which packed attention doesn't compute yet."
+            "This model's attention uses soft-capping, or sinks beside images whose tokens see each other, which "
+            "packed attention doesn't compute yet."
         )
     causal = unused.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -85,10 +93,17 @@ def packed_attention(
     if _watching is not None and sliding_window is not None:
         _watching.applied.add(sliding_window)
     query, key, value = _in_one_dtype(query, key, value)
-    if _flash_takes(query, dropout):
-        output = _flash_attention(query, key, value, layout, scaling, sliding_window)
+    size, sink = value.shape[-1], s_aux is not None
+    if s_aux is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key, value = _with_sinks(query, key, value, s_aux, scaling)
+    if _flash_takes(query, dropout) and not (sink and sliding_window is not None):
+        output = _flash_attention(query, key, value, layout, scaling, sliding_window, sink)
     else:
-        output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window)
+        output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window, sink)
+    output = output[..., :size] if sink else output
+    if both_ways:
+        output = _seen_both_ways(output, query, key, value, layout, both_ways, scaling, dropout, sliding_window)
     return output, None
 
 
@@ -108,6 +123,48 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return found
 
 
+HEAD_STEP = 8  # sizes of heads that fused kernels take are multiples of it
+
+
+def _with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sinks as one key more at the end, of value 0: kernels then need to know nothing of them.
+
+    Heads get a further dimension, in which that key alone isn't 0 and a query has its head's sink. What they attend to
+    is shared by grouped heads as before.
+    """
+    tokens, heads = query.shape[2], query.shape[1]
+    own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
+    query = F.pad(torch.cat([query, own], dim=-1), (0, HEAD_STEP - 1))
+    size = key.shape[-1]
+    key, value = F.pad(key, (0, HEAD_STEP)), F.pad(value, (0, HEAD_STEP, 0, 1))
+    of_sinks = F.pad(key.new_ones(1), (size, HEAD_STEP - 1)).expand(*key.shape[:2], 1, -1)
+    return query, torch.cat([key, of_sinks], dim=2), value
+
+
+def _plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention with sinks of rows that aren't packed, which `sdpa` leaves out; (B, T, H, D)."""
+    size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    if mask is None:  # as `sdpa`'s masks have it where all is causal, and nothing hidden
+        mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
+    query, key, value = _with_sinks(query, key, value, sinks, scaling)
+    key, value = _heads_for_masks(query, key, value)
+    mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output[..., :size].transpose(1, 2)
+
+
 def _segment_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -116,20 +173,20 @@ def _segment_attention(
     scaling: float | None,
     dropout: float,
     window: int | None,
+    sink: bool = False,
 ) -> torch.Tensor:
-    """One scaled_dot_product_attention per segment; (1, T, H, D)."""
-    if query.device.type != "cpu" and query.shape[1] != key.shape[1]:
-        # The fused kernel that takes masks and float32 there takes no grouped heads; torch would fall back to one that
-        # stores all scores.
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    keys, values = key.split(layout.lengths, dim=2), value.split(layout.lengths, dim=2)
+    """One scaled_dot_product_attention per segment; (1, T, H, D). With a ``sink`` the last key is one that all see."""
+    key, value = _heads_for_masks(query, key, value)
+    lengths = (*layout.lengths, 1) if sink else layout.lengths
+    keys, values = key.split(lengths, dim=2), value.split(lengths, dim=2)
+    first = (len(layout.lengths),) if sink else ()
     outputs = []
     for index, queries in enumerate(query.split(layout.lengths, dim=2)):
-        seen = (*layout.sees[index], index)
+        seen = (*first, *layout.sees[index], index)
         k = torch.cat([keys[s] for s in seen], dim=2) if len(seen) > 1 else keys[index]
         v = torch.cat([values[s] for s in seen], dim=2) if len(seen) > 1 else values[index]
         square = len(seen) == 1 and (window is None or k.shape[2] <= window)
-        mask = None if square else _causal_mask(queries.shape[2], k.shape[2], window, query.device)
+        mask = None if square else _causal_mask(queries.shape[2], k.shape[2], window, query.device, sink)
         outputs.append(
             F.scaled_dot_product_attention(
                 queries, k, v, attn_mask=mask, dropout_p=dropout, is_causal=square, scale=scaling,
@@ -139,16 +196,64 @@ def _segment_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as torch's kernels with masks take them."""
+    if query.device.type == "cpu" or query.shape[1] == key.shape[1]:
+        return key, value
+    # The fused kernel that takes masks and float32 there takes no grouped heads; torch would fall back to one that
+    # stores all scores.
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+def _seen_both_ways(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SegmentLayout,
+    runs: Sequence[tuple[int, int]],
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The ``output`` (1, T, H, D), with that of the runs' tokens computed again: they see all that is before a run's
+    end. One call per run."""
+    key, value = _heads_for_masks(query, key, value)
+    starts, again = layout.starts, []
+    for first, end in runs:
+        segment = bisect.bisect_right(starts, first) - 1
+        seen = [slice(starts[s], starts[s] + layout.lengths[s]) for s in layout.sees[segment]]
+        keys, values = (
+            torch.cat([x[:, :, part] for part in (*seen, slice(starts[segment], end))], dim=2) for x in (key, value)
+        )
+        count, mask = keys.shape[2], None
+        if window is not None and count > window:
+            places = torch.arange(count, device=query.device)
+            mask = places[first - end :, None] - places[None, :] < window
+        again.append(
+            F.scaled_dot_product_attention(
+                query[:, :, first:end], keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )  # fmt: skip
+    places = torch.cat([torch.arange(first, end) for first, end in runs])
+    return output.index_copy(1, sent(places, output.device), torch.cat(again, dim=2).transpose(1, 2))
+
+
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
     """`_make_mask`, kept where it is small: shapes come back in every layer, but 256 large masks are gigabytes."""
     make = _small_mask if queries * keys <= 2**20 else _make_mask
-    return make(queries, keys, window, device)
+    return make(queries, keys, window, device, sink)
 
 
-def _make_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(queries, keys) bool, causal with the last query at the last key."""
+def _make_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
+    """(queries, keys) bool, causal with the last query at the last key. A ``sink`` is the first key, which all see."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if sink:
+        mask[:, 0] = True
+    return mask
 
 
 _small_mask = functools.lru_cache(maxsize=256)(_make_mask)
@@ -193,12 +298,14 @@ def _flash_attention(
     layout: SegmentLayout,
     scaling: float | None,
     window: int | None,
+    sink: bool = False,
 ) -> torch.Tensor:
-    """One flash call over all segments, keys gathered per segment; (1, T, H, D)."""
+    """One flash call over all segments, keys gathered per segment; (1, T, H, D). With a ``sink`` the last key is one
+    that all see."""
     found = _flash()
     assert found is not None
     attend, takes = found
-    plan = _gather_plan(layout, query.device)
+    plan = _gather_plan(layout, query.device, sink)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
     options: dict[str, Any] = {}
@@ -224,13 +331,14 @@ def _flash_attention(
 class _GatherPlan:
     """Where each segment's keys lie in the row, as the flash kernel wants it. Built once per micro-batch."""
 
-    def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
+    def __init__(self, layout: SegmentLayout, device: torch.device, sink: bool = False) -> None:
         starts = layout.starts
+        first = [torch.tensor([layout.num_tokens])] if sink else []
         index, key_lengths = [], []
         for segment in range(len(layout.lengths)):
             seen = (*layout.sees[segment], segment)
-            index += [torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen]
-            key_lengths.append(sum(layout.lengths[s] for s in seen))
+            index += [*first, *(torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen)]
+            key_lengths.append(sum(layout.lengths[s] for s in seen) + len(first))
         sums = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (layout.lengths, key_lengths)]
         parts = [torch.cat(index), *sums]
         on_device = sent(torch.cat(parts), device).split([len(part) for part in parts])  # in one copy
@@ -240,8 +348,8 @@ class _GatherPlan:
 
 
 @functools.lru_cache(maxsize=16)
-def _gather_plan(layout: SegmentLayout, device: torch.device) -> _GatherPlan:
-    return _GatherPlan(layout, device)
+def _gather_plan(layout: SegmentLayout, device: torch.device, sink: bool = False) -> _GatherPlan:
+    return _GatherPlan(layout, device, sink)
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
@@ -249,7 +357,7 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
     if not _packed_rows:
         windowed = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **windowed, **kwargs)
-    if _watching is not None and local_size is not None:
+    if _watching is not None and local_size:  # Qwen2-MoE makes a mask of 0 tokens for layers that it doesn't have
         _watching.asked.add(local_size)
     return None
 

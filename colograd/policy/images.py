@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +56,7 @@ def freeze_tower(model: Any) -> int:
     """Train nothing of the vision tower; what projects its features goes on being trained. Returns the parameters."""
     frozen = 0
     for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if {*parts} & {*TOWERS} and not {*parts} & {*PROJECTORS}:
+        if in_tower(name):
             parameter.requires_grad_(False)
             frozen += parameter.numel()
     return frozen
@@ -82,6 +82,12 @@ def load_weights(model: Any, folder: str) -> None:
         parameter.copy_(saved)
 
 
+def in_tower(name: str) -> bool:
+    """Whether a parameter of that name is the vision tower's."""
+    parts = {*name.split(".")}
+    return bool(parts & {*TOWERS}) and not parts & {*PROJECTORS}
+
+
 def sees(name: str) -> bool:
     """Whether a parameter of that name is the tower's or what projects its features."""
     return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
@@ -94,13 +100,6 @@ def set_attention(model: Any, name: str) -> None:
         model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
     else:
         model.set_attn_implementation(name)
-
-
-def why_padded(model: Any) -> str:
-    """Why a row with pictures can't be packed; empty: it may be."""
-    if model.config.model_type in BOTH_WAYS:
-        return f"{type(model).__name__} lets the tokens of a picture see each other both ways"
-    return ""
 
 
 def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:
@@ -137,6 +136,8 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     if hasattr(_body(model), "get_rope_index"):
         positions = _row_positions(model, micro_batch)
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
+    if model.config.model_type in BOTH_WAYS:
+        more["both_ways"] = [(at + first, at + end) for at, of in placed for first, end in _runs(of.places)]
     output = model.get_decoder()(
         inputs_embeds=embeds,
         attention_mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=device),
@@ -146,6 +147,13 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
         **more,
     )
     return output.last_hidden_state
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of tokens beside each other: a picture's."""
+    for _, run in itertools.groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
+        found = [place for _, place in run]
+        yield found[0], found[-1] + 1
 
 
 def padded_hidden_states(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..runtime.hub import check_model_name
+from .images import has_tower
 from .lora import wrap
 from .packed import packed_bytes
 
@@ -25,8 +27,9 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
     check_model_name(path, revision=revision)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+        kind = AutoModelForImageTextToText if has_tower(config) else AutoModelForCausalLM
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -39,7 +42,8 @@ def with_adapter(model: Any, rank: int) -> Any:
     """An outline with a LoRA of ``rank`` on all of its linear layers but the head."""
     import peft
 
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # those that peft has for experts
         return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)
 
 

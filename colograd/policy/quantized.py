@@ -139,6 +139,13 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
         ValueError: another one than bitsandbytes', with the remedy.
     """
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    if method == "mxfp4":
+        raise ValueError(
+            f"{where} has quant_method 'mxfp4', as gpt-oss is published, but such weights aren't trained: write a copy "
+            "in bfloat16, with AutoModelForCausalLM.from_pretrained(NAME, quantization_config="
+            'Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(FOLDER, save_original_format=False), and '
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), and name its folder."
+        )
     if method != METHOD:
         raise ValueError(
             f"{where} has quant_method {method!r}, but a quantised base must be {METHOD}' (4 or 8 bits), whose values "
@@ -184,7 +191,7 @@ def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has
             "torch_compile is true, but layers whose weights are quantised aren't compiled in this version: remove it."
         )
     try:
-        import bitsandbytes  # noqa: F401
+        import bitsandbytes.functional  # noqa: F401  # the package alone may wait until it is used
     except ImportError as error:
         raise ValueError(
             f"A quantised base needs bitsandbytes, which can't be imported ({error}): pip install bitsandbytes."

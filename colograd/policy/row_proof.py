@@ -50,7 +50,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
 
 def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[ModelInput]) -> str:
     own = _own_attention(model)
-    why = why or _obstacle(model) or (images.why_padded(model) if asked else "")
+    why = why or _obstacle(model)
     if not why:
         images.set_attention(model, attention.NAME)
         why = _packed_fault(model, own, device, asked)
@@ -162,6 +162,11 @@ def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch
     return logits.log_softmax(-1).gather(1, part.completion_ids[:, None]).squeeze(1)
 
 
+def _mistaken(model: Any, part: PackedSequence) -> bool:
+    """Whether the model itself would put a picture's features where a completion has the image token, as a token."""
+    return part.images is not None and bool((part.completion_ids == model.config.image_token_id).any())
+
+
 @torch.no_grad()
 def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None
@@ -174,7 +179,8 @@ def differences(
         own: the attention implementation for these; default: transformers' usual one.
 
     Returns:
-        Two (N,) float32 of absolute differences in nats: to the sampler's, to the model's own.
+        Two (N,) float32 of absolute differences in nats: to the sampler's, to the model's own. The second lacks the
+        completions in which the model itself would look for a picture.
     """
     chosen, to_sampler, to_own = model.config._attn_implementation, [], []
     with evaluation_mode(model):
@@ -183,11 +189,14 @@ def differences(
         try:
             images.set_attention(model, own or _own_attention(model))
             for row, found in zip(rows, trained, strict=True):
-                to_own.append(found - torch.cat([_own_logprobs(model, part, temperature) for part in sequences(row)]))
                 to_sampler.append(found - row.sampler_logprobs)
+                parts = [*sequences(row)]
+                for part, ours in zip(parts, found.split([len(part.completion_ids) for part in parts]), strict=True):
+                    if not _mistaken(model, part):
+                        to_own.append(ours - _own_logprobs(model, part, temperature))
         finally:
             images.set_attention(model, chosen)
-    return torch.cat(to_sampler).abs(), torch.cat(to_own).abs()
+    return torch.cat(to_sampler).abs(), torch.cat(to_own or [to_sampler[0][:0]]).abs()
 
 
 def _difference(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], share_prompts: bool) -> float:

@@ -4,6 +4,7 @@ configuration alone: before weights are read, and long before an engine would fi
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig
@@ -48,19 +49,46 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
         )
 
 
+def check_planned(model_config: Any, ranks: int, quantised: bool) -> None:
+    """The same of what a plan names.
+
+    Args:
+        ranks: that share an engine.
+        quantised: the model's weights will be, or are.
+
+    Raises:
+        ValueError: see `check_supported`.
+    """
+    if images.has_tower(model_config):
+        _check_family(model_config, {"A quantised base": quantised, f"An engine of {ranks} ranks": ranks > 1})
+    if num_experts(model_config):
+        _check_experts_split(model_config, ranks)
+
+
 def _check_experts(model_config: Any, config: GRPOConfig) -> None:
     kind = model_config.get_text_config().model_type
-    if kind not in FAMILIES:
-        raise ValueError(
-            f"{kind} is a mixture of experts that wasn't tried in this version, and perhaps has experts that can't be "
-            f"given to vLLM: choose one of {', '.join(FAMILIES)}."
-        )
+    _check_experts_split(model_config, config.vllm_tensor_parallel_size)
     if config.router_replay and kind not in SHARES:
         raise ValueError(
             f"router_replay is true, but how {kind}'s router shares a token out among experts isn't known: set it to "
             f"false, or choose one of {', '.join(SHARES)}."
         )
-    ranks, text = config.vllm_tensor_parallel_size, model_config.get_text_config()
+    noise = float(getattr(model_config.get_text_config(), "router_jitter_noise", None) or 0.0)
+    if noise:
+        raise ValueError(
+            f"{kind} has router_jitter_noise {noise:g}: its training forward would send tokens to other experts than "
+            "the sampler did. Set model_init_kwargs: {router_jitter_noise: 0.0}."
+        )
+
+
+def _check_experts_split(model_config: Any, ranks: int) -> None:
+    text = model_config.get_text_config()
+    kind = text.model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{kind} is a mixture of experts that wasn't tried in this version, and perhaps has experts that can't be "
+            f"given to vLLM: choose one of {', '.join(FAMILIES)}."
+        )
     if ranks > 1 and kind in WHOLE:
         raise ValueError(
             f"vllm_tensor_parallel_size is {ranks}, but the engine of {kind}, a mixture of experts, can't be split "
@@ -72,12 +100,6 @@ def _check_experts(model_config: Any, config: GRPOConfig) -> None:
             f"vllm_tensor_parallel_size is {ranks}, but must divide the size of {kind}'s experts, which is {size}: "
             "choose another."
         )
-    noise = float(getattr(model_config.get_text_config(), "router_jitter_noise", None) or 0.0)
-    if noise:
-        raise ValueError(
-            f"{kind} has router_jitter_noise {noise:g}: its training forward would send tokens to other experts than "
-            "the sampler did. Set model_init_kwargs: {router_jitter_noise: 0.0}."
-        )
 
 
 def _check_images(model_config: Any, config: GRPOConfig, quantised: bool) -> None:
@@ -86,15 +108,13 @@ def _check_images(model_config: Any, config: GRPOConfig, quantised: bool) -> Non
         ValueError: a model that reads more than text, which can't be trained, or not with these settings.
     """
     kind = model_config.model_type
-    if not images.takes_images(model_config):
+    _check_family(model_config, {})
+    text = model_config.get_text_config()
+    tokens, window = getattr(model_config, "mm_tokens_per_image", 0), getattr(text, "sliding_window", None)
+    if kind in images.BOTH_WAYS and window and tokens > window:
         raise ValueError(
-            f"{kind} reads more than text, in a way that isn't known in this version: choose a vision-language model "
-            f"of the types {', '.join(images.FAMILIES)}, or a text model."
-        )
-    if kind in images.BOTH_WAYS and config.on_cpu:
-        raise ValueError(
-            f"{kind} lets the tokens of an image see each other both ways, which vLLM doesn't do on a CPU: train it on "
-            "a GPU, or choose another model."
+            f"{kind} has mm_tokens_per_image {tokens}, which must be at most its sliding_window, {window}: the tokens "
+            "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
         )
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     settings = {
@@ -105,6 +125,20 @@ def _check_images(model_config: Any, config: GRPOConfig, quantised: bool) -> Non
         "use_liger_kernel": config.use_liger_kernel,
         "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,
     }
+    _check_family(model_config, settings)
+
+
+def _check_family(model_config: Any, settings: Mapping[str, bool]) -> None:
+    """
+    Args:
+        settings: what isn't available for models that read images, by name, and whether it is set.
+    """
+    kind = model_config.model_type
+    if not images.takes_images(model_config):
+        raise ValueError(
+            f"{kind} reads more than text, in a way that isn't known in this version: choose a vision-language model "
+            f"of the types {', '.join(images.FAMILIES)}, or a text model."
+        )
     if asked := [name for name, is_set in settings.items() if is_set]:
         raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
 

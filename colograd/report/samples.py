@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..reporting.log_columns import EXTRA_KEY, FOLDER, NAMES_KEY, TEXT, column_names
+from ..reporting.log_columns import EXTRA_KEY, FOLDER, IMAGES, IMAGES_KEY, NAMES_KEY, TEXT, column_names
+from ..reporting.thumbnails import BYTES, data_url
 from .lines import Tail, open_inside, parse
 from .values import items, mapping, number, plain, text, whole
 
@@ -227,7 +228,8 @@ def _rows(file: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
     opened = parquet.ParquetFile(file)
     metadata = opened.schema_arrow.metadata or {}
     names, extra = (items(json.loads(metadata.get(key, b"[]"))) for key in (NAMES_KEY, EXTRA_KEY))
-    of_rewards, of_extra = column_names(names, extra)
+    images = IMAGES_KEY in metadata
+    of_rewards, of_extra = column_names(names, extra, images)
     places: dict[int, int] = defaultdict(int)  # of the next completion of each group
     prompts: dict[str, int] = {}  # TRL's files have no position: a prompt's first place
     at = 0
@@ -243,7 +245,7 @@ def _rows(file: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
             written = row.get(TEXT)
             rewards = {name: number(row.get(column)) for name, column in zip(names, of_rewards, strict=True)}
             told = [value for value in rewards.values() if value is not None]
-            yield {
+            found = {
                 "position": position,
                 "index": index,
                 "purpose": purpose,
@@ -258,6 +260,14 @@ def _rows(file: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
                     text(name, 200): plain(row.get(column)) for name, column in zip(extra, of_extra, strict=True)
                 },
             }
+            small = _pictures([*map(data_url, _files(row.get(IMAGES)))]) if images else None
+            yield found | ({"images": small} if small else {})
+
+
+def _files(values: Any) -> list[bytes]:
+    """Those of a prompt's small pictures, as `datasets` has images."""
+    found = [mapping(value).get("bytes") for value in items(values)]
+    return [file for file in found if isinstance(file, bytes) and len(file) <= BYTES]
 
 
 def _logged_prompt(value: Any) -> Any:

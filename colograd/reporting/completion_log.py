@@ -2,11 +2,13 @@
 
 Files are named as TRL names them (``completions/completions_00001.parquet``; those of an evaluation ``eval_00001``) and
 have its columns, those that reward functions log with ``log_extra`` among them, and more: where a prompt stands in the
-stream, token counts, and how each completion ended.
+stream, token counts, how each completion ended, and of a model that reads images small pictures of them. Each row has
+its prompt's, so that rows may be sorted and filtered; parquet's dictionaries store equal ones of ROWS rows once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .completion_table import CompletionRow, as_utf8, chosen_rows, completion_rows, extra_names, print_table
-from .log_columns import EXTRA_KEY, FIXED, FOLDER, NAMES_KEY, TEXT, column_names
+from .log_columns import EXTRA_KEY, FIXED, FOLDER, IMAGES, IMAGES_KEY, NAMES_KEY, SIZES, TEXT, column_names
 from .trackers import Trackers
 
 if TYPE_CHECKING:  # `colograd show` reads a log without torch and transformers
@@ -39,18 +41,31 @@ NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 UPLOAD_MINUTES = 2  # as TRL
+IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  # of `datasets.Image`, several a row
+# What makes `datasets`, and the viewer on the Hub, show them as images.
+IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
 
 
-def completion_log_of(config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers) -> CompletionLog | None:
-    """A run's; None where completions aren't logged."""
-    return CompletionLog(config, reward_names, trackers) if config.log_completions else None
+def completion_log_of(
+    config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers, images: bool
+) -> CompletionLog | None:
+    """A run's; None where completions aren't logged. images: whether its model reads some."""
+    images = images and config.log_multimodal
+    return CompletionLog(config, reward_names, trackers, images) if config.log_completions else None
 
 
 class CompletionLog:
     """Writes what ``log_completions`` asks for."""
 
-    def __init__(self, config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers | None = None) -> None:
-        self.config, self.names = config, list(reward_names)
+    def __init__(
+        self,
+        config: GRPOConfig,
+        reward_names: Sequence[str],
+        trackers: Trackers | None = None,
+        images: bool = False,
+    ) -> None:
+        """images: whether prompts' images are logged."""
+        self.config, self.names, self.images = config, list(reward_names), images
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
         self._texts: dict[int, list[bytes]] = {}  # of groups, by position, until they are logged
         self._uploads: Any = None
@@ -77,10 +92,10 @@ class CompletionLog:
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
-            rows = _gather_rows(groups, self._texts_of(groups, decode), step)
+            rows = self._rows(groups, decode, step)
             if not config.layout.is_main:
                 continue
-            write_log(str(config.output_dir), rows, self.names, step)
+            write_log(str(config.output_dir), rows, self.names, step, images=self.images)
             if (step - 1) % every == 0:
                 self._show(rows, f"Step {step}", "completions")
         self._texts.clear()  # those of groups that no step took, too
@@ -97,11 +112,11 @@ class CompletionLog:
             name: its metrics' prefix, and the file's.
         """
         step = state.global_step
-        found = _gather_rows(groups, self._texts_of(groups, decode), step)
+        found = self._rows(groups, decode, step)
         self._texts.clear()
         rows = [dataclasses.replace(row, advantage=math.nan) for row in found]
         if self.config.layout.is_main and rows:
-            write_log(str(self.config.output_dir), rows, self.names, step, re.sub(r"[^\w.-]", "_", name))
+            write_log(str(self.config.output_dir), rows, self.names, step, re.sub(r"[^\w.-]", "_", name), self.images)
             self._show(rows, f"Step {step}, {name}", f"{name}_completions")
 
     def _show(self, rows: Sequence[CompletionRow], title: str, key: str) -> None:
@@ -109,22 +124,25 @@ class CompletionLog:
         config = self.config
         sent = chosen_rows(rows, None, config.log_unique_prompts)
         if self.trackers:
-            self.trackers.table(key, columns(sent, self.names) | {TEXT: [row.completion for row in sent]})
+            texts = {TEXT: [row.completion for row in sent]}
+            pictures = {IMAGES: [row.thumbnails for row in sent]} if self.images else {}
+            self.trackers.table(key, columns(sent, self.names, self.images) | texts, pictures)
         print_table(rows, self.names, title, config.num_completions_to_print, config.log_unique_prompts)
+
+    def _rows(
+        self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
+    ) -> list[CompletionRow]:
+        """The rows of all ranks, by position."""
+        from ..parallel.ranks import gather
+
+        parts = gather(completion_rows(groups, self._texts_of(groups, decode), step, self.images))
+        return sorted((row for part in parts for row in part), key=lambda row: row.position)
 
     def close(self) -> None:
         """Wait until what is to go to the Hub is there."""
         if self._uploads is not None:
             self._uploads.trigger().result()
             self._uploads.stop()
-
-
-def _gather_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int) -> list[CompletionRow]:
-    """The rows of all ranks, by position."""
-    from ..parallel.ranks import gather
-
-    parts = gather(completion_rows(groups, texts, step))
-    return sorted((row for part in parts for row in part), key=lambda row: row.position)
 
 
 def _start_uploads(folder: Path, config: GRPOConfig) -> Any:
@@ -143,11 +161,16 @@ def _start_uploads(folder: Path, config: GRPOConfig) -> Any:
     )
 
 
-def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str]) -> dict[str, list[Any]]:
-    """Rows as columns, texts as UTF-8; a reward function's column has its name, and so has one that was logged."""
+def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: bool = False) -> dict[str, list[Any]]:
+    """Rows as columns, texts as UTF-8; a reward function's column has its name, and so has one that was logged.
+
+    images: have the column of images' sizes; that of small pictures isn't among these.
+    """
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
+    if images:
+        found[SIZES] = [list(row.sizes) for row in rows]
     extra = extra_names(rows)
-    of_rewards, of_extra = column_names(reward_names, extra)
+    of_rewards, of_extra = column_names(reward_names, extra, images)
     for index, column in enumerate(of_rewards):
         found[column] = [row.rewards[index] for row in rows]
     for name, column in zip(extra, of_extra, strict=True):
@@ -170,30 +193,48 @@ def write_log(
     reward_names: Sequence[str],
     step: int,
     kind: str = "completions",
+    images: bool = False,
 ) -> Path:
     """Write a step's completions, or those of an evaluation after it; a file is complete or not there.
 
-    Prompts that parquet has no type for (messages of different shapes) are written as JSON.
+    Prompts that parquet has no type for (messages of different shapes) are written as JSON. Where there are `images`,
+    the file has their columns, empty for a row without one.
     """
-    data = columns(rows, reward_names)
+    data = columns(rows, reward_names, images)
     data[TEXT] = pa.array(data[TEXT], pa.string())
     try:
         table = pa.table(data)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         table = pa.table(data | {"prompt": [json.dumps(prompt) for prompt in data["prompt"]]})
-    named = {NAMES_KEY: list(reward_names), EXTRA_KEY: extra_names(rows)}
+    named: dict[bytes, Any] = {NAMES_KEY: list(reward_names), EXTRA_KEY: extra_names(rows)}
+    if images:
+        table = table.set_column(table.column_names.index(SIZES), SIZES, pa.array(data[SIZES], pa.list_(pa.string())))
+        named |= {IMAGES_KEY: [IMAGES, SIZES], b"huggingface": IMAGE_FEATURE}
     table = table.replace_schema_metadata({key: json.dumps(names).encode() for key, names in named.items()})
     folder = Path(run_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}_{step:05d}.parquet"
     aside = path.with_suffix(".partial")
-    pq.write_table(table, aside, row_group_size=ROWS, write_page_checksum=True)
+    if images:
+        _write_with_images(table, rows, aside)
+    else:
+        pq.write_table(table, aside, row_group_size=ROWS, write_page_checksum=True)
     os.replace(aside, path)
     return path
 
 
+def _write_with_images(table: pa.Table, rows: Sequence[CompletionRow], path: Path) -> None:
+    """Write a table and its rows' small pictures, which Arrow repeats for each row: so of some rows at a time."""
+    schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE))
+    with pq.ParquetWriter(path, schema, write_page_checksum=True) as file:
+        for first in range(0, max(len(rows), 1), ROWS):
+            small = [[{"bytes": each, "path": None} for each in row.thumbnails] for row in rows[first : first + ROWS]]
+            part = table.slice(first, ROWS).append_column(schema.field(IMAGES), pa.array(small, IMAGE_TYPE))
+            file.write_table(part)
+
+
 def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
-    """The rows of a file, and the names of their rewards.
+    """The rows of a file, without their small pictures, and the names of their rewards.
 
     Raises:
         ValueError: it is damaged, isn't one, or would take more memory than `_most_bytes` allows.
@@ -202,7 +243,8 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
         with pq.ParquetFile(path, thrift_container_size_limit=LARGEST_LIST, page_checksum_verification=True) as file:
             metadata = file.schema_arrow.metadata or {}
             names, extra = (_names(metadata.get(key, b"[]")) for key in (NAMES_KEY, EXTRA_KEY))
-            return [_row(row, names, extra) for row in _raw_rows(file, _most_bytes(path))], names
+            images = IMAGES_KEY in metadata
+            return [_row(row, names, extra, images) for row in _raw_rows(file, _most_bytes(path), images)], names
     except (pa.ArrowException, *NONSENSE) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
@@ -216,32 +258,48 @@ def _most_bytes(path: Path) -> int:
     return min(PACKING * path.stat().st_size + 2**26, psutil.virtual_memory().available // 2)
 
 
-def _raw_rows(file: pq.ParquetFile, most: int) -> Iterator[dict[str, Any]]:
-    """A file's rows, of which some hundred are in memory at once; what those seen so far take is counted."""
+def _raw_rows(file: pq.ParquetFile, most: int, images: bool) -> Iterator[dict[str, Any]]:
+    """A file's rows, of which some hundred are in memory at once; what those seen so far take is counted.
+
+    images: whether it has small pictures, which are left where they are.
+    """
     groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
     taken = 0
     if sum(group.total_byte_size for group in groups) > most:
         raise ValueError("it says that it holds more than can be packed into it")
     if "dictionary<" in str(file.schema_arrow.types):  # whose rows take more than can be counted before they are there
         raise TypeError("a column is packed as no log's is")
-    for batch in file.iter_batches(batch_size=ROWS, use_threads=False):
+    read = [name for name in file.schema_arrow.names if name != IMAGES] if images else None
+    for batch in file.iter_batches(batch_size=ROWS, columns=read, use_threads=False):
         taken += batch.nbytes + ROW_BYTES * batch.num_rows
         if taken > most:
             raise ValueError(f"its rows take more than {most:,} bytes")
         yield from batch.to_pylist()
 
 
-def _row(row: dict[str, Any], names: Sequence[str], extra: Sequence[str]) -> CompletionRow:
-    of_rewards, of_extra = column_names(names, extra)
+def _row(row: dict[str, Any], names: Sequence[str], extra: Sequence[str], images: bool) -> CompletionRow:
+    of_rewards, of_extra = column_names(names, extra, images)
     return CompletionRow(
-        **{name: int(row[name]) for name in ("step", "position", "prompt_tokens", "completion_tokens")},
-        prompt=row["prompt"],
+        step=int(row["step"]),
+        position=int(row["position"]),
+        prompt_tokens=int(row["prompt_tokens"]),
+        completion_tokens=int(row["completion_tokens"]),
+        prompt=_messages(row["prompt"]) if images else row["prompt"],
         text=row[TEXT].encode(),
         finish_reason=str(row["finish_reason"]),
         advantage=float(row["advantage"]),
         rewards=tuple(math.nan if row[column] is None else float(row[column]) for column in of_rewards),
         extra={name: row[column] for name, column in zip(extra, of_extra, strict=True)},
+        sizes=tuple(map(str, row[SIZES] or ())) if images else (),
     )
+
+
+def _messages(prompt: Any) -> Any:
+    """A prompt's messages, in whose contents images have their places, also where they were written as JSON."""
+    if isinstance(prompt, str) and prompt.startswith("["):
+        with contextlib.suppress(ValueError):
+            return json.loads(prompt)
+    return prompt
 
 
 def _names(said: bytes) -> list[str]:

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .thumbnails import thumbnails
+
 if TYPE_CHECKING:  # `colograd show` does without torch, whose import takes longer than the table
     from ..batch import ScoredGroup
 
@@ -43,6 +45,8 @@ class CompletionRow:
     rewards: tuple[float, ...]  # [R], NaN where a function abstained
     advantage: float  # the mean over its tokens where there is one per token
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions logged of it, by column
+    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images, which its completions share
+    sizes: tuple[str, ...] = ()  # of all of its images, as in "640x480"
 
     @property
     def completion(self) -> str:
@@ -54,16 +58,28 @@ def as_utf8(texts: Sequence[str]) -> list[bytes]:
     return [text.encode(errors="replace") for text in texts]
 
 
-def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int) -> list[CompletionRow]:
-    """The rows of a step's groups; ``texts[g][i]`` is the decoded completion i of group g, as UTF-8."""
+def completion_rows(
+    groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
+) -> list[CompletionRow]:
+    """The rows of a step's groups; ``texts[g][i]`` is the decoded completion i of group g, as UTF-8.
+
+    images: whether prompts' images are logged.
+    """
     rows = []
+    small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object, too
     for scored, of_group in zip(groups, texts, strict=True):
         group, advantages = scored.group, _mean_advantages(scored)
         prompt = group.example.get("prompt", "")
-        if group.rollouts[0].input.images is not None:
+        thumbs: tuple[bytes, ...] = ()
+        sizes: tuple[str, ...] = ()
+        if (seen := group.rollouts[0].input.images) is not None:
             from ..data.images import text_of
 
             prompt = text_of(prompt)
+            if images:
+                if seen.digest not in small:
+                    small[seen.digest] = tuple(thumbnails(seen.pictures))
+                thumbs, sizes = small[seen.digest], tuple("{}x{}".format(*each.size) for each in seen.pictures)
         for i, (rollout, text) in enumerate(zip(group.rollouts, of_group, strict=True)):
             rows.append(
                 CompletionRow(
@@ -77,6 +93,8 @@ def completion_rows(groups: Sequence[ScoredGroup], texts: Sequence[Sequence[byte
                     rewards=tuple(scored.rewards[i].tolist()),
                     advantage=advantages[i],
                     extra={name: values[i] for name, values in scored.logged.columns.items()},
+                    thumbnails=thumbs,
+                    sizes=sizes,
                 )
             )
     return rows
@@ -113,7 +131,7 @@ def completions_table(
         table.add_column(name, justify="right", no_wrap=True)
     for row in chosen_rows(rows, limit, unique_prompts):
         table.add_row(
-            Text(_shorten(prompt_text(row.prompt), prompt_limit)),
+            Text(_shorten(prompt_text(row.prompt, row.sizes), prompt_limit)),
             Text(_shorten(row.completion, completion_limit)),
             *(_number_text(value) for value in row.rewards),
             *(_extra_cell(row.extra.get(name)) for name in extra),
@@ -162,14 +180,43 @@ def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts
     return [rows[index] for index in sorted(chosen)]
 
 
-def prompt_text(prompt: Any) -> str:
-    """The prompt's text; of a conversation the last user message (or the last one, where no user speaks)."""
+def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
+    """The prompt's text; of a conversation the last user message (or the last one, where no user speaks).
+
+    sizes: of its images, in whose places a mark such as "[image 32x32]" stands.
+    """
     if not isinstance(prompt, list):
         return str(prompt)
-    said = [message for message in prompt if isinstance(message, dict)]
-    messages = [message for message in said if message.get("role") == "user"] or said or [{}]
-    content = messages[-1].get("content")
-    return "" if content is None else str(content)
+    said = [message for message in prompt if isinstance(message, dict)] or [{}]
+    users = [place for place, message in enumerate(said) if message.get("role") == "user"]
+    marks = iter([f"[image {size}]" for size in sizes])
+    before = ""
+    if len(users) == 1 and not any(_is_image(part) for message in said for part in _parts(message)):
+        before = "".join(marks)  # where the images are put then: before the first user message
+    texts = [_content_text(message, marks) for message in said]
+    return before + texts[users[-1] if users else -1]
+
+
+def _content_text(message: dict[str, Any], marks: Iterator[str]) -> str:
+    """A message's content, with the next of the marks in each place of an image."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    return "".join(next(marks, "[image]") if _is_image(part) else _part_text(part) for part in content)
+
+
+def _parts(message: dict[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _part_text(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else None
+    return str(part if text is None else text)
 
 
 def _shorten(text: str, limit: int) -> str:

@@ -9,11 +9,20 @@ TEXT = "completion"  # the column of what rows hold as UTF-8
 FIXED = (
     "step", "position", "prompt", TEXT, "prompt_tokens", "completion_tokens", "finish_reason", "advantage",
 )  # fmt: skip
+IMAGES = "image"  # of models that read images: a prompt's small pictures, as `datasets` has images (TRL's name)
+SIZES = "image_size"  # and how large all of its images are, as in "640x480"
 NAMES_KEY = b"colograd.reward_names"  # of the file's metadata: which columns are rewards, in order
 EXTRA_KEY = b"colograd.extra_names"  # likewise, which ones reward functions logged
+IMAGES_KEY = b"colograd.images"  # it is there where the file has the columns of images
 
 
-def column_names(reward_names: Sequence[str], extra: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The columns of rewards and of what was logged: their names, unless an earlier column has it."""
-    rewards = [f"rewards/{name}" if name in FIXED else name for name in reward_names]
-    return rewards, [f"extra/{name}" if name in (*FIXED, *rewards) else name for name in extra]
+def column_names(
+    reward_names: Sequence[str], extra: Sequence[str], images: bool = False
+) -> tuple[list[str], list[str]]:
+    """The columns of rewards and of what was logged: their names, unless an earlier column has it.
+
+    images: whether the file has the columns of images.
+    """
+    taken = (*FIXED, IMAGES, SIZES) if images else FIXED
+    rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
+    return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]

@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ SETTINGS = (
     "learning_rate", "num_generations", "prompts_per_step", "max_completion_length", "temperature", "loss_type",
     "epsilon", "epsilon_high", "beta", "scale_rewards", "optim", "max_steps", "seed",
 )  # fmt: skip
+# What of a base's quantisation its values and its products depend on.
+QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
 
@@ -47,6 +49,8 @@ class RunFacts:
     history: list[dict[str, Any]]  # trainer_state.log_history
     hub_model_id: str | None  # where the model is or will be pushed
     adapter_rank: int = 0  # of a LoRA, which is saved alone; 0: the whole model is
+    quantization: Mapping[str, Any] | None = None  # of the base, as in a checkpoint's config.json; None: it is as it is
+    base_dtype: str = "bfloat16"  # in which a quantised base was loaded
     tags: Sequence[str] = ()  # of the Hub, beside those that every card has
 
 
@@ -69,6 +73,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         run=run,
         front_matter=_front_matter(run),
         base=_linked(run.base_model),
+        quantization=None if run.quantization is None else _quantization(run.quantization),
         datasets=", ".join(_linked(name, "datasets/") for name in run.datasets),
         recipe=run.recipe and shown_path(run.recipe),
         has_recipe=recipe is not None,
@@ -88,6 +93,20 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """A base's precision for people, and the arguments of transformers' `BitsAndBytesConfig`."""
+    bits = 4 if settings.get("load_in_4bit") else 8
+    given = {name: settings[name] for name in QUANTIZATION if bits == 4 and settings.get(name)}
+    arguments = {f"load_in_{bits}bit": True} | {name: _shown_value(value) for name, value in given.items()}
+    named = str(given.get("bnb_4bit_quant_type", "fp4")).upper() if bits == 4 else "int8"
+    return f"{named} ({bits} bits, bitsandbytes)", ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _shown_value(value: Any) -> Any:
+    """torch.float32 as "float32", which `BitsAndBytesConfig` takes too."""
+    return value if isinstance(value, bool) else str(value).removeprefix("torch.")
 
 
 def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:

@@ -11,7 +11,7 @@ import torch
 from ..batch import Images, ModelInput, RolloutId, ScoredGroup
 from ..data.images import text_of
 from ..policy.packing import loss_tokens
-from .thumbnails import thumbnails
+from .thumbnails import data_url, thumbnails
 
 MOST_TOKENS = 4096  # of a completion
 MOST_OF_A_STEP = 32_768  # of all of a step's; one takes some 30 bytes
@@ -102,8 +102,8 @@ def sample_entries(
                 "extra": {name: values[index] for name, values in scored.logged.columns.items()},
             }
             if rollout.input not in shown:
-                shown[rollout.input] = thumbnails(_pictures(rollout.input.images))
-            if pictures := [*shown[rollout.input], *thumbnails(_pictures(*rollout.images))]:
+                shown[rollout.input] = _small(rollout.input.images)
+            if pictures := [*shown[rollout.input], *_small(*rollout.images)]:
                 entry["images"] = pictures
             if rollout.messages:
                 entry["messages"] = text_of(list(rollout.messages)) if rollout.images else list(rollout.messages)
@@ -113,8 +113,10 @@ def sample_entries(
     return found
 
 
-def _pictures(*images: Images | None) -> list[Any]:
-    return [picture for of in images if of is not None for picture in of.pictures]
+def _small(*images: Images | None) -> list[str]:
+    """The first of the pictures, as a page takes them."""
+    pictures = [picture for of in images if of is not None for picture in of.pictures]
+    return [*map(data_url, thumbnails(pictures))]
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

@@ -13,13 +13,18 @@ BYTES = 4096  # of one
 PREFIX = "data:image/jpeg;base64,"
 
 
-def thumbnails(pictures: Sequence[Any]) -> list[str]:
-    """The first images as data URLs. One that takes more bytes than it may is left out."""
+def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
+    """The first images as JPEG files. One that takes more bytes than it may is left out."""
     found = []
     for picture in pictures[:MOST]:
         small, file = picture.copy(), io.BytesIO()
         small.thumbnail((SIDE, SIDE))
         small.convert("RGB").save(file, "JPEG", quality=70)
         if file.tell() <= BYTES:
-            found.append(PREFIX + base64.b64encode(file.getvalue()).decode())
+            found.append(file.getvalue())
     return found
+
+
+def data_url(file: bytes) -> str:
+    """A JPEG file as a page takes it."""
+    return PREFIX + base64.b64encode(file).decode()

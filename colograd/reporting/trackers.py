@@ -13,6 +13,7 @@ wandb and trackio count their own steps. What is sent here begins none, but join
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,13 +55,16 @@ class Trackers:
                 with self._sending(name):
                     tracker.log(data, step=None if following is None else max(following - 1, 0))
 
-    def table(self, key: str, columns: Mapping[str, Sequence[Any]]) -> None:
-        """A table of columns."""
+    def table(
+        self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
+    ) -> None:
+        """A table of columns, and of columns of pictures: some files in each row."""
         import pandas as pd
 
         for name, tracker in self._running("wandb", "trackio"):
             with self._sending(name):
-                self._log(name, {key: tracker.Table(dataframe=pd.DataFrame(dict(columns)))})
+                seen = {column: [_images(tracker, files) for files in rows] for column, rows in pictures.items()}
+                self._log(name, {key: tracker.Table(dataframe=pd.DataFrame({**columns, **seen}))})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
         """A histogram of each list of numbers; NaN is left out."""
@@ -127,6 +131,13 @@ class Trackers:
                 self._told = True
                 line = f"{type(error).__name__}: {error}".splitlines()[0]
                 self._warn(f"trackers: {name} didn't take all that was sent ({line}); said once")
+
+
+def _images(tracker: Any, files: Sequence[bytes]) -> list[Any]:
+    """Files of pictures as the tracker has them."""
+    from PIL import Image
+
+    return [tracker.Image(Image.open(io.BytesIO(file))) for file in files]
 
 
 def _current_run(tracker: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Objects by import path: `package.module:name`, or with a dot as TRL writes it; one error that helps. And modules by
-import paths that they no longer have.
+"""Objects by import path: `package.module:name`, or with a dot as TRL writes it; one error that helps. Modules by
+import paths that they no longer have, and packages that others import for a case that may not come.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -61,6 +63,40 @@ def _split(spec: str) -> tuple[str, str]:
     if not colon:
         module, _, attribute = spec.rpartition(".")
     return module, attribute
+
+
+def import_when_used(name: str) -> None:
+    """Let ``import name`` do nothing yet: the package is loaded when something of it, or below it, is first asked for.
+
+    Does nothing if it is imported already or not installed. (`importlib.util.LazyLoader` fails for packages that import
+    their own modules, before Python 3.12.)
+    """
+    if name in sys.modules or (spec := importlib.util.find_spec(name)) is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    del module.__path__  # which what is below it is looked for by
+    module.__class__ = _Waiting
+    sys.modules[name] = module
+
+
+class _Waiting(ModuleType):
+    """A package that hasn't been run."""
+
+    _lock = threading.RLock()
+
+    def __getattr__(self, attribute: str) -> Any:
+        with _Waiting._lock:
+            if type(self) is _Waiting:
+                self.__class__ = ModuleType  # type: ignore[assignment]
+                spec = self.__spec__
+                assert spec is not None and spec.loader is not None and spec.submodule_search_locations is not None
+                self.__path__ = spec.submodule_search_locations
+                try:
+                    spec.loader.exec_module(self)
+                except BaseException:
+                    sys.modules.pop(self.__name__, None)  # as an import that fails
+                    raise
+        return getattr(self, attribute)
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):

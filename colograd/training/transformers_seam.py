@@ -161,6 +161,8 @@ class PackedTrainer(ResumableTrainer):
             history=self.state.log_history,
             hub_model_id=args.hub_model_id,
             adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
+            quantization=None if self.policy.quantization is None else self.policy.quantization.settings,
+            base_dtype=str(self.model.dtype).removeprefix("torch."),
         )
         write_card(folder, run=facts)
 

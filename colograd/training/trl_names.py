@@ -23,14 +23,13 @@ OF_ARGUMENTS = (
     "vllm_importance_sampling_clip_min", "loss_type", "delta", "scale_rewards", "importance_sampling_level",
     "off_policy_mask_threshold", "multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile",
     "use_adaptive_entropy", "num_iterations", "beta", "epsilon_high", "shuffle_dataset", "log_completions",
-    "log_unique_prompts", "num_completions_to_print",
+    "log_unique_prompts", "log_multimodal", "num_completions_to_print",
 )  # fmt: skip
 # Attributes that say of TRL's trainer what is so here in any run.
 ALWAYS = {
     "chat_template": None,
     "use_transformers_continuous_batching": False,
     "continuous_batching_config": None,
-    "log_multimodal": False,
     "pad_to_multiple_of": None,
 }
 ENGINE = (

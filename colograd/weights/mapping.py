@@ -26,6 +26,8 @@ EXPERTS = {
 AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts as checkpoints have them
 WITHIN = ("", "routed_experts.")  # of vLLM's module of the experts, where their tensors are
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # transformers calls a mixture's block as any other, vLLM some by the second
+# Where transformers and where vLLM have the parts of a SigLIP tower.
+TOWER = ("vision_tower.", "vision_tower.vision_model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ def _whereabouts(
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
     """The engine's tensor that holds a parameter, the parameters that are fused in it, and which of them it is."""
     mapped = renamed(name, engine_model)
+    if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
+        mapped = mapped.replace(*TOWER, 1)
     for found in (mapped, mapped.replace(*BLOCKS)):
         if found in targets:
             return targets[found], [sources[name]], 0

@@ -7,6 +7,8 @@ when the engine is asked for its first completion. A stage's time is its own: wh
 one's. Wall seconds are the main thread's; processor seconds are all threads' while it was in that stage. The first
 start on a machine reads files that aren't in memory yet: of several the quickest counts. With several ranks, started
 by torchrun, the figures are the first one's.
+
+A last line has the time from the command to the refusal of a model that can't be trained, with all imports before it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
 # Functions that are stages: where they are, and what they are called. Looked for where they are used.
 STAGES = {
     "colograd.config": {"parse_arguments": "recipe and command line"},
+    "colograd.policy.supported": {"check_supported": "the model's configuration: is it supported?"},
     "colograd.data": {"load_datasets": "dataset"},
     "colograd.trainer": {
         "load_policy": "policy: model and tokenizer",
@@ -181,6 +184,21 @@ def measure(arguments: Sequence[str], ranks: int) -> dict[str, list[float]]:
         return json.loads(out.read_text())
 
 
+def measure_refusal() -> list[float]:
+    """Wall and processor seconds until a mixture of an untried family is refused, from its configuration alone."""
+    model = {"model_type": "jetmoe", "num_local_experts": 8, "num_experts_per_tok": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(model))
+        settings = {"model_name_or_path": folder, "dataset_name": "none", "reward_funcs": "none", "output_dir": folder}
+        flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+        command = [sys.executable, str(ROOT / "colograd" / "train.py"), *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2 and "wasn't tried" in done.stderr, done.stderr[-2000:]
+    return [time.time() - begun, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]
+
+
 def main() -> None:
     if sys.argv[1:2] == [ONE]:
         start(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
@@ -198,7 +216,9 @@ def main() -> None:
     total = [sum(seconds[clock] for seconds in best.values()) for clock in (0, 1)]
     print(f"{options.config.name} on {machine()}, the quickest of {options.repeats}:\n")
     print(table(["Stage", "wall, s", "processor, s"], [*rows, ["all", *(f"{one:.1f}" for one in total)]]))
-    write(options.out, {"machine": machine(), "starts": starts})
+    refused = min((measure_refusal() for _ in range(options.repeats)), key=lambda seconds: seconds[1])
+    print(f"\nrefused after {refused[0]:.1f} s, {refused[1]:.1f} processor seconds")
+    write(options.out, {"machine": machine(), "starts": starts, "refused": refused})
 
 
 if __name__ == "__main__":
