@@ -19,6 +19,7 @@ TEMPLATE = (
 )
 PLACEHOLDERS = {
     "idefics3": "<image>",
+    "smolvlm": "<image>",
     "gemma3_vl": "<start_of_image>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
 }

@@ -156,7 +156,7 @@ def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_r
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ALL)
 def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
     family: str, models, tmp_path: Path, closing, tried
 ) -> None:
@@ -174,16 +174,18 @@ def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["qwen3_moe", "mixtral"]))
 def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Path, tried) -> None:
+    """gpt-oss's experts have biases, whose gradients torch sums in any order, by several threads."""
     found = []
     for resumes in (False, True):
-        trainer = build(models[family], tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+        changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "full_determinism": family == "gpt_oss"}
+        trainer = build(models[family], tmp_path, **changes)
         try:
             trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2") if resumes else None)
             found.append([p.detach().clone() for p in trainer.model.parameters()])
         finally:
             trainer.close()
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
-    tried(family, "resumed")
+    tried(family, resumed="with full_determinism" if family == "gpt_oss" else "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

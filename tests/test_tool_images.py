@@ -34,7 +34,7 @@ from colograd.batch import (
     ScoredGroup,
 )
 from colograd.data import PromptRules
-from colograd.data.images import ImageError, ImageReader
+from colograd.data.images import ImageReader
 from colograd.engine.sampling import Sampling
 from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
@@ -82,11 +82,11 @@ def test_an_image_token_that_a_tool_wrote_is_a_token_but_not_beside_a_picture(fo
     answer = form.answer([message])
     assert answer.images is None and answer.ids.count(form._reader.image_token) == 1
     beside = [{"type": "image", "image": tiny_images.picture(1)}, {"type": "text", "text": "an <image> token"}]
-    with pytest.raises(ImageError, match=r"2 image token\(s\) in the text and 1 image"):
+    with pytest.raises(ValueError, match=r"2 image token\(s\) in the text and 1 image"):
         form.answer([{**message, "content": beside}])
 
 
-@test_images.needs_torchvision
+@test_images.needs("torchvision")
 def test_the_template_of_qwen3_vl_writes_pictures_and_that_of_qwen2_5_vl_no_calls() -> None:
     """Of TRL's copies."""
     import trl
@@ -251,7 +251,7 @@ def seeing_trainer(folder: Path, family: str, reward: Any, **changes: Any) -> GR
         "idefics3",
         pytest.param("gemma3_vl", marks=pytest.mark.slow),
         *(
-            pytest.param(family, marks=[test_images.needs_torchvision, pytest.mark.slow])
+            pytest.param(family, marks=[test_images.needs("torchvision"), pytest.mark.slow])
             for family in ("qwen2_5_vl", "qwen3_vl")
         ),
     ],

@@ -6,9 +6,10 @@ As TRL has it, a row's images are in its column ``images`` (a list) or ``image``
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -18,10 +19,6 @@ from ..batch import Images, ModelInput
 COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # of what a processor returns
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # of a template, or of a processor
-
-
-class ImageError(ValueError):
-    """Images and their places don't go together."""
 
 
 class ImageReader:
@@ -47,16 +44,8 @@ class ImageReader:
         Raises:
             ValueError: images and places differ in number, an image can't be read, or the processor refuses the row.
         """
-        messages, pictures = with_images(row["prompt"], images_of(row, where), where)
-        self.most = max(self.most, len(pictures))
-        try:
-            return self.made(messages, pictures, arguments)
-        except ImageError as error:
-            raise ValueError(f"{where}: {error}") from None
-        except REFUSALS as error:
-            raise ValueError(
-                f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}"
-            ) from error
+        with _refusals(row, where):
+            return self.made(*self._messages(row, where), arguments)
 
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
@@ -68,13 +57,13 @@ class ImageReader:
             pictures: PIL images in RGB, in the order of their places in the messages.
 
         Raises:
-            ImageError: an image token in the text that is no picture's place.
-            REFUSALS: the template's or the processor's.
+            REFUSALS: the template's or the processor's, or an image token in the text that is no picture's place.
         """
-        text, engine_ids, special = self.tokens(messages, arguments)
+        text, special = self._text(messages, arguments)
+        engine_ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         written = sum(token in (self.placeholder, self.image_token) for token in engine_ids)
         if written != len(pictures):
-            raise ImageError(
+            raise ValueError(
                 f"there are {written} image token(s) in the text and {len(pictures)} image(s): remove those that stand "
                 'for none, or write {"type": "image"} parts and give as many images.'
             )
@@ -88,6 +77,11 @@ class ImageReader:
             ids, Images(digest_of(pictures), engine_ids, tuple(pictures), inputs, places, self.placeholder)
         )
 
+    def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+        """A conversation without images, as text and as tokens. An image token that stands in it is a token."""
+        text, special = self._text(messages, arguments)
+        return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+
     def made_up(self) -> ModelInput:
         """A prompt with an image, of no dataset."""
         from PIL import Image
@@ -95,15 +89,6 @@ class ImageReader:
         picture = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
         row = {"prompt": [{"role": "user", "content": "What is it?"}], "image": picture}
         return self.read(row, {"add_generation_prompt": True}, "a made-up prompt")
-
-    def tokens(
-        self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]
-    ) -> tuple[str, tuple[int, ...], bool]:
-        """A conversation as text and as tokens, with a placeholder per image; whether the tokenizer added its own."""
-        tokenizer = self.processor.tokenizer
-        text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
-        special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-        return text, tuple(tokenizer(text, add_special_tokens=special).input_ids), special
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
         """Images that were read before, of the same pictures."""
@@ -121,6 +106,64 @@ class ImageReader:
         """The token that stands for a picture before the processor has seen it. (Gemma's image tokens are others.)"""
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
+    def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
+        """How many tokens the prompt that `read` makes will have, by its images' sizes, without their pixels; None: the
+        processor can't tell.
+
+        Raises:
+            ValueError: as `read`, but for what is found while pixels are made.
+        """
+        with _refusals(row, where):
+            messages, pictures = self._messages(row, where)
+            text, special = self._text(messages, arguments)
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have as many
+                text = text.replace(self.processor.boi_token, whole)
+            placeholders = len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+        if not pictures or whole:
+            return placeholders
+        if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM asks it too
+            return None
+        sizes = [(picture.height, picture.width) for picture in pictures]
+        return placeholders + sum(
+            tokens - 1 for tokens in self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+        )
+
+    def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
+        """A row's conversation, and its images in RGB."""
+        messages, pictures = with_images(row["prompt"], images_of(row, where), where)
+        self.most = max(self.most, len(pictures))
+        return messages, pictures
+
+    def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """A conversation as text with a placeholder for each image, and whether the tokenizer is to add its own."""
+        text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
+        start = self.processor.tokenizer.bos_token
+        return text, not (start and text.startswith(start))
+
+
+class Unreadable(ValueError):
+    """A row that says itself what is wrong with it."""
+
+
+@contextlib.contextmanager
+def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
+    try:
+        yield
+    except Unreadable:
+        raise
+    except REFUSALS as error:
+        raise ValueError(f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}") from error
+
+
+def loaded(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The row with its columns of images decoded.
+
+    Raises:
+        ValueError: see `images_of`.
+    """
+    found = images_of(row, where)
+    return {**row, "images": found or None, "image": None}
+
 
 def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
     """The row's images in RGB, from its column ``images`` or ``image``.
@@ -130,9 +173,9 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
     """
     several, one = row.get("images"), row.get("image")
     if several and one is not None:
-        raise ValueError(f"{where}: it has both `images` and `image`: leave one of the columns out.")
+        raise Unreadable(f"{where}: it has both `images` and `image`: leave one of the columns out.")
     if several is not None and not isinstance(several, (list, tuple)):
-        raise ValueError(
+        raise Unreadable(
             f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into `image`."
         )
     given = [*several] if several else [] if one is None else [one]
@@ -152,9 +195,10 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
+        image.load()  # a file that is cut off is found out here
         return image if image.mode == "RGB" else image.convert("RGB")
-    except (OSError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
+    except Exception as error:  # a broken file has many ways to say so
+        raise Unreadable(
             f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path, or a "
             "column of `datasets.Image`."
         ) from None
@@ -167,7 +211,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
         ValueError: the prompt is no conversation, or has more or fewer places than there are images.
     """
     if not isinstance(prompt, list):
-        raise ValueError(
+        raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
             '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}].'
         )
@@ -179,7 +223,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
             contents[first] = [*({"type": "image"} for _ in images), *contents[first]]
             places = [*images]
     if len(places) != len(images):
-        raise ValueError(
+        raise Unreadable(
             f'{where}: the prompt has {len(places)} place(s) for images ({{"type": "image"}} parts) and the row '
             f"{len(images)} image(s): give as many of one as of the other."
         )

@@ -199,9 +199,9 @@ def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolb
     """A prompt with images, to prove things on; none where there are no images, or not in the first rows. Where tools
     may show some to a model whose prompts have none, one is made up."""
     if getattr(prompts[0], "most_images", 0):
-        found = [prompt.input for prompt in prompts[0].first(IMAGES_LOOKED_AT) if prompt.input.images is not None][:1]
-        if found:
-            return found
+        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
+        if (first := next(found, None)) is not None:
+            return [first]
     reader = image_reader_of(policy)
     return [reader.made_up()] if reader is not None and tools is not None else []
 
