@@ -63,9 +63,8 @@ def processor_of(family: str) -> tuple[Any, Any]:
 
 
 def make_model(folder: Path, family: str) -> Path:
-    model, processor = processor_of(family)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    tiny_images.make_model(folder, family, max_position_embeddings=1024)
+    processor_of(family)[1].save_pretrained(folder)
     return folder
 
 

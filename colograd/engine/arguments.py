@@ -10,6 +10,7 @@ import torch
 
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
+from .images import find_gemma3
 
 # Tokens of a KV block on a CPU. A group's prompt is computed once as far as it fills whole blocks; with vLLM's 128 most
 # prompts would be computed G times.
@@ -227,6 +228,8 @@ def serves_lora(model_path: str, config: GRPOConfig) -> bool:
 
     revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
     model = AutoConfig.from_pretrained(model_path, revision=revision, trust_remote_code=config.trust_remote_code)
+    if model.model_type == "gemma3":
+        find_gemma3()  # whose class is looked at before an engine is built
     known = [ModelRegistry.models[name] for name in model.architectures or () if name in ModelRegistry.models]
     return not known or bool(supports_lora(known[0].load_model_cls()))
 
