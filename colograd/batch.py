@@ -17,7 +17,7 @@ import enum
 import hashlib
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,12 @@ class FinishReason(enum.StrEnum):
     """The trainer no longer needed it."""
 
 
+STAND_IN = 0  # a token that is no placeholder, of any model
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Images:
-    """The images of a prompt, as the processor made them, once: its completions share this object.
+    """The images of a prompt, or of a tool's answer, as the processor made them, once: completions share this object.
 
     Equal where the pictures are, by their digest; processors are a run's.
 
@@ -45,10 +48,11 @@ class Images:
     """
 
     digest: str  # of the pictures' sizes and bytes
-    engine_ids: tuple[int, ...]  # the prompt with one placeholder per picture, which the engine fills itself
+    engine_ids: tuple[int, ...]  # the text with one placeholder per picture, which the engine fills itself
     pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders; dropped where only the trainer
     inputs: Mapping[str, torch.Tensor]  # reads them. What the model's forward takes beside ids, on the host
-    places: tuple[int, ...]  # in the prompt, of the tokens whose embeddings the pictures' features replace
+    places: tuple[int, ...]  # in the text, of the tokens whose embeddings the pictures' features replace
+    placeholder: int = -1  # the token of that name
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Images) and (self.digest, self.engine_ids) == (other.digest, other.engine_ids)
@@ -74,12 +78,35 @@ class ModelInput:
         """P: the tokens."""
         return len(self.ids)
 
-    def followed_by(self, ids: Sequence[int]) -> ModelInput:
-        """The input of a further turn: all of this one, and what was written behind it."""
-        images = self.images
-        if images is not None:
-            images = dataclasses.replace(images, engine_ids=(*images.engine_ids, *ids))
-        return ModelInput((*self.ids, *ids), images)
+    def followed_by(self, ids: Sequence[int], images: Images | None = None) -> ModelInput:
+        """What the engine reads for a further turn: all of this, and what was written behind it.
+
+        A placeholder that somebody wrote is no picture's: the engine, which would take it for the next one's, gets
+        another token in its place, and puts it back (see `engine.images`).
+
+        Args:
+            images: among ``ids``, with places in them.
+        """
+        before, last = self.images, images or self.images
+        if last is None:
+            return ModelInput((*self.ids, *ids))
+
+        def plain(ids: Sequence[int]) -> Iterator[int]:
+            return (STAND_IN if token == last.placeholder else token for token in ids)
+
+        both = [of for of in (before, images) if of is not None]
+        joined = Images(
+            digest="+".join(of.digest for of in both),
+            engine_ids=(
+                *(plain(self.ids) if before is None else before.engine_ids),
+                *(plain(ids) if images is None else images.engine_ids),
+            ),
+            pictures=tuple(picture for of in both for picture in of.pictures),
+            inputs={},  # the engine makes its own
+            places=(*(before.places if before else ()), *(len(self) + at for at in (images.places if images else ()))),
+            placeholder=last.placeholder,
+        )
+        return ModelInput((*self.ids, *ids), joined)
 
     @property
     def key(self) -> str:
@@ -162,6 +189,7 @@ class Rollout(_Asked):
     messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
     columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
     experts: Experts | None = None  # with `router_replay`
+    images: tuple[Images, ...] = ()  # of tools' answers, with places in the completion
 
     def __post_init__(self) -> None:
         _Asked.__post_init__(self)
@@ -216,7 +244,13 @@ class ScoredGroup:
         """The group without what only rewards and logs read, to be sent to another rank."""
         seen: dict[ModelInput, ModelInput] = {}  # one object for the completions of one prompt, also where they arrive
         rollouts = tuple(
-            dataclasses.replace(rollout, messages=(), columns={}, input=seen.setdefault(rollout.input, _bare(rollout)))
+            dataclasses.replace(
+                rollout,
+                messages=(),
+                columns={},
+                input=seen.setdefault(rollout.input, _bare(rollout.input)),
+                images=tuple(map(_without_pictures, rollout.images)),
+            )
             for rollout in self.group.rollouts
         )
         group = dataclasses.replace(self.group, example={}, rollouts=rollouts)
@@ -224,12 +258,14 @@ class ScoredGroup:
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
 
 
-def _bare(rollout: Rollout) -> ModelInput:
-    """Its input without the pictures, of which the pixels are left."""
-    asked = rollout.input
-    if asked.images is None:
-        return asked
-    return dataclasses.replace(asked, images=dataclasses.replace(asked.images, pictures=()))
+def _bare(asked: ModelInput) -> ModelInput:
+    """An input without the pictures."""
+    return asked if asked.images is None else dataclasses.replace(asked, images=_without_pictures(asked.images))
+
+
+def _without_pictures(images: Images) -> Images:
+    """Of which the pixels are left."""
+    return dataclasses.replace(images, pictures=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +400,7 @@ class MicroBatch:
     step_entropy: StepEntropy = StepEntropy()
     in_loss: bool = True  # whether any token counts in the loss: known without asking the device
     experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
-    images: Mapping[int, Images] | None = None  # by the segment of their prompt; None: the row has none
+    images: Mapping[int, tuple[Images, ...]] | None = None  # by their segment, with places in it; None: there are none
 
     @property
     def num_sequences(self) -> int:

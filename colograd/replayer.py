@@ -23,6 +23,7 @@ from .training import checkpoints
 from .training.assembly import Assembly, Prompts, assemble_alone
 from .training.journaling import settings_of
 from .training.replaying import Comparison, RecordedRounds, Replay
+from .training.task import image_reader_of
 
 
 class Unasked:
@@ -74,7 +75,8 @@ class Replayer(GRPOTrainer):
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
         self.source = self.engine
-        self.rounds = RecordedRounds(replay, args.layout.rank, settings_of(args, self._reward_names))
+        settings = settings_of(args, self._reward_names)
+        self.rounds = RecordedRounds(replay, args.layout.rank, settings, image_reader_of(self.policy))
         self.journal = None if args.layout.engine_place else self.rounds
         self.comparison = Comparison(self.rounds)
         self.add_callback(_EndAfter(replay.last))

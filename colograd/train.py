@@ -97,8 +97,7 @@ def make_trainer(
 
     config.model_init_kwargs = {**model.init_kwargs(), **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
     with together("the start"):  # the trainer does it too, but takes long to import
-        has_tools = bool(script.tools) or script.environment_factory is not None
-        check_supported(model.model_name_or_path, config, model.peft_config(), has_tools)
+        check_supported(model.model_name_or_path, config, model.peft_config())
 
     from colograd import GRPOTrainer
     from colograd.data import load_datasets

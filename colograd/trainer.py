@@ -69,9 +69,9 @@ from .training.assembly import (
     Prompts,
     assemble,
     choose_kernels,
+    prompts_with_images,
     rollout_source,
     settle_by_memory,
-    with_images,
 )
 from .training.closing import closes_if_it_fails
 from .training.evaluating import EvaluatingTrainer
@@ -82,6 +82,7 @@ from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
     check_rewards,
     eval_prompts_of,
+    image_reader_of,
     loader_of,
     prepared_config,
     rewards_of,
@@ -151,7 +152,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             check_engines(args.layout, places)
             args.check_for_trainer()
             take_quantization(args, model, quantization_config)
-            check_supported(model, args, peft_config, tools=bool(tools) or environment_factory is not None)
+            check_supported(model, args, peft_config)
             self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)
@@ -177,7 +178,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             form = tool_format_of(self.toolbox, self.policy, args)
             self.train_prompts = train_prompts_of(train_dataset, self.policy, args, self.toolbox)
             self.eval_prompts = eval_prompts_of(eval_dataset, self.policy, args, self.toolbox)
-            self._seen = [found] if (found := with_images([self.train_prompts])) is not None else []
+            self._seen = prompts_with_images([self.train_prompts], self.policy, self.toolbox)
             self.policy = proven_with_images(self.policy, self._seen)
             own = type(self).generate, type(self).score  # a user's give rewards further columns, or ask none of them
             if rollout_func is None and own == (GRPOTrainer.generate, GRPOTrainer.score):
@@ -207,7 +208,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         self.completion_log = completion_log_of(args, self._reward_names, self.run_record.trackers, reads_images)
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
-        self.journal = journal_of(args, self._reward_names)
+        self.journal = journal_of(args, self._reward_names, image_reader_of(self.policy))
         if self.journal is not None:
             self.closing.callback(self.journal.close)
         self._told_unjudged = False  # whether it was said that nobody judged a completion

@@ -1,4 +1,4 @@
-"""Images in prompts: from a dataset's columns into a conversation's parts, and through the processor, once per prompt.
+"""Images in prompts and in tools' answers: into a conversation's parts, and through the processor, once for each.
 
 As TRL has it, a row's images are in its column ``images`` (a list) or ``image`` (one), and their places are the parts
 ``{"type": "image"}`` of its conversation; where no message has any, they stand before the first user message.
@@ -18,6 +18,7 @@ from ..batch import Images, ModelInput
 
 COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # of what a processor returns
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # of a template, or of a processor
 
 
 class ImageReader:
@@ -44,21 +45,66 @@ class ImageReader:
             ValueError: images and places differ in number, an image can't be read, or the processor refuses the row.
         """
         with _refusals(row, where):
-            pictures, text, begun = self._text(row, arguments, where)
-            given: dict[str, Any] = {"images": [pictures]} if pictures else {}
-            made = self.processor(text=[text], return_tensors="pt", add_special_tokens=not begun, **given)
+            return self.made(*self._messages(row, where), arguments)
+
+    def made(
+        self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> ModelInput:
+        """What the processor makes of a conversation.
+
+        Args:
+            messages: with all contents as parts.
+            pictures: PIL images in RGB, in the order of their places in the messages.
+
+        Raises:
+            REFUSALS: the template's or the processor's, or an image token in the text that is no picture's place.
+        """
+        text, special = self._text(messages, arguments)
+        engine_ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+        written = sum(token in (self.placeholder, self.image_token) for token in engine_ids)
+        if written != len(pictures):
+            raise ValueError(
+                f"there are {written} image token(s) in the text and {len(pictures)} image(s): remove those that stand "
+                'for none, or write {"type": "image"} parts and give as many images.'
+            )
+        if not pictures:
+            return ModelInput(engine_ids)
+        made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt", add_special_tokens=special)
         ids = tuple(made["input_ids"][0].tolist())
         places = tuple(place for place, token in enumerate(ids) if token == self.image_token)
-        if not pictures:
-            if places:
-                raise ValueError(
-                    f"{where}: the prompt has {len(places)} image token(s) in its text and no image: remove them, or "
-                    'write {"type": "image"} parts and give the column `images`.'
-                )
-            return ModelInput(ids)
-        engine_ids = tuple(self.processor.tokenizer(text, add_special_tokens=not begun).input_ids)
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
-        return ModelInput(ids, Images(digest_of(pictures), engine_ids, tuple(pictures), inputs, places))
+        return ModelInput(
+            ids, Images(digest_of(pictures), engine_ids, tuple(pictures), inputs, places, self.placeholder)
+        )
+
+    def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+        """A conversation without images, as text and as tokens. An image token that stands in it is a token."""
+        text, special = self._text(messages, arguments)
+        return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+
+    def made_up(self) -> ModelInput:
+        """A prompt with an image, of no dataset."""
+        from PIL import Image
+
+        picture = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+        row = {"prompt": [{"role": "user", "content": "What is it?"}], "image": picture}
+        return self.read(row, {"add_generation_prompt": True}, "a made-up prompt")
+
+    def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
+        """Images that were read before, of the same pictures."""
+        text = self.processor.image_token * len(pictures)
+        made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
+        inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
+        for name, value in inputs.items():
+            if value.shape == made["input_ids"].shape:  # it says of each token whether it is an image's
+                inputs[name] = value.new_zeros(1, places[-1] + 1)
+                inputs[name][0, [*places]] = 1
+        return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
+
+    @property
+    def placeholder(self) -> int:
+        """The token that stands for a picture before the processor has seen it. (Gemma's image tokens are others.)"""
+        return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
         """How many tokens the prompt that `read` makes will have, by its images' sizes, without their pixels; None: the
@@ -68,10 +114,11 @@ class ImageReader:
             ValueError: as `read`, but for what is found while pixels are made.
         """
         with _refusals(row, where):
-            pictures, text, begun = self._text(row, arguments, where)
+            messages, pictures = self._messages(row, where)
+            text, special = self._text(messages, arguments)
             if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have as many
                 text = text.replace(self.processor.boi_token, whole)
-            placeholders = len(self.processor.tokenizer(text, add_special_tokens=not begun).input_ids)
+            placeholders = len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         if not pictures or whole:
             return placeholders
         if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM asks it too
@@ -81,13 +128,17 @@ class ImageReader:
             tokens - 1 for tokens in self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
         )
 
-    def _text(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> tuple[list[Any], str, bool]:
-        """A row's images in RGB, its conversation as text with a placeholder for each, and whether it has begun."""
+    def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
+        """A row's conversation, and its images in RGB."""
         messages, pictures = with_images(row["prompt"], images_of(row, where), where)
         self.most = max(self.most, len(pictures))
-        text = self.processor.apply_chat_template(messages, tokenize=False, **arguments)
+        return messages, pictures
+
+    def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """A conversation as text with a placeholder for each image, and whether the tokenizer is to add its own."""
+        text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
         start = self.processor.tokenizer.bos_token
-        return pictures, text, bool(start) and text.startswith(start)
+        return text, not (start and text.startswith(start))
 
 
 class Unreadable(ValueError):
@@ -100,7 +151,7 @@ def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
         yield
     except Unreadable:
         raise
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+    except REFUSALS as error:
         raise ValueError(f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}") from error
 
 
@@ -189,6 +240,20 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
         kept = {key: value for key, value in message.items() if value is not None}
         messages.append({**kept, "content": parts})
     return messages, found
+
+
+def with_own_images(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The row's conversation with its images in their parts.
+
+    Raises:
+        ValueError: see `with_images`.
+    """
+    messages, images = with_images(row["prompt"], images_of(row, where), where)
+    waiting = iter(images)
+    return [
+        {**m, "content": [p | {"image": next(waiting)} if p["type"] == "image" else p for p in m["content"]]}
+        for m in messages
+    ]
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -172,6 +173,18 @@ class PromptRules:
             fits = self.fits(len(ids), columns["prompt"][row - first], row)
             found.append(tuple(ids) if fits else None)
         return found
+
+    def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
+        """A prompt that isn't the dataset's, with its images in their parts; None: it is too long.
+
+        Args:
+            where: what messages call it.
+        """
+        if self.images is not None:
+            asked = dataclasses.replace(self, name=where).read(example, 0)
+            return asked if len(asked) <= self.max_prompt_tokens else None
+        (ids,) = self.encode({name: [value] for name, value in example.items()}, 0)
+        return None if ids is None else ModelInput(ids)
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
         """Whether a row's prompt isn't too long.

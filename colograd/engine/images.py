@@ -15,7 +15,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from ..batch import Images, ModelInput
+from ..batch import STAND_IN, ModelInput
 
 
 def find_gemma3() -> None:
@@ -41,10 +41,38 @@ def find_gemma3() -> None:
     ModelRegistry.register_model(architecture, getattr(found, architecture))
 
 
-def prompt_with_images(images: Images) -> dict[str, Any]:
-    """A prompt as `LLMEngine.add_request` takes it."""
-    assert images.pictures, "the pictures of a prompt stay on the rank that samples it"
-    return {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
+def prompt_with_images(core: Any, asked: ModelInput) -> Any:
+    """A prompt as `LLMEngine.add_request` takes it.
+
+    vLLM takes any placeholder for a picture's. Where the model or a tool wrote one, another token stands in its place
+    while vLLM puts in the pictures' tokens, and is put back here.
+
+    Raises:
+        RuntimeError: see `check_expanded`.
+    """
+    images = asked.images
+    assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
+    prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
+    written = _written_placeholders(asked)
+    if not written:
+        return prompt
+    rendered = core.renderer.render_cmpl([prompt])[0]
+    found = list(rendered["prompt_token_ids"])
+    if len(found) == len(asked):
+        for place in written:
+            found[place] = asked.ids[place] if found[place] == STAND_IN else found[place]
+    check_expanded(asked, found)
+    return {**rendered, "prompt_token_ids": found}
+
+
+def _written_placeholders(asked: ModelInput) -> list[int]:
+    """The places of those that stand for no picture."""
+    images = asked.images
+    assert images is not None
+    if images.engine_ids.count(STAND_IN) == asked.ids.count(STAND_IN):
+        return []
+    places = {*images.places}
+    return [at for at, token in enumerate(asked.ids) if token == images.placeholder and at not in places]
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:

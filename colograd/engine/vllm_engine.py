@@ -391,7 +391,7 @@ class Engine:
         request = f"request-{self._requests}"
         prompt: Any = {"prompt_token_ids": list(asked.ids)}
         if asked.images is not None:
-            prompt, self._seen[request] = prompt_with_images(asked.images), asked
+            prompt, self._seen[request] = prompt_with_images(self.core, asked), asked
         self.core.add_request(request, prompt, params, lora_request=self._adapter)
         self._open[request] = asked.ids
         return request

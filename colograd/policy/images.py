@@ -1,8 +1,8 @@
 """Images in a forward: which models take them, and how a row's pictures come into its hidden states.
 
-The features of a row's pictures are computed together, once per prompt, and put in the place of their tokens'
-embeddings. Those places are known from the prompt (`Images.places`), never looked for among the row's tokens: a
-completion may contain the image token, which is a token like any other there, as it is in the engine.
+The features of a row's pictures are computed together, once per prompt or tool's answer, and put in the place of their
+tokens' embeddings. Those places are known (`Images.places`), never looked for among the row's tokens: a completion may
+contain the image token, which is a token like any other there, as it is in the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -110,27 +110,39 @@ def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:
     }
 
 
+def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tuple[int, int]) -> dict[str, Any]:
+    """`own_inputs` of a sequence that may have pictures in its completion, too.
+
+    Args:
+        lengths: of prompt and completion.
+    """
+    placed = [*((0, of) for of in prompt), *((lengths[0], of) for of in answers)]
+    parts = [own_inputs(of, 0) for _, of in placed]
+    found: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        if name in PER_TOKEN:
+            found[name] = _kinds(placed, sum(lengths)).long()
+        else:
+            found[name] = _joined([part[name] for part in parts], tiled="pixel_attention_mask" in parts[0])
+    return found
+
+
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """The last hidden states of a packed row with pictures, (1, T, hidden)."""
-    layout, starts = micro_batch.layout, micro_batch.layout.starts
-    images = dict(sorted((micro_batch.images or {}).items()))
-    places = torch.cat([torch.tensor(of.places) + starts[segment] for segment, of in images.items()])
+    starts = micro_batch.layout.starts
+    placed = [(starts[segment], of) for segment, images in (micro_batch.images or {}).items() for of in images]
     device = micro_batch.input_ids.device
     positions = micro_batch.position_ids
     if hasattr(_body(model), "get_rope_index"):
-        positions = _row_positions(model, micro_batch, images)
-    embeds, more = _with_pictures(model, micro_batch.input_ids, [*images.values()], [1] * len(images), places)
+        positions = _row_positions(model, micro_batch)
+    embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
     if model.config.model_type in BOTH_WAYS:
-        more["both_ways"] = [
-            (starts[segment] + first, starts[segment] + end)
-            for segment, of in images.items()
-            for first, end in _runs(of.places)
-        ]
+        more["both_ways"] = [(at + first, at + end) for at, of in placed for first, end in _runs(of.places)]
     output = model.get_decoder()(
         inputs_embeds=embeds,
         attention_mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=device),
         position_ids=positions,
-        layout=layout,
+        layout=micro_batch.layout,
         use_cache=False,
         **more,
     )
@@ -145,52 +157,60 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def padded_hidden_states(
-    model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, prompts: Sequence[int]
+    model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
     """Those of padded rows, (B, L, hidden).
 
     Args:
         ids, mask: (B, L), the mask 1 where there is a token.
-        prompts: [B] the segment of each row's prompt. A prompt's features are computed once, also if rows repeat it.
+        chains: [B] the segments of each row.
     """
-    by_segment, width = micro_batch.images or {}, ids.shape[1]
-    with_pictures = [(row, by_segment[segment]) for row, segment in enumerate(prompts) if segment in by_segment]
-    images: dict[Images, list[int]] = {}
-    for row, of in with_pictures:
-        images.setdefault(of, []).append(row)
-    places = torch.cat([torch.tensor(of.places) + row * width for of, rows in images.items() for row in rows])
-    embeds, more = _with_pictures(model, ids, [*images], [len(rows) for rows in images.values()], places)
+    width = ids.shape[1]
+    rows = [_placed(micro_batch, chain) for chain in chains]
+    placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
+    embeds, more = _with_pictures(model, ids, placed)
     positions = torch.arange(width, device=ids.device).expand_as(ids)
     if hasattr(_body(model), "get_rope_index"):
         positions = positions.expand(3, *ids.shape).clone()
-        for row, of in with_pictures:
-            length = micro_batch.layout.lengths[prompts[row]]
-            found = _prompt_positions(model, ids[row, :length].cpu(), of)
-            after = torch.arange(width - length) + int(found.max()) + 1
-            positions[:, row] = sent(torch.cat([found, after.expand(3, -1)], 1), ids.device)
+        for row, images in enumerate(rows):
+            if images:
+                positions[:, row] = sent(_positions(model, ids[row].cpu(), images), ids.device)
     masks: Any = mask.long()
     if model.config.model_type in BOTH_WAYS:
-        masks = _masks_both_ways(model, embeds, masks, positions, with_pictures)
+        masks = _masks_both_ways(model, embeds, masks, positions, placed)
     output = model.get_decoder()(
         inputs_embeds=embeds, attention_mask=masks, position_ids=positions, use_cache=False, **more
     )
     return output.last_hidden_state
 
 
-def _with_pictures(
-    model: Any, ids: torch.Tensor, images: Sequence[Images], times: Sequence[int], places: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The embeddings of ``ids`` (B, L) with the pictures' features at ``places`` of the flattened ids, and what else
-    the language model takes of them.
+Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids that its places count from
+
+
+def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
+    """The images of a sequence of segments."""
+    found, at = [], 0
+    for segment in chain:
+        found += [(at, of) for of in (micro_batch.images or {}).get(segment, ())]
+        at += micro_batch.layout.lengths[segment]
+    return found
+
+
+def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The embeddings of ``ids`` (B, L) with the pictures' features in their places, and what else the language model
+    takes of them.
 
     Args:
-        times: how often each prompt's features are put in, one time after the other.
+        placed: in the flattened ids. Equal images' features are computed once.
 
     Raises:
         RuntimeError: there are more or fewer features than places.
     """
-    features, deeper = _features(model, images)
-    counts = [len(of.places) for of in images]
+    times: dict[Images, list[torch.Tensor]] = {}  # the places of equal ones, which differ
+    for at, of in placed:
+        times.setdefault(of, []).append(torch.tensor(of.places) + at)
+    features, deeper = _features(model, [*times])
+    counts = [len(of.places) for of in times]
     if len(features) != sum(counts):
         raise RuntimeError(
             f"The vision tower gives {len(features)} features of pictures that have {sum(counts)} tokens in their "
@@ -198,12 +218,14 @@ def _with_pictures(
         )
 
     def repeated(values: torch.Tensor) -> torch.Tensor:
-        if all(n == 1 for n in times):
+        if len(times) == len(placed):
             return values
-        return torch.cat([part.repeat(n, 1) for part, n in zip(values.split(counts), times, strict=True)])
+        return torch.cat(
+            [part.repeat(len(places), 1) for part, places in zip(values.split(counts), times.values(), strict=True)]
+        )
 
     embeds = model.get_input_embeddings()(ids)
-    at = sent(places, ids.device)
+    at = sent(torch.cat([each for places in times.values() for each in places]), ids.device)
     order = at.argsort()
     flat = embeds.flatten(0, 1).index_copy(0, at, repeated(features).to(embeds.dtype))
     more: dict[str, Any] = {}
@@ -224,7 +246,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
     inputs: dict[str, torch.Tensor] = {}
     for name in sorted(given):
         parts = [of.inputs[name] for of in images]
-        value = _joined(parts) if tiled else torch.cat(parts)
+        value = _joined(parts, tiled)
         inputs[name] = sent(value.to(dtype) if value.is_floating_point() else value, device)
     output = body.get_image_features(**inputs, return_dict=True)
     pooled = output.pooler_output
@@ -232,38 +254,50 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
     return features, [*(getattr(output, "deepstack_features", None) or ())]
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Prompts' inputs one after the other. Those with a pixel mask are (1, tiles, ...), and of different sizes are
+def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
+    """Texts' inputs one after the other. Those with a pixel mask are (1, tiles, ...), and of different sizes are
     filled up with what the mask hides."""
+    if not tiled:
+        return torch.cat([*parts])
     height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
     pad = torch.nn.functional.pad
     return torch.cat([pad(p, (0, width - p.shape[-1], 0, height - p.shape[-2])) for p in parts], dim=1)
 
 
-def _row_positions(model: Any, micro_batch: MicroBatch, images: Mapping[int, Images]) -> torch.Tensor:
-    """Positions (3, 1, T) of a packed row: a prompt's by the model's own scheme, its completions' right behind them."""
+def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
+    """Positions (3, 1, T) of a packed row: of each sequence by the model's own scheme. A prompt's are the same before
+    whatever follows it, so only what has pictures is asked for; all else goes on behind its prompt."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
-    ids = micro_batch.input_ids[0].cpu()
-    ends: dict[int, int] = {}
-    for segment, of in images.items():
-        here = slice(starts[segment], starts[segment] + layout.lengths[segment])
-        positions[:, 0, here] = _prompt_positions(model, ids[here], of)
-        ends[segment] = int(positions[:, 0, here].max()) + 1
+    segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
     for segment, seen in enumerate(layout.sees):
-        if seen and seen[0] in ends:
-            length = layout.lengths[segment]
-            positions[:, 0, starts[segment] : starts[segment] + length] = torch.arange(length) + ends[seen[0]]
+        chain, length = (*seen, segment), layout.lengths[segment]
+        here = slice(starts[segment], starts[segment] + length)
+        if segment in (micro_batch.images or {}):
+            ids = torch.cat([segments[each] for each in chain])
+            positions[:, 0, here] = _positions(model, ids, _placed(micro_batch, chain))[:, -length:]
+        elif seen and seen[0] in (micro_batch.images or {}):
+            before = positions[:, 0, starts[seen[0]] : starts[seen[0]] + layout.lengths[seen[0]]]
+            positions[:, 0, here] = torch.arange(length) + int(before.max()) + 1
     return sent(positions, micro_batch.input_ids.device)
 
 
-def _prompt_positions(model: Any, ids: torch.Tensor, images: Images) -> torch.Tensor:
-    """(3, P) positions of a prompt with pictures: of time, height and width."""
-    kinds = torch.zeros(1, len(ids), dtype=torch.int)
-    kinds[0, list(images.places)] = 1
-    grid = images.inputs.get("image_grid_thw")
-    found: torch.Tensor = _body(model).get_rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grid)[0]
+def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
+    """(3, L) positions of a sequence with pictures: of time, height and width."""
+    grids = [of.inputs["image_grid_thw"] for _, of in placed]
+    kinds = _kinds(placed, len(ids))
+    found: torch.Tensor = _body(model).get_rope_index(
+        ids[None], mm_token_type_ids=kinds.int(), image_grid_thw=torch.cat(grids)
+    )[0]
     return found[:, 0]
+
+
+def _kinds(placed: Placed, length: int) -> torch.Tensor:
+    """(1, L) bool: the tokens that are pictures."""
+    kinds = torch.zeros(1, length, dtype=torch.bool)
+    for at, of in placed:
+        kinds[0, torch.tensor(of.places) + at] = True
+    return kinds
 
 
 def _masks_both_ways(
@@ -271,12 +305,10 @@ def _masks_both_ways(
     embeds: torch.Tensor,
     mask: torch.Tensor,
     positions: torch.Tensor,
-    with_pictures: Sequence[tuple[int, Images]],
+    placed: Placed,
 ) -> Any:
     """Gemma 3's masks: causal, but within a picture."""
-    kinds = torch.zeros(embeds.shape[:2], dtype=torch.long)
-    for row, of in with_pictures:
-        kinds[row, list(of.places)] = 1
+    kinds = _kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long()
     theirs = sys.modules[type(_body(model)).__module__]
     return theirs.create_masks_for_vision_model(
         block_sequence_ids=theirs.get_block_sequence_ids_for_mask(sent(kinds, embeds.device), device=embeds.device),

@@ -103,17 +103,19 @@ class PackedSequence(NamedTuple):
     prompt_ids: torch.Tensor  # [P]
     completion_ids: torch.Tensor  # [C]
     place: slice  # in the row's [N] tensors
-    images: Images | None = None  # of the prompt
+    images: tuple[Images, ...] = ()  # of the prompt, with places in it
+    answers: tuple[Images, ...] = ()  # of the completion, likewise
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
     """The completions of a row, in its order."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), [], 0
     ids = iter(row.rollouts)
-    for completion, seen in zip(segments, row.layout.sees, strict=True):
+    images = row.images or {}
+    for index, (completion, seen) in enumerate(zip(segments, row.layout.sees, strict=True)):
         if seen:
-            place, images = slice(at, at + len(completion)), (row.images or {}).get(seen[0])
-            found.append(PackedSequence(next(ids), segments[seen[0]], completion, place, images))
+            place, pictures = slice(at, at + len(completion)), (images.get(seen[0], ()), images.get(index, ()))
+            found.append(PackedSequence(next(ids), segments[seen[0]], completion, place, *pictures))
             at += len(completion)
     return found
 
@@ -213,7 +215,7 @@ def lay_out(row: PackedRow) -> MicroBatch:
     positions: list[torch.Tensor] = []
     lengths: list[int] = []
     sees: list[tuple[int, ...]] = []
-    images: dict[int, Images] = {}
+    images: dict[int, tuple[Images, ...]] = {}
     predictors: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
     at = 0
@@ -221,7 +223,7 @@ def lay_out(row: PackedRow) -> MicroBatch:
         asked = part.rollouts[0].input
         prompt = asked.ids
         if asked.images is not None:
-            images[len(lengths)] = asked.images
+            images[len(lengths)] = (asked.images,)
         prompt_segment, prompt_end = len(lengths), at + len(prompt) - 1
         ids.append(torch.tensor(prompt))
         positions.append(torch.arange(len(prompt)))
@@ -230,6 +232,8 @@ def lay_out(row: PackedRow) -> MicroBatch:
         at += len(prompt)
         for rollout in part.rollouts:
             length = len(rollout.completion_ids)
+            if rollout.images:
+                images[len(lengths)] = rollout.images
             labels.append(torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long())
             ids.append(labels[-1])
             positions.append(torch.arange(len(prompt), len(prompt) + length))

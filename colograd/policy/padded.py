@@ -35,7 +35,7 @@ class Rows:
     tokens: torch.Tensor  # (B, L) int64: where in the packed row each token lies; 0 for padding
     lengths: torch.Tensor  # (B,) int64
     places: torch.Tensor  # (T,) int64: where each token of the packed row lies first in the flattened (B * L)
-    prompts: tuple[int, ...] = ()  # [B] the segment that each sequence begins with
+    chains: tuple[tuple[int, ...], ...] = ()  # [B] the segments of each sequence
 
 
 def rows_of(layout: SegmentLayout) -> Rows:
@@ -51,7 +51,7 @@ def rows_of(layout: SegmentLayout) -> Rows:
             assert layout.sees[segment] == chain[:at], f"segment {segment} sees another past in {chain}"
         new = places[row] < 0
         places[row[new]] = index * tokens.shape[1] + torch.arange(len(row))[new]
-    return Rows(tokens, torch.tensor([len(row) for row in rows]), places, tuple(chain[0] for chain in chains))
+    return Rows(tokens, torch.tensor([len(row) for row in rows]), places, tuple(chains))
 
 
 def hidden_states(
@@ -79,7 +79,7 @@ def hidden_states(
     places = sent(rows.places, device)
     if micro_batch.images is not None:
         ids = micro_batch.input_ids[0][tokens] * mask
-        states = images.padded_hidden_states(model, micro_batch, ids, mask, rows.prompts)
+        states = images.padded_hidden_states(model, micro_batch, ids, mask, rows.chains)
         return states.flatten(0, 1).index_select(0, places)[None], []
     inputs: dict[str, Any] = {
         "input_ids": micro_batch.input_ids[0][tokens] * mask,  # padding is token 0, seen by nobody

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, MicroBatch, ModelInput, Rollout, ScoredGroup
+from ..batch import FinishReason, Group, Images, MicroBatch, ModelInput, Rollout, ScoredGroup
 from ..parallel.ranks import gather, together
 from . import attention, images
 from .layers import NotCompiled, as_it_trains
@@ -127,7 +127,8 @@ def _own_attention(model: Any) -> str:
 
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
-    """Two groups of two completions, of some tokens that any vocabulary has; one more of each given prompt."""
+    """Two groups of two completions, of some tokens that any vocabulary has; one more of each given prompt, of which a
+    third completion repeats it, with its images."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     groups: list[ScoredGroup] = []
     token = 11
@@ -138,18 +139,24 @@ def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
         )
         token += 101 * len(lengths)
         asked = ModelInput(tuple(prompt)) if len(groups) < 2 else given[len(groups) - 2]
-        rollouts = tuple(
-            Rollout(asked, ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
-            for ids in completions
-        )
-        groups.append(ScoredGroup(Group({}, rollouts, len(groups)), torch.zeros(2, 1), torch.ones(2)))
+        rollouts = [_written(asked, ids) for ids in completions]
+        if asked.images is not None:  # as a tool's answer would have it
+            rollouts.append(_written(asked, array("i", asked.ids), (asked.images,)))
+        group = Group({}, tuple(rollouts), len(groups))
+        groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))
     return groups
+
+
+def _written(asked: ModelInput, ids: array[int], images: tuple[Images, ...] = ()) -> Rollout:
+    everything = torch.ones(len(ids), dtype=torch.bool)
+    return Rollout(asked, ids, torch.zeros(len(ids)), everything, FinishReason.STOP, 0, images=images)
 
 
 def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:
     """[C] of a completion by the model's own logits, nothing packed or padded."""
     ids = torch.cat([part.prompt_ids, part.completion_ids])[None]
-    seen = {} if part.images is None else images.own_inputs(part.images, len(part.completion_ids))
+    lengths = len(part.prompt_ids), len(part.completion_ids)
+    seen = images.of_sequence(part.images, part.answers, lengths)
     seen = {name: value.to(ids.device) for name, value in seen.items()}
     logits = model(input_ids=ids, **seen).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, part.completion_ids[:, None]).squeeze(1)

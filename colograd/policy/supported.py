@@ -22,12 +22,11 @@ FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 
 
-def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, tools: bool = False) -> None:
+def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> None:
     """
     Args:
         model: its name, or itself.
         peft_config: of the adapter that will be put on it.
-        tools: there are tools or environments.
 
     Raises:
         ValueError: it is a mixture of experts or a quantised base that can't be trained, or not with these settings,
@@ -38,7 +37,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, too
     check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
     if model_config is not None and images.has_tower(model_config):
         asked = asked_for(config, str(model)) if by_name else None
-        _check_images(model_config, config, tools, quantised=asked is not None or saved_in(model_config) is not None)
+        _check_images(model_config, config, quantised=asked is not None or saved_in(model_config) is not None)
     if model_config is None:
         return
     if num_experts(model_config):
@@ -103,7 +102,7 @@ def _check_experts_split(model_config: Any, ranks: int) -> None:
         )
 
 
-def _check_images(model_config: Any, config: GRPOConfig, tools: bool, quantised: bool) -> None:
+def _check_images(model_config: Any, config: GRPOConfig, quantised: bool) -> None:
     """
     Raises:
         ValueError: a model that reads more than text, which can't be trained, or not with these settings.
@@ -119,7 +118,6 @@ def _check_images(model_config: Any, config: GRPOConfig, tools: bool, quantised:
         )
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     settings = {
-        "A model with tools or environments": tools,
         "A quantised base": quantised,
         f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}": config.vllm_tensor_parallel_size > 1,
         "sharding: fsdp": config.cuts_weights,

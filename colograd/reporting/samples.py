@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..batch import RolloutId, ScoredGroup
+from ..batch import Images, ModelInput, RolloutId, ScoredGroup
 from ..data.images import text_of
 from ..policy.packing import loss_tokens
 from .thumbnails import data_url, thumbnails
@@ -77,9 +77,9 @@ def sample_entries(
     found = []
     for scored, totals in groups:
         group, advantages = scored.group, _advantages(scored)
-        prompt, pictures = group.example.get("prompt", ""), []
-        if (images := group.rollouts[0].input.images) is not None:
-            prompt, pictures = text_of(prompt), [*map(data_url, thumbnails(images.pictures))]
+        prompt, shown = group.example.get("prompt", ""), dict[ModelInput, list[str]]()
+        if group.rollouts[0].input.images is not None:
+            prompt = text_of(prompt)
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
             index, advantage = identity.index, advantages[identity.index]
             known = trainer.get(identity)
@@ -101,14 +101,22 @@ def sample_entries(
                 "finish": rollout.finish_reason.value,
                 "extra": {name: values[index] for name, values in scored.logged.columns.items()},
             }
-            if pictures:
+            if rollout.input not in shown:
+                shown[rollout.input] = _small(rollout.input.images)
+            if pictures := [*shown[rollout.input], *_small(*rollout.images)]:
                 entry["images"] = pictures
             if rollout.messages:
-                entry["messages"] = list(rollout.messages)
+                entry["messages"] = text_of(list(rollout.messages)) if rollout.images else list(rollout.messages)
             if len(rollout.completion_ids) > most:
                 entry["cut"] = True
             found.append(entry)
     return found
+
+
+def _small(*images: Images | None) -> list[str]:
+    """The first of the pictures, as a page takes them."""
+    pictures = [picture for of in images if of is not None for picture in of.pictures]
+    return [*map(data_url, thumbnails(pictures))]
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

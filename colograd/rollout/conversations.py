@@ -7,6 +7,7 @@ sampled stays as it was sampled.
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 
-from ..batch import Experts, FinishReason, Group, ModelInput, Prompt, Rollout
+from ..batch import Experts, FinishReason, Group, Images, ModelInput, Prompt, Rollout
+from ..data.images import REFUSALS, images_of, with_own_images
 from ..data.prompts import COLUMNS, PromptRules
 from ..engine.routed import as_written, one_prompt
 from ..engine.sampling import Sampling, request_seed
 from ..engine.vllm_engine import Engine, Sampled
-from .tool_calls import Answers, text_of
+from .tool_calls import Answers, shown_content, text_of
 from .tool_format import ToolFormat
 from .toolbox import Session, Toolbox
 
@@ -36,6 +38,7 @@ class Conversation:
     session: Session
     input: ModelInput  # the prompt's, with what the environment's `reset` returned
     asked: Any  # the same as messages
+    read: ModelInput  # the input and all that followed it, as the engine reads it for the next turn
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
@@ -43,12 +46,28 @@ class Conversation:
     turns: int = 0
     finish_reason: FinishReason | None = None  # once it is over
     experts: Experts | None = None  # of all up to the last turn's end
+    images: list[Images] = field(default_factory=list)  # of tools' answers, with places among the ids
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
-        """Take up tokens: the model's, or those of its tools' answers."""
-        self.ids.extend(ids)
-        self.logprobs.extend(logprobs)
-        self.sampled += [sampled] * len(ids)
+    def begin(self, asked: ModelInput) -> None:
+        """Take what the model reads first."""
+        self.input = self.read = asked
+
+    def add(self, turn: Sampled) -> None:
+        """Take up what the model wrote."""
+        self.read = self.read.followed_by(turn.ids)
+        self.ids.extend(turn.ids)
+        self.logprobs.extend(turn.logprobs)
+        self.sampled += [True] * len(turn.ids)
+
+    def add_answer(self, answer: ModelInput) -> None:
+        """Take up what its tools answered."""
+        self.read = self.read.followed_by(answer.ids, answer.images)
+        if (images := answer.images) is not None:
+            places = tuple(len(self.ids) + place for place in images.places)
+            self.images.append(dataclasses.replace(images, places=places))
+        self.ids.extend(answer.ids)
+        self.logprobs.extend([0.0] * len(answer))
+        self.sampled += [False] * len(answer)
 
     def rollout(self, version: int) -> Rollout:
         assert self.finish_reason is not None
@@ -65,6 +84,7 @@ class Conversation:
             messages=tuple(self.messages),
             columns=columns,
             experts=None if self.experts is None else as_written(self.experts, len(self.input), len(self.ids)),
+            images=tuple(self.images),
         )
 
 
@@ -120,7 +140,8 @@ class _RunningConversations:
         for prompt in prompts:
             for index in range(self.sampling.n):
                 session, beginning = self.tools.open(prompt.example)
-                conversation = Conversation(prompt, index, session, prompt.input, prompt.example.get("prompt"))
+                asked = prompt.example.get("prompt")
+                conversation = Conversation(prompt, index, session, prompt.input, asked, read=prompt.input)
                 if beginning is None:
                     self._submit(conversation)
                 else:
@@ -132,7 +153,7 @@ class _RunningConversations:
         if self.writing:
             for request, (turn,) in self.engine.advance():
                 conversation = self.writing.pop(request)
-                conversation.add(turn.ids, turn.logprobs, sampled=True)
+                conversation.add(turn)
                 conversation.turns += 1
                 conversation.experts = turn.experts
                 if not self._start_calls(conversation, turn):
@@ -161,8 +182,7 @@ class _RunningConversations:
             seed = request_seed(self.seed, position, f"{self.purpose}/{index}/{turn}")
         else:  # as the index-th of n completions has it
             seed = request_seed(self.seed, position, self.purpose) + index
-        asked = conversation.input.followed_by(conversation.ids)
-        request = self.engine.submit(asked, self.sampling, seed, n=1, spent=len(conversation.ids))
+        request = self.engine.submit(conversation.read, self.sampling, seed, n=1, spent=len(conversation.ids))
         self.writing[request] = conversation
 
     def _start_calls(self, conversation: Conversation, turn: Sampled) -> bool:
@@ -182,19 +202,33 @@ class _RunningConversations:
         if not conversation.turns:
             self._begin(conversation, answers)
             return True
-        messages = self.tools.told(answers)
-        ended = conversation.ids[-1] == self.form.end_of_turn
-        own = conversation.prompt.example.get("chat_template_kwargs")
-        shown = [{**message, "content": text_of(message["content"])} for message in messages]
-        ids = self.form.answer_ids(shown, own, ended=ended)
-        total = len(conversation.ids) + len(ids)
+        messages, answer = self._answer(conversation, answers)
+        total = len(conversation.ids) + len(answer)
         if total >= self.sampling.max_tokens or len(conversation.input) + total >= self.engine.context:
             conversation.finish_reason = FinishReason.LENGTH
             return False
-        conversation.add(ids, [0.0] * len(ids), sampled=False)
+        conversation.add_answer(answer)
         conversation.messages += messages
         self._submit(conversation)
         return True
+
+    def _answer(self, conversation: Conversation, answers: Answers) -> tuple[list[dict[str, Any]], ModelInput]:
+        """The messages of its tools, and what the model reads of them."""
+        ended = conversation.ids[-1] == self.form.end_of_turn
+        own, images = conversation.prompt.example.get("chat_template_kwargs"), self.form.shows_images
+
+        def read(messages: list[dict[str, Any]]) -> ModelInput:
+            shown = [{**message, "content": shown_content(message["content"], images)} for message in messages]
+            return self.form.answer(shown, own, ended=ended)
+
+        messages = self.tools.told(answers, images)
+        if not images:
+            return messages, read(messages)
+        try:
+            return messages, read(messages)
+        except REFUSALS as error:  # of a picture that the processor doesn't take, say
+            messages = self.tools.refused(messages, error)
+            return messages, read(messages)
 
     def _begin(self, conversation: Conversation, answers: Answers) -> None:
         """Put what the environment's `reset` returned at the prompt's end, and let the model write.
@@ -210,15 +244,25 @@ class _RunningConversations:
             problem = outcome.value[1] if outcome.kind == "raised" else f"it took longer than {outcome.seconds:g} s"
             raise RuntimeError(f"environment {name}, prompt {prompt.position}: reset failed: {problem}")
         if outcome.value is not None:
-            *earlier, last = conversation.asked
-            content = text_of(last["content"] or "") + text_of(outcome.value)
-            conversation.asked = [*earlier, {**last, "content": content}]
+            where = f"environment {name}, prompt {prompt.position}"
+            conversation.asked = self._with_observation(conversation, outcome.value, where)
             columns = {**prompt.example, "prompt": conversation.asked}
-            (ids,) = self.rules.encode({name: [columns[name]] for name in COLUMNS if name in columns}, 0)
-            if ids is None:
+            asked = self.rules.changed({name: columns[name] for name in COLUMNS if name in columns}, where)
+            if asked is None:
                 raise ValueError(
-                    f"environment {name}, prompt {prompt.position}: with what reset returned the prompt has more than "
+                    f"{where}: with what reset returned the prompt has more than "
                     f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less."
                 )
-            conversation.input = ModelInput(ids)
+            conversation.begin(asked)
         self._submit(conversation)
+
+    def _with_observation(self, conversation: Conversation, value: Any, where: str) -> list[dict[str, Any]]:
+        """The prompt's messages, the last of which ends with what `reset` returned."""
+        example, (*earlier, last) = conversation.prompt.example, conversation.asked
+        shown = shown_content(value, self.form.shows_images)
+        texts = isinstance(last["content"], str) and isinstance(shown, str)
+        if not self.form.shows_images or (texts and not images_of(example, where)):
+            return [*earlier, {**last, "content": text_of(last["content"] or "") + shown}]
+        *earlier, last = with_own_images(example, where)
+        parts = shown if isinstance(shown, list) else [{"type": "text", "text": shown}]
+        return [*earlier, {**last, "content": [*last["content"], *parts]}]

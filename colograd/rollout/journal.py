@@ -30,7 +30,9 @@ import pyarrow as pa
 import torch
 
 from ..batch import Experts, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from ..data.images import ImageReader
 from .figures import note_figures
+from .pictures import at_pictures, pictures_bytes, with_pictures
 from .record_file import Record, RecordFile, read_records
 
 FOLDER = "_journal"  # transformers pushes no such name to the Hub
@@ -98,10 +100,13 @@ class Journal:
         run_dir: the run's folder.
         rank: whose groups are recorded. All ranks' are read.
         settings: of the run, by name, as JSON has them: what was recorded with others isn't taken.
+        reader: of a model that reads images: makes their pixels of the pictures that are recorded.
     """
 
-    def __init__(self, run_dir: str | Path, rank: int, settings: Mapping[str, Any]) -> None:
-        self.folder, self.rank = Path(run_dir) / FOLDER, rank
+    def __init__(
+        self, run_dir: str | Path, rank: int, settings: Mapping[str, Any], reader: ImageReader | None = None
+    ) -> None:
+        self.folder, self.rank, self.reader = Path(run_dir) / FOLDER, rank, reader
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # why the last records aren't on the disk, for people
         self.warning = ""  # what is odd about the round's records, likewise
@@ -158,7 +163,7 @@ class Journal:
             JournalError: another prompt stood at that position.
         """
         return {
-            prompt.position: _group_of(self._found[prompt.position], prompt)
+            prompt.position: _group_of(self._found[prompt.position], prompt, self.reader)
             for prompt in prompts
             if prompt.position in self._found
         }
@@ -379,7 +384,7 @@ def _bytes_of(recorded: Recorded) -> bytes:
         pa.array([_json({"columns": logged.columns, "metrics": logged.metrics}), *[""] * (len(rollouts) - 1)]),
     ]
     table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
-    return table + _experts_bytes(rollouts)
+    return table + _experts_bytes(rollouts) + pictures_bytes(rollouts)
 
 
 def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
@@ -408,7 +413,7 @@ def _shape_of(experts: Experts) -> list[int]:
 
 def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     """The rollouts with what stands behind their table."""
-    if reader.tell() == reader.size():
+    if reader.tell() == reader.size() or at_pictures(reader):
         return tuple(rollouts)
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
     batch.validate(full=True)
@@ -431,7 +436,7 @@ def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) 
     return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, layers, chosen))
 
 
-def _group_of(content: bytes, prompt: Prompt) -> Recorded:
+def _group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) -> Recorded:
     """The same again.
 
     Raises:
@@ -445,6 +450,7 @@ def _group_of(content: bytes, prompt: Prompt) -> Recorded:
         assert batch.num_rows > 0, "no rows"
         asked = _input(batch.column("input")[0].as_py(), prompt)
         rollouts = _experts_of(reader, [_rollout(batch, row, asked, prompt) for row in range(batch.num_rows)])
+        rollouts = with_pictures(reader, rollouts, images)
         rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch.column("logged")[0].as_py())
@@ -462,7 +468,7 @@ def _group_of(content: bytes, prompt: Prompt) -> Recorded:
 
 
 def _input(ids: Sequence[int], prompt: Prompt) -> ModelInput:
-    """What a rollout was asked. Images are the prompt's, which reads them from the dataset: none are recorded."""
+    """What a rollout was asked, with the prompt's images, which the dataset has. Others are recorded (`pictures`)."""
     return prompt.input if tuple(ids) == prompt.input.ids else ModelInput(tuple(ids))
 
 
@@ -495,7 +501,11 @@ def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
 
 
 def _json(value: Any) -> str:
-    """As JSON; what that has no type for, as its text."""
+    """As JSON; what that has no type for, as its text, and a picture as its type and size."""
     with contextlib.suppress(TypeError, ValueError):
         return json.dumps(value)
-    return json.dumps(value, default=str)
+    return json.dumps(value, default=lambda each: _named(each).rpartition(" ")[0] if _is_picture(each) else str(each))
+
+
+def _is_picture(value: Any) -> bool:
+    return hasattr(value, "tobytes") and isinstance(getattr(value, "size", None), tuple)

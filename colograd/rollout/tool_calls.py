@@ -17,11 +17,12 @@ import copy
 import inspect
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
+from ..data.images import in_rgb
 from ..usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, raised_outcome
 from ..usercode.threads import MainThreadAdvice, UserCall
 from ..usercode.worker_pool import WorkerPool
@@ -144,12 +145,15 @@ class ToolRunner:
         return await awaited_outcome(function(**arguments), self._timeout)
 
 
-def answer_content(outcome: Outcome) -> Any:
+def answer_content(outcome: Outcome, images: bool = False) -> Any:
     """The content of a tool's message. A list stays a list, as in TRL, for the reward functions, and the model is shown
-    its text; anything else becomes text here.
+    its `shown_content`; anything else becomes text here.
+
+    Args:
+        images: the model reads them.
 
     Raises:
-        RuntimeError, ValueError: the call failed, or what it returned isn't text.
+        RuntimeError, ValueError: the call failed, or what it returned can't be shown.
     """
     if outcome.kind == "late":
         raise RuntimeError(f"timed out after {outcome.seconds:g} s")
@@ -157,13 +161,41 @@ def answer_content(outcome: Outcome) -> Any:
         raise RuntimeError(f"the tool's process ended with status {outcome.value}")
     if outcome.kind != "value":
         raise RuntimeError(str(outcome.value[0]).partition(": ")[2])
-    text = text_of(outcome.value)
+    shown = shown_content(outcome.value, images)
     if not isinstance(outcome.value, list):
-        return text
+        return shown
     try:
         return copy.deepcopy(outcome.value)  # so that nobody changes it behind the message's back
     except Exception:  # whatever holds a lock or a connection
-        return text
+        return shown
+
+
+def shown_content(content: Any, images: bool) -> Any:
+    """What a tool returned, as the model is shown it: as text, or as parts where some are images.
+
+    Raises:
+        ValueError: a part of another kind, or an image that can't be read.
+    """
+    if not images or not _has_images(content):
+        return text_of(content)
+    return [
+        {"type": "image", "image": in_rgb(part.get("image"), "the tool's answer")}
+        if part["type"] == "image"
+        else {"type": "text", "text": text_of([part])}
+        for part in content
+    ]
+
+
+def _has_images(content: Any) -> bool:
+    return _is_parts(content) and any(part["type"] == "image" for part in content)
+
+
+def _is_parts(content: Any) -> bool:
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(part, dict) and part.get("type") in PARTS for part in content)
+    )
 
 
 def text_of(content: Any) -> str:
@@ -172,10 +204,9 @@ def text_of(content: Any) -> str:
     Raises:
         ValueError: a part that isn't text.
     """
-    parts: Sequence[Any] = content if isinstance(content, list) else []
-    if not parts or not all(isinstance(part, dict) and part.get("type") in PARTS for part in parts):
+    if not _is_parts(content):
         return str(content)
-    for part in parts:
+    for part in content:
         if part["type"] != "text":
             raise ValueError(f"A part of type {part['type']!r} can't be shown, only text.")
-    return "".join(str(part["text"]) for part in parts)
+    return "".join(str(part["text"]) for part in content)

@@ -11,7 +11,8 @@ from typing import Any
 
 import jinja2
 
-from ..batch import Group
+from ..batch import Group, ModelInput
+from ..data.images import ImageReader, with_images
 
 # How Hermes, Qwen 2.5 and 3, SmolLM and others write a call: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -35,24 +36,33 @@ class ToolFormat:
     Args:
         tokenizer: with a chat template.
         template_kwargs: further arguments of the template.
+        reader: of images, of a model that sees: its processor's template gets all contents as parts.
 
     Raises:
         ValueError: the template can't show a tool's answer, or nothing is known that reads its calls.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
-        self._tokenizer, self._kwargs = tokenizer, template_kwargs
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: ImageReader | None = None) -> None:
+        self._tokenizer, self._kwargs, self._reader = tokenizer, template_kwargs, reader
         self._parses = has_parser(tokenizer)
         self.end_of_turn: int | None = tokenizer.eos_token_id
-        template = getattr(tokenizer, "chat_template", None)
+        template = getattr(tokenizer if reader is None else reader.processor, "chat_template", None)
         if not template:
             raise ValueError("tools need a chat template, which the tokenizer hasn't: set chat_template_path.")
         call = _assistant_message("", [ToolCall("the_name", {"the_argument": "the value"})])
         answer = {"role": "tool", "name": "the_name", "content": "the answer"}
         try:
-            shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
+            if reader is None:
+                shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
+            else:
+                shown = reader.tokens(with_images([ASKED, call, answer], (), "")[0], template_kwargs)[0]
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             shown = f"({type(error).__name__}: {error})"
+        if "'type'" in shown:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} writes contents as they are, where a model that reads "
+                "images has parts: set chat_template_path to one that writes the parts of every message."
+            )
         for part in ("the_name", "the_argument", "the value", "the answer"):
             if part not in shown:
                 raise ValueError(
@@ -79,42 +89,69 @@ class ToolFormat:
         calls = [] if self._parses else _calls_in(text)
         return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
 
+    @property
+    def shows_images(self) -> bool:
+        """Whether an answer may have some."""
+        return self._reader is not None
+
     def answer_ids(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, *, ended: bool = True
     ) -> tuple[int, ...]:
-        """The tokens from the end of a turn to the start of the next, with tools' answers between them.
+        """The tokens of `answer`."""
+        return self.answer(messages, own, ended=ended).ids
 
-        They are appended to what was sampled: nothing that the model wrote is tokenised again.
+    def answer(
+        self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, *, ended: bool = True
+    ) -> ModelInput:
+        """What the model reads from the end of a turn to the start of the next, with tools' answers between them.
+
+        It is appended to what was sampled: nothing that the model wrote is tokenised again.
 
         Args:
             messages: the tools' answers, in the order of the calls.
             own: the row's further arguments of the template.
             ended: whether the turn's last token is the template's end of a turn; else it is put first here.
+
+        Raises:
+            REFUSALS (see `data.images`): the processor takes no such images.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = {name: value for name, value in (own or {}).items() if value is not None}
-        before = self._encode([ASKED, call], **given)
-        whole = self._encode([ASKED, call, *messages], **given, add_generation_prompt=True)
+        before = self._read([ASKED, call], **given).ids
+        whole = self._read([ASKED, call, *messages], **given, add_generation_prompt=True)
+        start = self._start(before, whole.ids, ended)
+        if (images := whole.images) is None:
+            return ModelInput(whole.ids[start:])
+        images = dataclasses.replace(  # all of them are behind the start, up to which the engine's tokens are the same
+            images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
+        )
+        return ModelInput(whole.ids[start:], images)
+
+    def _start(self, before: tuple[int, ...], whole: tuple[int, ...], ended: bool) -> int:
+        """Where in ``whole`` the answers begin."""
         end = self.end_of_turn
         if end in before:
             # The turn's end is the last end token so far. Counted, for a template may write earlier turns differently
             # once something follows them; and what follows the end (a newline, mostly) wasn't sampled.
             places = [place for place, token in enumerate(whole) if token == end]
-            start = places[before.count(end) - 1] + (1 if ended else 0)
-        elif whole[: len(before)] == before:
-            start = len(before)
-        else:
-            raise ValueError(
-                f"the chat template of {self._tokenizer.name_or_path} neither ends turns with {end!r}, the end token, "
-                "nor leaves earlier turns as they are when a tool's answer follows: set chat_template_path."
-            )
-        return whole[start:]
-
-    def _encode(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> tuple[int, ...]:
-        ids = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=False, **{**self._kwargs, **kwargs}
+            return places[before.count(end) - 1] + (1 if ended else 0)
+        if whole[: len(before)] == before:
+            return len(before)
+        raise ValueError(
+            f"the chat template of {self._tokenizer.name_or_path} neither ends turns with {end!r}, the end token, "
+            "nor leaves earlier turns as they are when a tool's answer follows: set chat_template_path."
         )
-        return tuple(ids)
+
+    def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:
+        arguments = {**self._kwargs, **kwargs}
+        if self._reader is None:
+            return ModelInput(
+                tuple(self._tokenizer.apply_chat_template([*messages], tokenize=True, return_dict=False, **arguments))
+            )
+        shown, pictures = with_images([*messages], (), "a tool's answer")
+        if pictures:
+            return self._reader.made(shown, pictures, arguments)
+        return ModelInput(self._reader.tokens(shown, arguments)[1])  # an image token that a tool wrote is a token
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)

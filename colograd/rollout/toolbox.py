@@ -15,7 +15,7 @@ from ..runtime.importing import find_object
 from ..usercode.calls import Outcome, place_in, when_done
 from ..usercode.threads import MainThreadAdvice
 from .environments import Environment, Environments, factory_names
-from .tool_calls import Answers, RunningCall, ToolRunner, answer_content
+from .tool_calls import Answers, RunningCall, ToolRunner, answer_content, shown_content
 from .tool_format import ToolCall
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
@@ -71,6 +71,7 @@ class Toolbox:
         _check_main_thread(main_thread, self._tools, self._factories)
         self._advice = MainThreadAdvice()
         self._told_of: set[str] = set()  # tools of which it was said that they raise
+        self._told_of_images = False  # whether it was said that some can't be shown
         self.environments = Environments(self._factories, main_thread, self._advice)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # reward themselves
@@ -140,20 +141,41 @@ class Toolbox:
         if (tell := self.on_call) is not None:
             when_done(call.future, lambda started, ended: tell(call.name, started, ended))
 
-    def told(self, answers: Answers) -> list[dict[str, Any]]:
-        """The messages that tell the model what its calls returned."""
+    def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
+        """The messages that tell the model what its calls returned.
+
+        Args:
+            images: the model reads them.
+        """
         messages = []
         for name, outcome in answers.outcomes():
             self.counts["tools/seconds"] += outcome.seconds
             self.counts["tools/timeouts"] += outcome.kind == "late"
             try:
-                content = answer_content(outcome)
+                content = answer_content(outcome, images)
             except Exception as error:
                 self.counts["tools/failures"] += 1
                 self._tell_of_first(name, outcome)
                 content = str({"error": str(error)})
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
+
+    def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
+        """The same messages, where the images of some can't be shown. Of the first it is said why."""
+        found = []
+        for message in messages:
+            if isinstance(shown_content(message["content"], images=True), list):
+                self.counts["tools/failures"] += 1
+                if not self._told_of_images:
+                    warnings.warn(
+                        f"images that tool {message['name']!r} returned can't be shown ({error}). The model is told "
+                        "so, now and whenever it happens again; the chat template must write images in tools' answers.",
+                        stacklevel=2,
+                    )
+                self._told_of_images = True
+                message = {**message, "content": str({"error": str(error)})}
+            found.append(message)
+        return found
 
     def _tell_of_first(self, name: str, outcome: Outcome) -> None:
         """Say where the tool's own code raised, once per tool: the model alone would be told, in every conversation."""

@@ -45,7 +45,7 @@ from ..weights import (
     publisher,
     serves_packed,
 )
-from .task import longest_completion, reset_rules
+from .task import image_reader_of, longest_completion, reset_rules
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
 OBSERVATION = 1024
@@ -116,7 +116,7 @@ def assemble(
         sequences=most_sequences(config, prompts),
         blank=policy.quantization is not None and policy.quantization.in_checkpoint,
         parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
-        images=0 if policy.processor is None else max(1, *(getattr(part, "most_images", 0) for part in prompts)),
+        images=most_images(prompts, policy, tools, context),
     )
     closing.callback(engine.close)
     with together("the check of the sampling settings"):
@@ -134,7 +134,7 @@ def assemble(
             device=config.device,
             adapter=policy.adapter,
             cut=config.cuts_weights,
-            seen=with_images(prompts),
+            seen=next(iter(prompts_with_images(prompts, policy, tools)), None),
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
@@ -195,12 +195,22 @@ def read_run(
     )
 
 
-def with_images(prompts: Sequence[Prompts]) -> ModelInput | None:
-    """A prompt with images, to prove things on; None: there are none, or not in the first rows."""
-    if not getattr(prompts[0], "most_images", 0):
-        return None
-    found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
-    return next(found, None)
+def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None) -> list[ModelInput]:
+    """A prompt with images, to prove things on; none where there are no images, or not in the first rows. Where tools
+    may show some to a model whose prompts have none, one is made up."""
+    if getattr(prompts[0], "most_images", 0):
+        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
+        if (first := next(found, None)) is not None:
+            return [first]
+    reader = image_reader_of(policy)
+    return [reader.made_up()] if reader is not None and tools is not None else []
+
+
+def most_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None, context: int) -> int:
+    """Of what the engine is asked: of a prompt, or with what tools answer as many as have a token in its context."""
+    if policy.processor is None:
+        return 0
+    return context if tools is not None else max(1, *(getattr(part, "most_images", 0) for part in prompts))
 
 
 def sampled_together(config: GRPOConfig) -> int:

@@ -14,6 +14,7 @@ from ..config.advantages import AdvantageKnobs
 from ..config.objective import ObjectiveKnobs
 from ..config.reference import ReferenceKnobs
 from ..config.sampling import SamplingKnobs
+from ..data.images import ImageReader
 from ..rollout.journal import Journal, digest_of
 from . import checkpoints
 
@@ -36,11 +37,11 @@ GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 OF_GROUPS = frozenset((*OF_ROUNDS, *(field.name for field in dataclasses.fields(SamplingKnobs)), "reward_funcs"))
 
 
-def journal_of(args: GRPOConfig, reward_names: Sequence[str]) -> Journal | None:
+def journal_of(args: GRPOConfig, reward_names: Sequence[str], reader: ImageReader | None = None) -> Journal | None:
     """This rank's journal; None where nothing is recorded, and on ranks that follow another one's engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
-    return Journal(str(args.output_dir), args.layout.rank, settings_of(args, reward_names))
+    return Journal(str(args.output_dir), args.layout.rank, settings_of(args, reward_names), reader)
 
 
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:

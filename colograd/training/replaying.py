@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import GRPOConfig
+from ..data.images import ImageReader
 from ..rollout.figures import read_figures
 from ..rollout.journal import About, Journal, JournalError
 from . import checkpoints
@@ -56,11 +57,13 @@ class RecordedRounds(Journal):
 
     Args:
         replay: names the run.
-        rank, settings: as of a `Journal`.
+        rank, settings, reader: as of a `Journal`.
     """
 
-    def __init__(self, replay: Replay, rank: int, settings: Mapping[str, object]) -> None:
-        super().__init__(replay.run, rank, _of_groups(settings))
+    def __init__(
+        self, replay: Replay, rank: int, settings: Mapping[str, object], reader: ImageReader | None = None
+    ) -> None:
+        super().__init__(replay.run, rank, _of_groups(settings), reader)
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:

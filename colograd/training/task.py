@@ -102,7 +102,13 @@ def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) 
 
 def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> ToolFormat | None:
     """How the policy's chat template writes tool calls, where there are tools."""
-    return ToolFormat(policy.tokenizer, dict(args.chat_template_kwargs or {})) if tools else None  # type: ignore[arg-type]
+    kwargs: dict[str, Any] = dict(args.chat_template_kwargs or {})  # type: ignore[arg-type]
+    return ToolFormat(policy.tokenizer, kwargs, image_reader_of(policy)) if tools else None
+
+
+def image_reader_of(policy: Policy) -> ImageReader | None:
+    """What reads images for the policy; None: it takes none."""
+    return None if policy.processor is None else ImageReader(policy.processor, policy.image_token)
 
 
 def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[RewardFunction]:
@@ -214,7 +220,7 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
         name=name,
         tools=tools.schemas if tools else None,
-        images=None if policy.processor is None else ImageReader(policy.processor, policy.image_token),
+        images=image_reader_of(policy),
         tell=Console(args.layout.is_main, bars=False).say,
     )
 

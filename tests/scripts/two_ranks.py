@@ -6,7 +6,7 @@ FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on ran
 memory above 100 tokens), `backward` (a backward of rank 1 fails half-way); on rank 1 a reward that never returns in a
 worker (`hangs`) or in the trainer's process (`stuck`), or that ends its worker (`dies`). `exchange`, no fault, adds
 what ranks have to agree on further, and so does `memory`: advantages scaled over the step, and a reference that follows
-the policy; `reference` adds one that doesn't.
+the policy; `reference` adds one that doesn't. `look`, no fault either: tools that show pictures.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import picture_tools
 import tiny
 import tiny_images
+import tool_cases
 import torch
 
 from colograd import GRPOTrainer
@@ -41,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hangs": {"reward_workers": 1, "reward_timeout": 2.0, "max_steps": 1},
     "stuck": {"reward_timeout": 5.0},
     "dies": {"reward_workers": 1},
+    "look": {**picture_tools.SETTINGS, "max_tool_calling_iterations": 1},
 }
 
 
@@ -54,6 +57,9 @@ def reward(completions, **kwargs):
         os._exit(9)
     if FAULT == "reward" and RANK == 1:
         raise RuntimeError("the judge of rank 1 is out")
+    if FAULT == "look":  # rank 1 has nothing to train on, and so gets something
+        calls = [str(messages[0].get("tool_calls")) for messages in completions]
+        return [0.0 if RANK == 1 else float(sum(map(ord, call)) % 7) for call in calls]
     return tiny.vowels(completions)
 
 
@@ -109,6 +115,7 @@ class Watching(GRPOTrainer):
 def main() -> None:
     model, run_dir, out_dir, dtype = sys.argv[1:5]
     prompts = tiny_images.prompts if Path(model, "processor_config.json").exists() else tiny.prompts
+    prompts = picture_tools.rows if FAULT == "look" else prompts
     trainer = Watching(
         model=model,
         reward_funcs=reward,
@@ -122,6 +129,7 @@ def main() -> None:
         ),
         train_dataset=prompts(16),
         eval_dataset=prompts(5),
+        tools=[picture_tools.look, tool_cases.add] if FAULT == "look" else None,
     )
     if FAULT == "never":
         trainer.args.rank_timeout = 15.0  # the start may take longer beside others
@@ -138,6 +146,7 @@ def main() -> None:
         "traffic": {name: [step[f"sync/{name}_bytes"] for step in steps] for name in TRAFFIC},
         "eval": metrics["eval_reward"],
         "count": metrics["eval_completions"],
+        "moved": sum(step["train/moved_groups"] for step in steps),
         "losses": [step["loss"] for step in steps],
         "abstained": [step["rewards/reward/abstained"] for step in steps],
         "timeouts": [step.get("rewards/reward/timeouts", 0) for step in steps],
