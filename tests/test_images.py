@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import launcher
+import plain_vllm
 import pytest
 import tiny
 import tiny_images
@@ -32,11 +33,13 @@ from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
 
 RANKS = Path(__file__).parent / "scripts" / "two_ranks.py"
-PACKED = ("gemma3_vl", "idefics3", "qwen2_5_vl", "qwen3_vl")
+PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
 WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
-needs_torchvision = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="the family's processor needs torchvision"
-)
+
+
+def needs(*libraries: str) -> Any:
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"the family's processor needs {' and '.join(missing)}")
 
 
 # -- data
@@ -251,13 +254,20 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
 # -- runs
 
 
-QWENS = [pytest.param(family, marks=[needs_torchvision, pytest.mark.slow]) for family in ("qwen2_5_vl", "qwen3_vl")]
+# Processors that read videos too need more than the environment of the tests has.
+OTHERS = [
+    pytest.param("smolvlm", marks=[needs("torchvision", "num2words"), pytest.mark.slow]),
+    *(pytest.param(family, marks=[needs("torchvision"), pytest.mark.slow]) for family in ("qwen2_5_vl", "qwen3_vl")),
+]
+GEMMA3 = pytest.param("gemma3_vl", marks=pytest.mark.slow)
+COPIED = pytest.param("copied", marks=pytest.mark.slow)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *QWENS])
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
+@pytest.mark.parametrize("weights", ["auto", COPIED])
 def test_a_family_trains(
-    family: str, tmp_path: Path, tried: Callable[..., None], capfd: pytest.CaptureFixture[str]
+    family: str, weights: str, tmp_path: Path, tried: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Three steps: bit-equal weights after each publish, also of the tower; sampler and trainer agree."""
     model = tiny_images.make_model(tmp_path / "model", family)
@@ -268,7 +278,7 @@ def test_a_family_trains(
         return tiny.vowels(completions)
 
     logged = {"log_completions": True, "log_completions_steps": 3}
-    args = tiny.config(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=3, **logged)
+    args = tiny.config(tmp_path / "run", max_steps=3, weights=weights, **logged)
     trainer = GRPOTrainer(str(model), reward, args, tiny_images.prompts(8, images=2))
     publish = trainer.weights.publish
 
@@ -287,16 +297,47 @@ def test_a_family_trains(
     assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps)
     after = dict(trainer.model.named_parameters())
     assert any(not torch.equal(after[name], before) for name, before in tower.items())
-    saved = Path(args.output_dir) / "checkpoint-3"
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    AutoProcessor.from_pretrained(saved)
     assert re.search(r"\[image (32|64)x32\]", capfd.readouterr().out), "in the table of step 1"
     check_log(Path(args.output_dir), 3, 2)
-    again = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
-    assert all(torch.equal(again[name], p) for name, p in after.items())
+    if weights == "auto":
+        compare_with_what_was_saved(trainer, tmp_path)
+        tried(family, "shared", "images", "saved")
+    else:
+        tried(family, "copied")
     trainer.close()
-    tried(family, "shared", "images")
+
+
+def compare_with_what_was_saved(trainer: GRPOTrainer, scratch: Path) -> None:
+    """The trainer's row of a prompt with two pictures, transformers' and vLLM's own reading of the folder give one
+    probability to each token of a completion."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    saved = scratch / "saved"
+    trainer.save_model(str(saved))
+    processor, loaded = AutoProcessor.from_pretrained(saved), AutoModelForImageTextToText.from_pretrained(saved)
+    again = loaded.state_dict()
+    assert all(torch.equal(again[name], p) for name, p in trainer.model.named_parameters())
+    completion = list(range(40, 52))
+    row = tiny_images.prompts(2, images=2)[1]
+    text = processor.apply_chat_template(with_images(row["prompt"], row["images"], "")[0], add_generation_prompt=True)
+    made = processor(text=[text], images=[row["images"]], return_tensors="pt")
+    asked = ImageReader(processor, loaded.config.image_token_id).read(row, {"add_generation_prompt": True}, "row 1")
+    assert asked.images is not None and list(asked.ids) == made["input_ids"][0].tolist()
+
+    rollout = Rollout(asked, completion, torch.zeros(12), torch.ones(12).bool(), FinishReason.STOP, 0)
+    group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
+    (packed,) = pack([group], 400, False, torch.device("cpu"), share_prompts=True)
+    with torch.no_grad():
+        ours = policy_logprobs(trainer.model, packed, 1.0)[0]
+        whole = torch.tensor([[*asked.ids, *completion]])
+        seen = images.own_inputs(asked.images, len(completion))
+        logits = loaded.eval()(input_ids=whole, **{"attention_mask": torch.ones_like(whole), **seen}).logits
+    theirs = logits[0, -13:-1].log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+    engine_ids = asked.followed_by(completion).images.engine_ids
+    plain = plain_vllm.prompt_logprobs(saved, engine_ids, scratch, pictures=row["images"])
+    assert len(plain) == len(asked.ids) + len(completion) - 1
+    for found in (theirs, plain[-12:]):
+        torch.testing.assert_close(found, ours, rtol=0, atol=1e-4)
 
 
 def check_log(run: Path, steps: int, images: int) -> None:
@@ -308,12 +349,31 @@ def check_log(run: Path, steps: int, images: int) -> None:
         assert [f"{each.width}x{each.height}" for each in row["image"]] == row["image_size"]
 
 
+def check_export(run: Path, folder: Path, adapted: Any, family: str) -> None:
+    """The exported model, tower and processor included, says what the adapted one does."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    assert cli.main(["export", str(run), str(folder)]) == 0
+    AutoProcessor.from_pretrained(folder)
+    plain, seen = AutoModelForImageTextToText.from_pretrained(folder), tiny_images.made_up(adapted, family, 2)
+    inputs = {"input_ids": torch.tensor([seen.ids]), **images.own_inputs(seen.images, 0)}
+    adapted = adapted.float().eval()
+    for model in (plain, adapted):
+        images.set_attention(model, "sdpa")
+    with torch.no_grad():
+        theirs, ours = plain(**inputs).logits, adapted(**inputs).logits
+        with adapted.disable_adapter():
+            base = adapted(**inputs).logits
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    assert float((ours - base).abs().mean()) > 1e-3, "the adapter is in it"
+
+
 def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["idefics3", pytest.param("gemma3_vl", marks=pytest.mark.slow), QWENS[0]])
+@pytest.mark.parametrize("family", ["idefics3", GEMMA3, *OTHERS])
 def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(
     family: str, tmp_path: Path, tried: Callable[..., None]
 ) -> None:
@@ -337,7 +397,7 @@ def test_a_resumed_run_has_the_same_bits_and_reads_its_images_again(
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", QWENS[0]])
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
 @pytest.mark.parametrize("changes", [{}, {"weights": "copied"}])
 def test_adapters_a_reference_and_an_evaluation(
     family: str, changes: dict[str, Any], tmp_path: Path, tried: Callable[..., None]
@@ -346,7 +406,8 @@ def test_adapters_a_reference_and_an_evaluation(
 
     model = tiny_images.make_model(tmp_path / "model", family)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, **changes)
+    changes = {"save_strategy": "steps", "save_steps": 2, **changes}
+    args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, learning_rate=1e-2, **changes)
     trainer = GRPOTrainer(
         str(model), tiny.vowels, args, tiny_images.prompts(8), eval_dataset=tiny_images.prompts(3), peft_config=lora
     )
@@ -355,7 +416,8 @@ def test_adapters_a_reference_and_an_evaluation(
     assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps), steps
     assert trainer.evaluate()["eval_reward"] > 0
     trainer.close()
-    if changes:
+    check_export(tmp_path / "run", tmp_path / "exported", trainer.model, family)
+    if "weights" in changes:
         tried(family, lora_merged="where asked")
     else:
         tried(family, "lora_served")
@@ -363,7 +425,7 @@ def test_adapters_a_reference_and_an_evaluation(
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3"])
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
 @pytest.mark.parametrize("sharding", ["none", "gradients"])
 def test_two_ranks_train_to_the_same_weights(
     family: str, sharding: str, tmp_path: Path, tried: Callable[..., None]

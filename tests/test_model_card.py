@@ -83,6 +83,13 @@ def test_a_card_says_how_the_base_was_quantised_and_loads_it_so(here: Path) -> N
     assert "int8 (8 bits" in card(here, adapter_rank=16, quantization={"load_in_8bit": True, "load_in_4bit": False})
 
 
+def test_a_card_of_a_model_that_reads_images_asks_it_about_one(here: Path) -> None:
+    text = card(here, images=True)
+    assert front_matter(text)["pipeline_tag"] == "image-text-to-text"
+    assert '"type": "image"' in text and "image_pil" in text and "12 * 7" not in text and "colograd export" not in text
+    assert "colograd export tiny-grpo merged" in card(here, images=True, adapter_rank=4)
+
+
 def test_the_front_matter_is_what_the_hub_reads(here: Path) -> None:
     assert front_matter(card(here)) == {
         "library_name": "transformers",

@@ -21,6 +21,7 @@ IDEFICS3 = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<glob
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA3 = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 SIDE = 32  # pixels of an image that needs the fewest tokens
+ONE_TILE = {"size": {"longest_edge": SIDE}, "max_image_size": {"longest_edge": SIDE}, "do_image_splitting": False}
 
 
 def make_model(folder: Path, family: str, seed: int = 0, **shape: Any) -> Path:
@@ -86,6 +87,17 @@ def _idefics3(shape: dict[str, Any]) -> tuple[Any, Any]:
     """4 tokens an image."""
     import transformers as hf
 
+    return _in_tiles(hf.Idefics3Config, hf.Idefics3ForConditionalGeneration, shape)
+
+
+def _smolvlm(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """Likewise."""
+    import transformers as hf
+
+    return _in_tiles(hf.SmolVLMConfig, hf.SmolVLMForConditionalGeneration, shape)
+
+
+def _in_tiles(config_class: Any, model_class: Any, shape: dict[str, Any]) -> tuple[Any, Any]:
     tokenizer = _tokenizer(IDEFICS3, "<image>")
     ids = tokenizer.convert_tokens_to_ids
     text = {"model_type": "llama", "head_dim": 32, **_ends(tokenizer), **shape}
@@ -93,21 +105,29 @@ def _idefics3(shape: dict[str, Any]) -> tuple[Any, Any]:
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "image_size": SIDE, "patch_size": 8,
     }  # fmt: skip
-    config = hf.Idefics3Config(
+    config = config_class(
         text_config=text, vision_config=vision, scale_factor=2, image_token_id=ids("<image>"),
         pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
     )  # fmt: skip
-    return hf.Idefics3ForConditionalGeneration(config), tokenizer
+    return model_class(config), tokenizer
 
 
 def _idefics3_processor(tokenizer: Any) -> Any:
     import transformers as hf
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-    images = Idefics3ImageProcessorPil(
-        size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
+    return hf.Idefics3Processor(
+        Idefics3ImageProcessorPil(**ONE_TILE), tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template
     )
-    return hf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
+
+
+def _smolvlm_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+
+    return hf.SmolVLMProcessor(
+        hf.SmolVLMImageProcessor(**ONE_TILE), tokenizer, hf.SmolVLMVideoProcessor(),
+        image_seq_len=4, chat_template=tokenizer.chat_template,
+    )  # fmt: skip
 
 
 def _qwen2_5_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
@@ -209,9 +229,16 @@ def gemma3_processor(tokenizer: Any) -> Any:
     return hf.Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
 
 
-FAMILIES = {"idefics3": _idefics3, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3_vl": _gemma3}
+FAMILIES = {
+    "idefics3": _idefics3,
+    "smolvlm": _smolvlm,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "gemma3_vl": _gemma3,
+}
 PROCESSORS = {
     "idefics3": _idefics3_processor,
+    "smolvlm": _smolvlm_processor,
     "qwen2_5_vl": _qwen2_5_vl_processor,
     "qwen3_vl": _qwen3_vl_processor,
     "gemma3_vl": gemma3_processor,

@@ -67,17 +67,25 @@ def _merge(source: Path, folder: Path) -> str:
     """The base with the adapter in it, added in float32 and rounded once: to the base's own dtype, or that in which a
     quantised one was trained. Says so."""
     import torch
-    from peft import AutoPeftModelForCausalLM, PeftConfig
-    from transformers import AutoConfig, AutoTokenizer
+    from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    from ..policy import quantized
+    from ..policy import images, quantized
 
     hf_logging.disable_progress_bar()
     base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
     noted, base_config = quantized.beside(source), AutoConfig.from_pretrained(base)
+    model: Any
+    reads = AutoTokenizer
     if noted is None:
-        model: Any = AutoPeftModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        if images.takes_images(base_config):
+            images.find_processors()
+            reads = AutoProcessor
+            whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+            model = PeftModel.from_pretrained(whole, str(source))
+        else:
+            model = AutoPeftModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         dtype = base_config.dtype
         merged, of_base = model.merge_and_unload().to(dtype), ""
     else:
@@ -88,7 +96,7 @@ def _merge(source: Path, folder: Path) -> str:
         )
         merged, of_base = _dense(model, base_config), f"the {quantized.name_of(settings)} base's values and "
     merged.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    reads.from_pretrained(source).save_pretrained(folder)
     name = str(dtype).removeprefix("torch.")
     return f"{of_base}the adapter, added in float32 and rounded once to {name}"
 

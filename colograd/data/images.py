@@ -6,9 +6,10 @@ As TRL has it, a row's images are in its column ``images`` (a list) or ``image``
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -42,18 +43,10 @@ class ImageReader:
         Raises:
             ValueError: images and places differ in number, an image can't be read, or the processor refuses the row.
         """
-        messages, pictures = with_images(row["prompt"], images_of(row, where), where)
-        self.most = max(self.most, len(pictures))
-        tokenizer = self.processor.tokenizer
-        try:
-            text = self.processor.apply_chat_template(messages, tokenize=False, **arguments)
-            begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+        with _refusals(row, where):
+            pictures, text, begun = self._text(row, arguments, where)
             given: dict[str, Any] = {"images": [pictures]} if pictures else {}
             made = self.processor(text=[text], return_tensors="pt", add_special_tokens=not begun, **given)
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise ValueError(
-                f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}"
-            ) from error
         ids = tuple(made["input_ids"][0].tolist())
         places = tuple(place for place, token in enumerate(ids) if token == self.image_token)
         if not pictures:
@@ -63,9 +56,62 @@ class ImageReader:
                     'write {"type": "image"} parts and give the column `images`.'
                 )
             return ModelInput(ids)
-        engine_ids = tuple(tokenizer(text, add_special_tokens=not begun).input_ids)
+        engine_ids = tuple(self.processor.tokenizer(text, add_special_tokens=not begun).input_ids)
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
         return ModelInput(ids, Images(digest_of(pictures), engine_ids, tuple(pictures), inputs, places))
+
+    def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
+        """How many tokens the prompt that `read` makes will have, by its images' sizes, without their pixels; None: the
+        processor can't tell.
+
+        Raises:
+            ValueError: as `read`, but for what is found while pixels are made.
+        """
+        with _refusals(row, where):
+            pictures, text, begun = self._text(row, arguments, where)
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have as many
+                text = text.replace(self.processor.boi_token, whole)
+            placeholders = len(self.processor.tokenizer(text, add_special_tokens=not begun).input_ids)
+        if not pictures or whole:
+            return placeholders
+        if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM asks it too
+            return None
+        sizes = [(picture.height, picture.width) for picture in pictures]
+        return placeholders + sum(
+            tokens - 1 for tokens in self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+        )
+
+    def _text(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> tuple[list[Any], str, bool]:
+        """A row's images in RGB, its conversation as text with a placeholder for each, and whether it has begun."""
+        messages, pictures = with_images(row["prompt"], images_of(row, where), where)
+        self.most = max(self.most, len(pictures))
+        text = self.processor.apply_chat_template(messages, tokenize=False, **arguments)
+        start = self.processor.tokenizer.bos_token
+        return pictures, text, bool(start) and text.startswith(start)
+
+
+class Unreadable(ValueError):
+    """A row that says itself what is wrong with it."""
+
+
+@contextlib.contextmanager
+def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
+    try:
+        yield
+    except Unreadable:
+        raise
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"{where}: the processor refuses the prompt {text_of(row['prompt'])!r}: {error}") from error
+
+
+def loaded(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The row with its columns of images decoded.
+
+    Raises:
+        ValueError: see `images_of`.
+    """
+    found = images_of(row, where)
+    return {**row, "images": found or None, "image": None}
 
 
 def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
@@ -76,9 +122,9 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
     """
     several, one = row.get("images"), row.get("image")
     if several and one is not None:
-        raise ValueError(f"{where}: it has both `images` and `image`: leave one of the columns out.")
+        raise Unreadable(f"{where}: it has both `images` and `image`: leave one of the columns out.")
     if several is not None and not isinstance(several, (list, tuple)):
-        raise ValueError(
+        raise Unreadable(
             f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into `image`."
         )
     given = [*several] if several else [] if one is None else [one]
@@ -98,9 +144,10 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
+        image.load()  # a file that is cut off is found out here
         return image if image.mode == "RGB" else image.convert("RGB")
-    except (OSError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
+    except Exception as error:  # a broken file has many ways to say so
+        raise Unreadable(
             f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path, or a "
             "column of `datasets.Image`."
         ) from None
@@ -113,7 +160,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
         ValueError: the prompt is no conversation, or has more or fewer places than there are images.
     """
     if not isinstance(prompt, list):
-        raise ValueError(
+        raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
             '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}].'
         )
@@ -125,7 +172,7 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
             contents[first] = [*({"type": "image"} for _ in images), *contents[first]]
             places = [*images]
     if len(places) != len(images):
-        raise ValueError(
+        raise Unreadable(
             f'{where}: the prompt has {len(places)} place(s) for images ({{"type": "image"}} parts) and the row '
             f"{len(images)} image(s): give as many of one as of the other."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,14 +14,16 @@ from datasets import Dataset, IterableDataset
 from ..batch import ModelInput, Prompt
 from ..parallel import watchdog
 from .columns import check_columns, check_dataset, check_prompt_column
+from .image_lengths import image_lengths
 from .images import COLUMNS as IMAGES
-from .images import ImageReader
+from .images import ImageReader, loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_AT_ONCE = 1000  # tokenised together
-IMAGES_KEPT = 64  # prompts whose images stay in memory
+IMAGES_KEPT = 64  # prompts whose images stay in memory,
+BYTES_KEPT = 2**29  # fewer where pixels like the latest one's would take more
 COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # what a prompt's tokens may depend on
 
 
@@ -35,16 +37,17 @@ class PromptDataset(torch.utils.data.Dataset):
     def __init__(
         self,
         dataset: Dataset,
-        token_ids: np.ndarray,
+        token_ids: np.ndarray | None,
         ends: np.ndarray,
         num_dropped: int,
         rules: PromptRules | None = None,
     ) -> None:
         """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0.
 
-        rules: of rows with images, which are read when a prompt is asked for.
+        rules: of rows with images, which are read when a prompt is asked for; they have no token_ids before.
         """
-        assert len(ends) == len(dataset) + 1 and ends[-1] == len(token_ids), (len(ends), len(dataset), len(token_ids))
+        assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
+        assert (token_ids is None) == (rules is not None) and (token_ids is None or ends[-1] == len(token_ids))
         self.dataset = dataset
         self.num_dropped = num_dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
@@ -71,6 +74,7 @@ class PromptDataset(torch.utils.data.Dataset):
         example = self.dataset[row]
         if self._rules is not None:
             return Prompt(example, self._with_images(row, example), position)
+        assert self._token_ids is not None
         ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
         return Prompt(example=example, input=ModelInput(tuple(ids.tolist())), position=position)
 
@@ -78,8 +82,13 @@ class PromptDataset(torch.utils.data.Dataset):
         """The row's prompt, made once for the steps that take it soon after each other."""
         assert self._rules is not None
         found = self._latest.pop(row, None) or self._rules.read(example, row)
+        if len(found.ids) > self._rules.max_prompt_tokens:
+            raise ValueError(
+                f"{self._rules.name}, row {row}: with its images the prompt has {len(found.ids)} tokens, over the "
+                f"limit of {self._rules.max_prompt_tokens}, though fewer were counted at start: remove it."
+            )
         self._latest[row] = found
-        while len(self._latest) > IMAGES_KEPT:
+        while len(self._latest) > min(IMAGES_KEPT, max(1, BYTES_KEPT // max(1, _bytes(found)))):
             del self._latest[next(iter(self._latest))]
         return found
 
@@ -90,7 +99,11 @@ class PromptDataset(torch.utils.data.Dataset):
 
     def first(self, count: int) -> list[Prompt]:
         """The first rows' prompts."""
-        return [self[row, row] for row in range(min(count, len(self)))]
+        return [*self.first_ones(count)]
+
+    def first_ones(self, count: int) -> Iterator[Prompt]:
+        """The same, each made when it is asked for."""
+        return (self[row, row] for row in range(min(count, len(self))))
 
     def prompts(self, start: int = 0) -> list[Prompt]:
         """Every row in order, at positions ``start`` and on (evaluation)."""
@@ -112,17 +125,41 @@ class PromptRules:
     name: str  # what messages call the dataset
     tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's, which the template shows
     images: ImageReader | None = None  # of a model that takes them; all its conversations go through it
+    tell: Callable[[str], None] = lambda line: None  # is told of what takes long
 
     def read(self, example: dict[str, Any], row: int) -> ModelInput:
         """A row's prompt with its images."""
         assert self.images is not None
-        if isinstance(example["prompt"], str) and not any(example.get(name) for name in ("image", "images")):
+        if _is_text(example):
             return ModelInput(tuple(self.tokenizer(example["prompt"]).input_ids))
+        return self.images.read(example, self._arguments(example, row), self._where(row))
+
+    def lengths(self, rows: Dataset) -> list[int]:
+        """The number of tokens of each row's prompt with its images. All of a dataset's pixels don't fit into memory,
+        and are made when they are trained on."""
+        return image_lengths(
+            rows,
+            load=lambda example, row: loaded(example, self._where(row)),
+            counted=self._counted,
+            processed=lambda example, row: len(self.read(example, row).ids),
+            tell=lambda line: self.tell(f"{self.name}: {line}"),
+        )
+
+    def _counted(self, example: dict[str, Any], row: int) -> int | None:
+        """A row's tokens, as far as they can be told without its pixels."""
+        assert self.images is not None
+        if _is_text(example):
+            return len(self.tokenizer(example["prompt"]).input_ids)
+        return self.images.count(example, self._arguments(example, row), self._where(row))
+
+    def _arguments(self, example: dict[str, Any], row: int) -> dict[str, Any]:
+        """Of the chat template, for one row with images."""
+        _check_prompt(example["prompt"], self._where(row), self.tools is not None, images=True)
         columns = {name: [value] for name, value in example.items()}
-        where = f"{self.name}, row {row}"
-        _check_prompt(example["prompt"], where, self.tools is not None, images=True)
-        arguments = _template_arguments(columns, 0, self) if isinstance(example["prompt"], list) else {}
-        return self.images.read(example, arguments, where)
+        return _template_arguments(columns, 0, self) if isinstance(example["prompt"], list) else {}
+
+    def _where(self, row: int) -> str:
+        return f"{self.name}, row {row}"
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...] | None]:
         """The tokens of some rows, the first of which has the number ``first``; None for one to be dropped.
@@ -130,28 +167,28 @@ class PromptRules:
         Raises:
             ValueError: a row that isn't a prompt, is empty or (with ``error``) too long.
         """
-        assert self.overlong in ("drop", "error"), self.overlong
         found: list[tuple[int, ...] | None] = []
-        encoded = self._expanded(columns, first) if self.images is not None else _encode(columns, self, first)
-        for row, ids in enumerate(encoded, start=first):
-            if not ids:
-                raise ValueError(
-                    f"{self.name}, row {row}: the prompt {columns['prompt'][row - first]!r} has no tokens; remove it."
-                )
-            if len(ids) > self.max_prompt_tokens and self.overlong == "error":
-                raise ValueError(
-                    f"{self.name}, row {row}: the prompt has {len(ids)} tokens, over the limit of "
-                    f"{self.max_prompt_tokens}. Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set "
-                    "overlong_prompts to drop."
-                )
-            found.append(tuple(ids) if len(ids) <= self.max_prompt_tokens else None)
+        for row, ids in enumerate(_encode(columns, self, first), start=first):
+            fits = self.fits(len(ids), columns["prompt"][row - first], row)
+            found.append(tuple(ids) if fits else None)
         return found
 
-    def _expanded(self, columns: dict[str, list[Any]], first: int) -> list[Sequence[int]]:
-        """Token ids of rows with images. Their pixels are made for the count alone, and again when they are trained on:
-        all of a dataset's don't fit into memory."""
-        rows = range(len(columns["prompt"]))
-        return [self.read({name: of[row] for name, of in columns.items()}, first + row).ids for row in rows]
+    def fits(self, tokens: int, prompt: Any, row: int) -> bool:
+        """Whether a row's prompt isn't too long.
+
+        Raises:
+            ValueError: it is (with ``error``), or has no tokens.
+        """
+        assert self.overlong in ("drop", "error"), self.overlong
+        if not tokens:
+            raise ValueError(f"{self._where(row)}: the prompt {prompt!r} has no tokens; remove it.")
+        if tokens > self.max_prompt_tokens and self.overlong == "error":
+            raise ValueError(
+                f"{self._where(row)}: the prompt has {tokens} tokens, over the limit of "
+                f"{self.max_prompt_tokens}. Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set "
+                "overlong_prompts to drop."
+            )
+        return tokens <= self.max_prompt_tokens
 
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
@@ -170,23 +207,43 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])
-    kept, chunks = [], []
-    size = ROWS_AT_ONCE if rules.images is None else 1  # of images, as few in memory as can be
-    for first in range(0, len(dataset), size):
-        watchdog.progress("the prompts' tokens")
-        for row, ids in enumerate(rules.encode(wanted[first : first + size], first), start=first):
-            if ids is not None:
-                kept.append(row)
-                chunks.append(np.asarray(ids, dtype=np.int32))
+    if rules.images is None:
+        kept, lengths, token_ids = _tokenised(wanted, rules)
+    else:
+        every = rules.lengths(wanted)
+        kept = [row for row, tokens in enumerate(every) if rules.fits(tokens, "", row)]
+        lengths, token_ids = [every[row] for row in kept], None
     if not kept:
         raise ValueError(
             f"{name}: all {len(dataset)} prompts are over the limit of {rules.max_prompt_tokens} tokens. Raise "
             "max_prompt_tokens or vllm_max_model_length."
         )
     rows = dataset.select(kept) if len(kept) < len(dataset) else dataset
-    ends = np.cumsum([0, *map(len, chunks)], dtype=np.int64)
+    ends = np.cumsum([0, *lengths], dtype=np.int64)
     dropped, reading = len(dataset) - len(kept), rules if rules.images is not None else None
-    return PromptDataset(rows, np.concatenate(chunks), ends, dropped, reading)
+    return PromptDataset(rows, token_ids, ends, dropped, reading)
+
+
+def _tokenised(wanted: Dataset, rules: PromptRules) -> tuple[list[int], list[int], np.ndarray]:
+    """Which rows are kept, their numbers of tokens, and their tokens one after the other."""
+    kept, chunks = [], [np.empty(0, dtype=np.int32)]
+    for first in range(0, len(wanted), ROWS_AT_ONCE):
+        watchdog.progress("the prompts' tokens")
+        for row, ids in enumerate(rules.encode(wanted[first : first + ROWS_AT_ONCE], first), start=first):
+            if ids is not None:
+                kept.append(row)
+                chunks.append(np.asarray(ids, dtype=np.int32))
+    return kept, [len(ids) for ids in chunks[1:]], np.concatenate(chunks)
+
+
+def _is_text(example: dict[str, Any]) -> bool:
+    """Whether a row is plain text without images."""
+    return isinstance(example["prompt"], str) and not any(example.get(name) for name in IMAGES)
+
+
+def _bytes(asked: ModelInput) -> int:
+    """Of a prompt's pixels."""
+    return 0 if asked.images is None else sum(value.nbytes for value in asked.images.inputs.values())
 
 
 def _encode(batch: dict[str, list[Any]], rules: PromptRules, first: int) -> list[list[int]]:

@@ -50,6 +50,7 @@ class RunFacts:
     hub_model_id: str | None  # where the model is or will be pushed
     adapter_rank: int = 0  # of a LoRA, which is saved alone; 0: the whole model is
     quantization: Mapping[str, Any] | None = None  # of the base, as in a checkpoint's config.json; None: it is as it is
+    images: bool = False  # whether the model reads some
     base_dtype: str = "bfloat16"  # in which a quantised base was loaded
     tags: Sequence[str] = ()  # of the Hub, beside those that every card has
 
@@ -74,6 +75,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         front_matter=_front_matter(run),
         base=_linked(run.base_model),
         quantization=None if run.quantization is None else _quantization(run.quantization),
+        by_export=run.adapter_rank > 0 and (run.images or run.quantization is not None),
         datasets=", ".join(_linked(name, "datasets/") for name in run.datasets),
         recipe=run.recipe and shown_path(run.recipe),
         has_recipe=recipe is not None,
@@ -175,7 +177,7 @@ def _front_matter(run: RunFacts) -> str:
     if published := [name for name in run.datasets if _on_hub(name)]:
         data["datasets"] = published
     data["tags"] = list(dict.fromkeys([*TAGS, *run.tags]))
-    data["pipeline_tag"] = "text-generation"
+    data["pipeline_tag"] = "image-text-to-text" if run.images else "text-generation"
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 

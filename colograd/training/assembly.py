@@ -199,7 +199,7 @@ def with_images(prompts: Sequence[Prompts]) -> ModelInput | None:
     """A prompt with images, to prove things on; None: there are none, or not in the first rows."""
     if not getattr(prompts[0], "most_images", 0):
         return None
-    found = (prompt.input for prompt in prompts[0].first(IMAGES_LOOKED_AT) if prompt.input.images is not None)
+    found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
     return next(found, None)
 
 

@@ -14,6 +14,7 @@ from ..data.columns import check_columns, columns_of
 from ..data.images import COLUMNS as IMAGES
 from ..data.images import ImageReader
 from ..policy.loading import Policy
+from ..reporting.console import Console
 from ..rewards import RewardFunction, resolve_rewards
 from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
@@ -214,6 +215,7 @@ def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, too
         name=name,
         tools=tools.schemas if tools else None,
         images=None if policy.processor is None else ImageReader(policy.processor, policy.image_token),
+        tell=Console(args.layout.is_main, bars=False).say,
     )
 
 

@@ -162,6 +162,7 @@ class PackedTrainer(ResumableTrainer):
             hub_model_id=args.hub_model_id,
             adapter_rank=self.policy.adapter.rank if self.policy.adapter else 0,
             quantization=None if self.policy.quantization is None else self.policy.quantization.settings,
+            images=self.policy.processor is not None,
             base_dtype=str(self.model.dtype).removeprefix("torch."),
         )
         write_card(folder, run=facts)

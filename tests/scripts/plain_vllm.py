@@ -1,8 +1,12 @@
 """What vLLM alone, without Colograd, says of a model folder: the log-probabilities of a prompt's tokens as JSON.
 
-python plain_vllm.py FOLDER IDS.json OUT.json [ADAPTER]
+python plain_vllm.py FOLDER IDS.json OUT.json [ADAPTER [IMAGE ...]]
+
+With images the ids have one placeholder for each, and what is written has as many tokens for it as vLLM made of it.
+On a CPU vLLM computes the images of Gemma 3 causally, which they are not: the attention is then that of Colograd.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -11,25 +15,38 @@ from pathlib import Path
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
-def main(folder: str, ids: str, out: str, adapter: str = "") -> None:
+def gemma3() -> contextlib.AbstractContextManager[None]:
+    """What an engine of Gemma 3 is built with on a CPU."""
+    from colograd.engine.both_ways import both_ways
+    from colograd.engine.images import find_gemma3
+
+    find_gemma3()
+    return both_ways()
+
+
+def main(folder: str, ids: str, out: str, adapter: str = "", *images: str) -> None:
+    from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
     tokens = json.loads(Path(ids).read_text())
-    llm = LLM(
-        folder,
-        dtype="float32",
-        enforce_eager=True,
-        kv_cache_memory_bytes=2**26,
-        max_model_len=len(tokens) + 1,
-        enable_lora=bool(adapter),
-    )
+    with gemma3() if "gemma3" in Path(folder, "config.json").read_text() and images else contextlib.nullcontext():
+        llm = LLM(
+            folder,
+            dtype="float32",
+            enforce_eager=True,
+            kv_cache_memory_bytes=2**26,
+            max_model_len=256 if images else len(tokens) + 1,
+            enable_lora=bool(adapter),
+            limit_mm_per_prompt={"image": len(images), "video": 0} if images else {},
+        )
+    pictures = {"multi_modal_data": {"image": [Image.open(path) for path in images]}} if images else {}
     (output,) = llm.generate(
-        [{"prompt_token_ids": tokens}],
+        [{"prompt_token_ids": tokens, **pictures}],
         SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
         lora_request=LoRARequest("adapter", 1, adapter) if adapter else None,
     )
-    entries = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+    entries = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
     Path(out).write_text(json.dumps([entry[token].logprob for entry, token in entries]))
 
 
