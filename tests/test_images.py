@@ -277,7 +277,7 @@ def test_a_family_trains(
         pictures.extend(images)
         return tiny.vowels(completions)
 
-    logged = {"log_completions": True, "log_completions_steps": 3}
+    logged = {"log_completions": True, "log_completions_steps": 3, "save_strategy": "steps", "save_steps": 3}
     args = tiny.config(tmp_path / "run", max_steps=3, weights=weights, **logged)
     trainer = GRPOTrainer(str(model), reward, args, tiny_images.prompts(8, images=2))
     publish = trainer.weights.publish
@@ -300,44 +300,48 @@ def test_a_family_trains(
     assert re.search(r"\[image (32|64)x32\]", capfd.readouterr().out), "in the table of step 1"
     check_log(Path(args.output_dir), 3, 2)
     if weights == "auto":
-        compare_with_what_was_saved(trainer, tmp_path)
+        compare_with_what_was_saved(trainer, Path(args.output_dir) / "checkpoint-3", tmp_path)
         tried(family, "shared", "images", "saved")
     else:
         tried(family, "copied")
     trainer.close()
 
 
-def compare_with_what_was_saved(trainer: GRPOTrainer, scratch: Path) -> None:
-    """The trainer's row of a prompt with two pictures, transformers' and vLLM's own reading of the folder give one
-    probability to each token of a completion."""
+def compare_with_what_was_saved(trainer: GRPOTrainer, saved: Path, scratch: Path) -> None:
+    """The trainer's row of a prompt with two pictures, transformers' and vLLM's own reading of a checkpoint give one
+    probability to each token of a completion. (Which depends on the pictures.)"""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    saved = scratch / "saved"
-    trainer.save_model(str(saved))
     processor, loaded = AutoProcessor.from_pretrained(saved), AutoModelForImageTextToText.from_pretrained(saved)
     again = loaded.state_dict()
     assert all(torch.equal(again[name], p) for name, p in trainer.model.named_parameters())
-    completion = list(range(40, 52))
     row = tiny_images.prompts(2, images=2)[1]
-    text = processor.apply_chat_template(with_images(row["prompt"], row["images"], "")[0], add_generation_prompt=True)
-    made = processor(text=[text], images=[row["images"]], return_tensors="pt")
-    asked = ImageReader(processor, loaded.config.image_token_id).read(row, {"add_generation_prompt": True}, "row 1")
-    assert asked.images is not None and list(asked.ids) == made["input_ids"][0].tolist()
+    reader, completion = ImageReader(processor, loaded.config.image_token_id), list(range(40, 52))
+    asked, turned = (
+        reader.read(row | {"images": pictures}, {"add_generation_prompt": True}, "row 1")
+        for pictures in (row["images"], row["images"][::-1])
+    )
+    theirs = logprobs_of_transformers(loaded, asked, completion)
+    assert float((theirs - logprobs_of_transformers(loaded, turned, completion)).abs().max()) > 0.01
 
     rollout = Rollout(asked, completion, torch.zeros(12), torch.ones(12).bool(), FinishReason.STOP, 0)
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
     (packed,) = pack([group], 400, False, torch.device("cpu"), share_prompts=True)
     with torch.no_grad():
         ours = policy_logprobs(trainer.model, packed, 1.0)[0]
-        whole = torch.tensor([[*asked.ids, *completion]])
-        seen = images.own_inputs(asked.images, len(completion))
-        logits = loaded.eval()(input_ids=whole, **{"attention_mask": torch.ones_like(whole), **seen}).logits
-    theirs = logits[0, -13:-1].log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-    engine_ids = asked.followed_by(completion).images.engine_ids
-    plain = plain_vllm.prompt_logprobs(saved, engine_ids, scratch, pictures=row["images"])
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    given = asked.followed_by(completion).images
+    plain = plain_vllm.prompt_logprobs(saved, given.engine_ids, scratch, pictures=row["images"])
     assert len(plain) == len(asked.ids) + len(completion) - 1
-    for found in (theirs, plain[-12:]):
-        torch.testing.assert_close(found, ours, rtol=0, atol=1e-4)
+    torch.testing.assert_close(plain[-12:], ours, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def logprobs_of_transformers(model: Any, asked: ModelInput, completion: list[int]) -> torch.Tensor:
+    ids = torch.tensor([[*asked.ids, *completion]])
+    seen = images.own_inputs(asked.images, len(completion))
+    rows = model(input_ids=ids, attention_mask=torch.ones_like(ids), **seen).logits[0, len(asked.ids) - 1 : -1]
+    return rows.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
 def check_log(run: Path, steps: int, images: int) -> None:

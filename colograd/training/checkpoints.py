@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -195,6 +195,13 @@ def check(folder: str | Path) -> bool:
     except Damaged as error:
         raise ValueError(f"{folder} is damaged: {error}.") from None
     return files is not None
+
+
+def write_index(checkpoint: Path, names: Iterable[str]) -> None:
+    """Say which tensors are the model's. Without it vLLM takes all files' tensors for weights, so also the optimizer's
+    state (an error) and the reference (in the policy's place)."""
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
+    (checkpoint / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
 def write_prompts(checkpoint: Path, state: dict[str, Any]) -> None:

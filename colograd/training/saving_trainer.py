@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
@@ -158,6 +159,8 @@ class SavingTrainer(Trainer):
                 state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
             if self.args.should_save:
                 state.save_to_json(str(folder / name / "trainer_state.json"))
+                if names := self._weights_of(folder / name):
+                    checkpoints.write_index(folder / name, names)
                 if isinstance(self.train_prompts, PromptStream):
                     checkpoints.write_prompts(folder / name, self.train_prompts.state)
             sources = self._sources(folder / name)
@@ -199,6 +202,14 @@ class SavingTrainer(Trainer):
             return saving.files_in(folder)
         images = self._images.take()
         return saving.contents_of(folder) | {path.relative_to(folder).as_posix(): i for path, i in images.items()}
+
+    def _weights_of(self, folder: Path) -> list[str]:
+        """Names of the weights that were just put into one file of ``folder``; none, of an adapter or of shards."""
+        file = folder / SAFE_WEIGHTS_NAME
+        if not file.is_file():
+            return [*self.weight_places()]
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            return [*opened.keys()]
 
     def _rotate(self, best: str | None, step: int) -> None:
         """In the thread, when every node has the new one."""
