@@ -64,6 +64,7 @@ class Replayer(GRPOTrainer):
         **given: Any,
     ) -> None:
         self.replay, self.profile, self.flags = replay, profile, flags
+        args.report = False  # whose records an engine tells, too
         with together("the journal"):
             recorded = Journal(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []

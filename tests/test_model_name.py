@@ -8,6 +8,7 @@ import httpx
 import huggingface_hub
 import pytest
 
+from colograd.data.sources import _load_stored
 from colograd.runtime import hub
 
 COMMON = "neither a folder with a model nor a Hub model that can be loaded"
@@ -75,3 +76,12 @@ def test_an_offline_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=f"{COMMON}.* HF_HUB_OFFLINE is set"):
         hub.check_model_name("owner/name")
     assert not asked
+
+
+def test_a_dataset_without_a_connection_is_an_error_after_two_short_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answering(monkeypatch, httpx.ConnectError("Name or service not known"))
+    with pytest.raises(ValueError, match="'owner/data' can't be loaded: it isn't in the cache, and the Hub can't be"):
+        _load_stored("owner/data", None, {})
+    assert len(asked) == hub.ATTEMPTS and all("datasets/owner/data" in url for url in asked)
+    answering(monkeypatch, not_found(huggingface_hub.errors.RepositoryNotFoundError))
+    hub.check_dataset_name("owner/data")  # which `datasets` will tell

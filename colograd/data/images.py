@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -199,8 +200,8 @@ def in_rgb(image: Any, where: str) -> Any:
         return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # a broken file has many ways to say so
         raise Unreadable(
-            f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path, or a "
-            "column of `datasets.Image`."
+            f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path (seen "
+            f"from {os.getcwd()}), or a column of `datasets.Image`."
         ) from None
 
 

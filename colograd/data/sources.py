@@ -10,6 +10,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
 
+from ..runtime.hub import check_dataset_name
 from ..runtime.importing import find_object
 from .columns import check_dataset
 
@@ -51,6 +52,8 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
             return load_dataset(builder, data_files=name, **kwargs)
         if builder is not None and not path.is_dir():
             raise ValueError(f"there is no such file (looked from {os.getcwd()})")
+        if not path.is_dir():
+            check_dataset_name(name)
         return load_dataset(name, config, **kwargs)
     except (OSError, ValueError, TypeError) as error:  # what is missing or unreachable is an OSError too
         raise ValueError(

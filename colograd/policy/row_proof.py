@@ -164,7 +164,11 @@ def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch
 
 def _mistaken(model: Any, part: PackedSequence) -> bool:
     """Whether the model itself would put a picture's features where a completion has the image token, as a token."""
-    return part.images is not None and bool((part.completion_ids == model.config.image_token_id).any())
+    if not (part.images or part.answers):
+        return False
+    known = {place for answer in part.answers for place in answer.places}
+    found = (part.completion_ids == model.config.image_token_id).nonzero().flatten().tolist()
+    return not known.issuperset(found)
 
 
 @torch.no_grad()

@@ -160,7 +160,8 @@ def no_reward_difference(history: History) -> Seen | None:
 
 @rule(
     "constant-reward",
-    "`rewards/<name>/std` is 0 and `rewards/<name>/mean` the same in every one of the last steps",
+    "`rewards/<name>/std` is 0 and `rewards/<name>/mean` the same in every one of the last steps, and the task isn't "
+    "solved",
     "A reward that is the same for every completion says nothing about any.",
     "Look at what the function compares: `colograd show` prints completions with their rewards. Mend it in "
     "`reward_funcs`, or remove it.",
@@ -168,7 +169,7 @@ def no_reward_difference(history: History) -> Seen | None:
 )
 def constant_reward(history: History) -> Seen | None:
     found = []
-    for name in history.reward_names:
+    for name in [] if history.is_solved else history.reward_names:
         means, stds = history.last(f"rewards/{name}/mean"), history.last(f"rewards/{name}/std")
         if len(means) >= LEAST and not any(stds) and max(means) == min(means):
             found.append(f"{name!r} gave {means[0]:g} to every completion of the last {len(means)} steps")
@@ -252,7 +253,7 @@ def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | N
 
 @rule(
     "all-truncated",
-    "`completions/clipped_ratio` is 0.7 or more on average (severe: 0.95)",
+    "`completions/clipped_ratio` is 0.7 or more on average (severe: 0.95), and `max_completion_length` isn't 1",
     "A completion that is cut off is judged without its end, so what is learned is noise.",
     "Raise `max_completion_length`, look whether the chat template lets the model end its turn, or set "
     "`mask_truncated_completions: true`.",
@@ -260,9 +261,9 @@ def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | N
 )
 def all_truncated(history: History) -> Seen | None:
     share = history.recently("completions/clipped_ratio")
-    if share is None or share < 0.7:
-        return None
     longest = history.settings.get("max_completion_length")
+    if share is None or share < 0.7 or longest == 1:  # of one token nobody wants an end
+        return None
     return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
 

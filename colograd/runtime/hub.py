@@ -1,4 +1,5 @@
-"""Whether a model's name leads anywhere: asked briefly, before libraries ask for many files and try each again.
+"""Whether a model's or a dataset's name leads anywhere: asked briefly, before libraries ask for many files and try each
+again.
 
 Imports huggingface_hub only for what isn't a folder.
 """
@@ -66,3 +67,31 @@ def _nothing_there(name: str, why: str) -> ValueError:
         f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Give "
         "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model` makes the quickstart's."
     )
+
+
+def check_dataset_name(name: str) -> None:
+    """Raise where there is no connection to load a dataset by, nor a copy of it: `datasets` would try for minutes.
+
+    Args:
+        name: a Hub id.
+
+    Raises:
+        ConnectionError: the Hub can't be reached.
+    """
+    import datasets
+    import httpx
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    stored = os.path.join(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
+    if constants.HF_HUB_OFFLINE or os.path.isdir(stored):
+        return
+    for attempt in range(ATTEMPTS):
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "README.md", repo_type="dataset"), timeout=SECONDS)
+            return
+        except (httpx.TransportError, ConnectionError, TimeoutError) as error:
+            if attempt == ATTEMPTS - 1:
+                raise ConnectionError(f"it isn't in the cache, and the Hub can't be reached: {error}") from None
+            time.sleep(1.0)
+        except Exception:  # whatever else may be wrong, loading tells
+            return
