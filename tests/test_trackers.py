@@ -40,7 +40,7 @@ def test_only_trackers_that_run_and_are_asked_for_get_anything(monkeypatch: pyte
     asked, nobody = Trackers(["wandb"]), Trackers([])
     assert asked and not nobody
     for trackers in (asked, nobody):
-        trackers.table("completions", {"prompt": ["p"], "right": [1.0]})
+        trackers.table("completions", {"prompt": ["p"], "right": [1.0]}, {})
         trackers.histograms(3, {"train/rewards": [1.0, float("nan"), 0.0], "nothing": [float("nan")]})
         trackers.alarm(3, "all-truncated", "too long", severe=True)
         trackers.overview("| |")

@@ -29,6 +29,10 @@ def main(folder: str, ids: str, out: str, adapter: str = "", *images: str) -> No
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    if images:
+        from colograd.policy.images import find_processors
+
+        find_processors()  # of Idefics3, for which transformers asks for torchvision
     tokens = json.loads(Path(ids).read_text())
     with gemma3() if "gemma3" in Path(folder, "config.json").read_text() and images else contextlib.nullcontext():
         llm = LLM(
