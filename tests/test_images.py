@@ -31,6 +31,8 @@ from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
+from colograd.weights.adapter import AdapterWeights
+from colograd.weights.merged import MergedWeights
 
 RANKS = Path(__file__).parent / "scripts" / "two_ranks.py"
 PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
@@ -405,12 +407,16 @@ def test_adapters_a_reference_and_an_evaluation(
     import peft
 
     model = tiny_images.make_model(tmp_path / "model", family)
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    text_alone = r".*(language|text)_model.*\.(q|v)_proj"  # else some towers' layers are adapted too, and merged
+    targets = ["q_proj", "v_proj"] if changes else text_alone
+    lora = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    kind = MergedWeights if changes else AdapterWeights
     changes = {"save_strategy": "steps", "save_steps": 2, **changes}
     args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, learning_rate=1e-2, **changes)
     trainer = GRPOTrainer(
         str(model), tiny.vowels, args, tiny_images.prompts(8), eval_dataset=tiny_images.prompts(3), peft_config=lora
     )
+    assert isinstance(trainer.weights, kind)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps), steps

@@ -28,6 +28,7 @@ from colograd.data.images import ImageReader
 from colograd.memory.tower import Tower
 from colograd.memory.ways import PolicySizes
 from colograd.policy import images, outline, quantized, row_proof
+from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap
 from colograd.policy.packed import packed_weights, settle
 from colograd.policy.supported import check_supported
@@ -99,6 +100,9 @@ def test_a_family_trains_an_adapter_on_a_base_of_4_bits(
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
     check_saved(trainer, tmp_path / "run" / "checkpoint-3")
+    policy = load_policy(str(tmp_path / "run" / "checkpoint-3"), None, test_quantized.config(tmp_path / "run"))
+    assert policy.quantization.name == "NF4" and policy.processor is not None
+    assert all(torch.equal(policy.model.get_parameter(name), value) for name, value in ours.items())
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
     assert "the NF4 base's values and the adapter" in capfd.readouterr().out
     check_exported(trainer, tmp_path / "exported", tmp_path if family != "idefics3" else None)
