@@ -230,7 +230,7 @@ def test_a_tower_s_activations_are_estimated(family: str, checkpointing: int) ->
 
 def test_a_plan_counts_a_tower_and_refuses_what_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = tiny_images.random_model("idefics3")
-    model.config.vision_config.num_attention_heads = 3
+    model.config.vision_config.intermediate_size = 65
     model.config.save_pretrained(tmp_path)
     arguments = ["plan", "--model", str(tmp_path), "--gpus", "2", "--gpu-memory", "1", "--context", "200"]
     assert cli.main(arguments) == 0
@@ -238,7 +238,7 @@ def test_a_plan_counts_a_tower_and_refuses_what_a_run_does(tmp_path: Path, capsy
     assert "activations include a vision tower's" in said and "fsdp" in said
     for more, why in (
         (["--lora-rank", "8", "--bits", "4"], "A quantised base isn't available for vision-language models"),
-        (["--tensor-parallel", "2"], "must divide the model's vision_config.num_attention_heads, which is 3"),
+        (["--tensor-parallel", "2"], "must divide the model's vision_config.intermediate_size, which is 65"),
     ):
         assert cli.main([*arguments, *more]) == 2
         assert why in capsys.readouterr().err

@@ -137,7 +137,8 @@ def test_a_model_that_sees_in_parts_samples_and_trains_the_same(family: str, tmp
     for one, other in zip(alone["logs"], ranks[0]["logs"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5) and other["reward"] == one["reward"]
     for name, value in expected.items():
-        assert float((found[0][name] - value).norm()) < 1e-4 * float(value.norm()), name
+        most = 1e-2 if name.endswith("k_proj.bias") else 1e-4  # a tower's, on which no output depends
+        assert float((found[0][name] - value).norm()) < most * float(value.norm()), name
         assert torch.equal(found[1][name], found[0][name]), name
     assert ranks[0]["engine"] < 0.75 * alone["engine"]
     tried(family, "tensor_parallel")
