@@ -96,7 +96,6 @@ def run_of(options: argparse.Namespace) -> Run:
     from ..memory.shape import Lengths, Shape
     from ..memory.tower import Tower
     from ..memory.ways import PolicySizes
-    from ..policy.images import has_tower
     from ..policy.outline import outline, to_pack, with_adapter
     from ..policy.supported import check_planned
 
@@ -134,7 +133,7 @@ def run_of(options: argparse.Namespace) -> Run:
         sleeps=options.sleep,
         offloads=options.offload_optimizer,
         reference=sizes.weights if options.reference and not options.lora_rank else 0,
-        ways=WHOLE if options.lora_rank or has_tower(model.config) else AVAILABLE,
+        ways=WHOLE if options.lora_rank else AVAILABLE,
         tower=Tower.of(model),
     )
 
