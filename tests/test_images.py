@@ -31,6 +31,8 @@ from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
+from colograd.weights.adapter import AdapterWeights
+from colograd.weights.merged import MergedWeights
 
 RANKS = Path(__file__).parent / "scripts" / "two_ranks.py"
 PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
@@ -190,7 +192,7 @@ def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None
 
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
-def test_probabilities_are_those_of_trl(family: str) -> None:
+def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None]) -> None:
     """On the same sample, by TRL's own `_get_per_token_logps_and_entropies`."""
     import trl_oracle
     from trl.trainer.grpo_trainer import add_fused_lm_head
@@ -209,7 +211,8 @@ def test_probabilities_are_those_of_trl(family: str) -> None:
     theirs = trainer._get_per_token_logps_and_entropies(
         model, ids, torch.ones_like(ids), len(rollout.completion_ids), num_images=[2], **seen
     )[0]
-    assert float((ours - theirs[0]).abs().max()) < 1e-4
+    assert float((ours - theirs[0]).detach().abs().max()) < 1e-4
+    tried(family, trl="log-probabilities")
 
 
 @pytest.mark.parametrize("checkpointing", [0, 1])
@@ -236,12 +239,8 @@ def test_a_plan_counts_a_tower_and_refuses_what_a_run_does(tmp_path: Path, capsy
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
     assert "activations include a vision tower's" in said and "fsdp" in said
-    for more, why in (
-        (["--lora-rank", "8", "--bits", "4"], "A quantised base isn't available for vision-language models"),
-        (["--tensor-parallel", "2"], "must divide the model's vision_config.intermediate_size, which is 65"),
-    ):
-        assert cli.main([*arguments, *more]) == 2
-        assert why in capsys.readouterr().err
+    assert cli.main([*arguments, "--tensor-parallel", "2"]) == 2
+    assert "must divide the model's vision_config.intermediate_size, which is 65" in capsys.readouterr().err
 
 
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
@@ -410,12 +409,16 @@ def test_adapters_a_reference_and_an_evaluation(
     import peft
 
     model = tiny_images.make_model(tmp_path / "model", family)
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    text_alone = r".*(language|text)_model.*\.(q|v)_proj"  # else some towers' layers are adapted too, and merged
+    targets = ["q_proj", "v_proj"] if changes else text_alone
+    lora = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    kind = MergedWeights if changes else AdapterWeights
     changes = {"save_strategy": "steps", "save_steps": 2, **changes}
     args = tiny.config(tmp_path / "run", beta=0.1, max_steps=2, num_iterations=2, learning_rate=1e-2, **changes)
     trainer = GRPOTrainer(
         str(model), tiny.vowels, args, tiny_images.prompts(8), eval_dataset=tiny_images.prompts(3), peft_config=lora
     )
+    assert isinstance(trainer.weights, kind)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(step["sampling/sampling_logp_difference/mean"] < 1e-5 for step in steps), steps
@@ -523,9 +526,15 @@ def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
     trainer.close()
 
 
+def first_and_last(history: list[dict[str, Any]]) -> tuple[float, float]:
+    """The mean reward of a run's first five steps, and of its last."""
+    rewards = [entry["reward"] for entry in history if "reward" in entry]
+    return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+
+
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_random_model_learns_colours(tmp_path: Path) -> None:
+def test_a_random_model_learns_colours(tmp_path: Path, tried: Callable[..., None]) -> None:
     from colograd.tasks import colours
     from colograd.train import main
 
@@ -533,6 +542,36 @@ def test_a_random_model_learns_colours(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[1] / "recipes" / "grpo_colours_cpu.yaml"
     folder = tmp_path / "run"
     main(["--config", str(recipe), "--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(folder)])
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    rewards = [entry["reward"] for entry in history if "reward" in entry]
-    assert sum(rewards[:5]) / 5 < 0.3 and sum(rewards[-5:]) / 5 > 0.7, rewards
+    first, last = first_and_last(json.loads((folder / "trainer_state.json").read_text())["log_history"])
+    assert first < 0.3 and last > 0.7
+    tried("idefics3", "learns")
+
+
+def codes_the_colour(completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+    """1 where the token's remainder by six is the colour's number: a sixth of the time without a look at the image."""
+    from colograd.tasks.colours import COLOURS
+
+    numbers = {name: number for number, name in enumerate(COLOURS)}
+    return [float(ids[0] % len(numbers) == numbers[name]) for ids, name in zip(completion_ids, answer, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["gemma3_vl", *OTHERS])
+def test_a_family_learns_colours(family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+    from colograd.tasks import colours
+
+    model = tiny_images.make_model(tmp_path / "model", family)
+    changes = {
+        "max_steps": 200, "learning_rate": 1e-3, "num_generations": 8, "prompts_per_step": 16,
+        "max_completion_length": 1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5,
+    }  # fmt: skip
+    args = tiny.config(tmp_path / "run", **changes)
+    started = time.process_time()
+    trainer = GRPOTrainer(str(model), codes_the_colour, args, colours.colours())
+    trainer.train()
+    trainer.close()
+    first, last = first_and_last(trainer.state.log_history)
+    print(f"{family}: {first:.2f} -> {last:.2f} in {time.process_time() - started:.0f} processor seconds")
+    assert first < 0.3 and last > 0.7
+    tried(family, "learns")

@@ -88,6 +88,9 @@ def test_a_card_of_a_model_that_reads_images_asks_it_about_one(here: Path) -> No
     assert front_matter(text)["pipeline_tag"] == "image-text-to-text"
     assert '"type": "image"' in text and "image_pil" in text and "12 * 7" not in text and "colograd export" not in text
     assert "colograd export tiny-grpo merged" in card(here, images=True, adapter_rank=4)
+    quantised = card(here, images=True, adapter_rank=4, quantization={"load_in_4bit": True})
+    assert 'base = AutoModelForImageTextToText.from_pretrained("org/tiny", quantization_config=quantised' in quantised
+    assert '"type": "image"' in quantised and "AutoPeft" not in quantised and "colograd export" in quantised
 
 
 def test_the_front_matter_is_what_the_hub_reads(here: Path) -> None:

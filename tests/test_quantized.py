@@ -268,7 +268,7 @@ def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_
     trainer = closing(build(tiny_qwen, tmp_path, KINDS[kind], weights="shared"))
     mine = {id(weight.layer) for weight in packed_weights(trainer.model).values()}
     served = {id(weight.layer) for weight in trainer.engine.served.weights}
-    assert served == mine and len(mine) == PROJECTIONS and not trainer.engine.served.unused
+    assert served == mine and len(mine) == PROJECTIONS and not trainer.engine.served.unused()
     assert "quantised, one memory with the engine's (14 packed matrices" in trainer.weights.describe()
     names = {p.numel() for name, p in trainer.engine.model.named_parameters() if "_proj" in name and "weight" in name}
     assert names == {0}

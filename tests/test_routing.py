@@ -127,7 +127,8 @@ def test_the_loss_is_trls_on_the_same_rows(family: str, tried: Any) -> None:
         for name, gradient in wanted.items():
             error = (model.get_parameter(name).grad - gradient).norm() / gradient.norm().clamp(min=1e-6)
             assert float(error) < 1e-4, name
-    tried(family, trl="" if coefficient else "without a load-balancing loss, which it doesn't have")
+    balancing = "" if coefficient else "; it has no load-balancing loss"
+    tried(family, trl=f"loss and gradients{balancing}")
 
 
 def test_it_is_a_mean_over_the_micro_batches_by_their_tokens() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import pickle
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,14 +247,7 @@ def seeing_trainer(folder: Path, family: str, reward: Any, **changes: Any) -> GR
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "idefics3",
-        pytest.param("gemma3_vl", marks=pytest.mark.slow),
-        *(
-            pytest.param(family, marks=[test_images.needs("torchvision"), pytest.mark.slow])
-            for family in ("qwen2_5_vl", "qwen3_vl")
-        ),
-    ],
+    params=["idefics3", test_images.GEMMA3, *test_images.OTHERS],
 )
 def trained(request: Any, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Iterator[Any]:
     told: list[Any] = []
@@ -364,11 +357,15 @@ def difference(trainer: Any, groups: list[Group]) -> torch.Tensor:
 
 
 @pytest.mark.engine
-def test_the_trainer_gives_a_conversation_with_pictures_the_samplers_log_probabilities(trained: Any) -> None:
+def test_the_trainer_gives_a_conversation_with_pictures_the_samplers_log_probabilities(
+    trained: Any, tried: Callable[..., None]
+) -> None:
     trainer = trained[0]
     groups = written(trained, Toolbox([look]), "look")
     assert sum(len(rollout.images) for group in groups for rollout in group.rollouts) > 6
     assert float(difference(trainer, groups).max()) < 1e-5
+    kind = trainer.model.config.model_type
+    tried("gemma3_vl" if kind == "gemma3" else kind, "tool_images")
 
 
 @pytest.mark.engine

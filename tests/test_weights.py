@@ -111,7 +111,12 @@ def test_smollm2_shares_every_parameter_and_saves_what_it_sampled(tmp_path) -> N
         assert storages(trainer.model) <= storages(trainer.engine.model)
         moved = []
         publish = trainer.weights.publish
-        trainer.weights.publish = lambda version: moved.append(publish(version))
+
+        def counted(version: int) -> int:
+            moved.append(publish(version))
+            return moved[-1]
+
+        trainer.weights.publish = counted
         trainer.train()
         trainer.publish()
         assert moved == [0] * 21

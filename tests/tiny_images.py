@@ -44,7 +44,11 @@ def _name_as_published(file: Path) -> None:
 
 
 def random_model(family: str, seed: int = 0, **shape: Any) -> tuple[Any, Any]:
-    """A random model of the family, and its tokenizer."""
+    """A random model of the family, and its tokenizer.
+
+    Args:
+        shape: of the language model; ``vision``: of the tower, by the family's names.
+    """
     torch.manual_seed(seed)
     model, tokenizer = FAMILIES[family](
         {
@@ -98,12 +102,12 @@ def _smolvlm(shape: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _in_tiles(config_class: Any, model_class: Any, shape: dict[str, Any]) -> tuple[Any, Any]:
-    tokenizer = _tokenizer(IDEFICS3, "<image>")
+    tokenizer, seeing = _tokenizer(IDEFICS3, "<image>"), shape.pop("vision", {})
     ids = tokenizer.convert_tokens_to_ids
     text = {"model_type": "llama", "head_dim": 32, **_ends(tokenizer), **shape}
     vision = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": SIDE, "patch_size": 8,
+        "image_size": SIDE, "patch_size": 8, **seeing,
     }  # fmt: skip
     config = config_class(
         text_config=text, vision_config=vision, scale_factor=2, image_token_id=ids("<image>"),
@@ -134,12 +138,13 @@ def _qwen2_5_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
     """A token for each 28 x 28 pixels, whose number depends on the image's size; M-RoPE positions."""
     import transformers as hf
 
-    tokenizer = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>")
+    tokenizer, seeing = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>"), shape.pop("vision", {})
     ids = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
     vision = {
         "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
         "out_hidden_size": shape["hidden_size"], "fullatt_block_indexes": [1], "window_size": 56,
+        **seeing,
     }  # fmt: skip
     config = hf.Qwen2_5_VLConfig(
         text_config={"rope_parameters": rope, **_ends(tokenizer), **shape}, vision_config=vision,
@@ -159,12 +164,13 @@ def _qwen3_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
     """Likewise, with features of the tower's layers added in the first layers of the language model."""
     import transformers as hf
 
-    tokenizer = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>")
+    tokenizer, seeing = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>"), shape.pop("vision", {})
     ids = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 10000.0}
     vision = {
         "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 16,
         "out_hidden_size": shape["hidden_size"], "deepstack_visual_indexes": [0], "num_position_embeddings": 64,
+        **seeing,
     }  # fmt: skip
     config = hf.Qwen3VLConfig(
         text_config={"head_dim": 32, "rope_parameters": rope, **_ends(tokenizer), **shape}, vision_config=vision,
@@ -201,7 +207,7 @@ def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
     import transformers as hf
 
     named = {"boi_token": GEMMA3[0], "eoi_token": GEMMA3[1], "image_token": GEMMA3[2]}
-    tokenizer = _tokenizer(GEMMA3, GEMMA3[0])
+    tokenizer, seeing = _tokenizer(GEMMA3, GEMMA3[0]), shape.pop("vision", {})
     tokenizer._set_model_specific_special_tokens(named)
     tokenizer.add_tokens(["\n" * n for n in (1, 2, 3, 4)])  # vLLM asks for them by these names
     ids = tokenizer.convert_tokens_to_ids
@@ -211,7 +217,7 @@ def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
     }  # fmt: skip
     vision = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": SIDE, "patch_size": 8, "vision_use_head": False,
+        "image_size": SIDE, "patch_size": 8, "vision_use_head": False, **seeing,
     }  # fmt: skip
     config = hf.Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, boi_token_index=ids(GEMMA3[0]),

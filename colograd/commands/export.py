@@ -68,7 +68,13 @@ def _merge(source: Path, folder: Path) -> str:
     quantised one was trained. Says so."""
     import torch
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
-    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+    )
     from transformers.utils import logging as hf_logging
 
     from ..policy import images, quantized
@@ -76,42 +82,47 @@ def _merge(source: Path, folder: Path) -> str:
     hf_logging.disable_progress_bar()
     base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
     noted, base_config = quantized.beside(source), AutoConfig.from_pretrained(base)
-    model: Any
-    reads = AutoTokenizer
+    seeing = images.takes_images(base_config)
+    kind, reads = (AutoModelForImageTextToText, AutoProcessor) if seeing else (AutoModelForCausalLM, AutoTokenizer)
+    if seeing:
+        images.find_processors()
+
+    def adapted(dtype: torch.dtype, **given: Any) -> Any:
+        if not seeing:
+            return AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, **given)
+        return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=dtype, **given), str(source))
+
     if noted is None:
-        if images.takes_images(base_config):
-            images.find_processors()
-            reads = AutoProcessor
-            whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
-            model = PeftModel.from_pretrained(whole, str(source))
-        else:
-            model = AutoPeftModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        dtype = base_config.dtype
+        model, dtype = adapted(torch.float32), base_config.dtype
         merged, of_base = model.merge_and_unload().to(dtype), ""
     else:
         settings, dtype = noted
         packed = quantized.saved_in(base_config) is not None
-        model = AutoPeftModelForCausalLM.from_pretrained(
-            source, dtype=dtype, **quantized.load_arguments(None if packed else settings, torch.device("cpu"))
-        )
-        merged, of_base = _dense(model, base_config), f"the {quantized.name_of(settings)} base's values and "
+        given = quantized.load_arguments(None if packed else settings, torch.device("cpu"))
+        model = adapted(dtype, **given)
+        merged, of_base = _dense(model, base_config, kind), f"the {quantized.name_of(settings)} base's values and "
     merged.save_pretrained(folder)
     reads.from_pretrained(source).save_pretrained(folder)
     name = str(dtype).removeprefix("torch.")
     return f"{of_base}the adapter, added in float32 and rounded once to {name}"
 
 
-def _dense(adapted: Any, base_config: Any) -> Any:
-    """The plain model that a PeftModel on a quantised base amounts to, in its dtype."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
+    """The plain model that a PeftModel on a quantised base amounts to, in its dtype.
 
+    Args:
+        kind: transformers' class that makes it from its configuration.
+    """
+    import torch
+    from transformers.core_model_loading import WeightRenaming
+
+    from ..policy.images import has_tower
     from ..policy.lora import adapted_layers, base_name, trained_copies
     from ..policy.packed import packed_weights
 
     if hasattr(base_config, "quantization_config"):
         del base_config.quantization_config
-    model: Any = AutoModelForCausalLM.from_config(base_config, dtype=adapted.dtype)
+    model: Any = kind.from_config(base_config, dtype=adapted.dtype)
     layers = {layer.parameter: layer for layer in adapted_layers(adapted)}
     packed, copies = packed_weights(adapted), dict(trained_copies(adapted))
     found = {base: name for name, _ in adapted.named_parameters() if (base := base_name(name)) is not None}
@@ -127,4 +138,7 @@ def _dense(adapted: Any, base_config: Any) -> Any:
         for name, buffer in model.named_buffers():
             buffer.copy_(adapted.get_base_model().get_buffer(name))
     model.generation_config = adapted.get_base_model().generation_config
+    if has_tower(base_config):  # saved under the names that the base's files have, which vLLM knows
+        found_by = getattr(adapted.get_base_model(), "_weight_conversions", None) or []
+        model._weight_conversions = [each for each in found_by if isinstance(each, WeightRenaming)]
     return model

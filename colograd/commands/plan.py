@@ -104,7 +104,7 @@ def run_of(options: argparse.Namespace) -> Run:
     per_engine = options.tensor_parallel
     check_parts(model.config, per_engine, options.gpus)
     settings = _quantization(options, model.config)
-    check_planned(model.config, per_engine, bool(settings))
+    check_planned(model.config, per_engine)
     packed = to_pack(model, settings)
     if options.lora_rank:
         model = with_adapter(model, options.lora_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,8 @@ class ModelConfig:
     lora_dropout: float = knob(0.05, "Dropout before the adapter in training (vLLM samples without).")
     lora_target_modules: list[str] | None = knob(
         None,
-        "Names of the layers to adapt, or `all-linear`; default: peft's for the architecture (often the query and "
-        "value projections).",
+        "Names of the layers to adapt, or `all-linear`, or one regular expression that whole names match, as in TRL; "
+        "default: peft's for the architecture (often the query and value projections).",
     )
     lora_target_parameters: list[str] | None = knob(
         None,
@@ -97,7 +98,7 @@ class ModelConfig:
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
-            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            target_modules=targets[0] if targets and len(targets) == 1 and _is_pattern(targets[0]) else targets,
             target_parameters=self.lora_target_parameters,
             modules_to_save=self.lora_modules_to_save,
             use_rslora=self.use_rslora,
@@ -123,3 +124,8 @@ class ModelConfig:
             "bnb_4bit_quant_storage": self.bnb_4bit_quant_storage,
         }
         return {key: value for key, value in settings.items() if value is not None}
+
+
+def _is_pattern(target: str) -> bool:
+    """Whether it isn't a layer's name, which peft finds at the end of longer ones."""
+    return target == "all-linear" or re.fullmatch(r"[\w.]+", target) is None

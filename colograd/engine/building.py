@@ -191,6 +191,25 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
     return replaced(Worker, "_maybe_get_memory_pool_context", pool)
 
 
+def buffers_stay() -> contextlib.AbstractContextManager[None]:
+    """While an engine is built that reads no weights, keep what isn't one.
+
+    vLLM then fills everything that a checkpoint could hold with random numbers: also buffers, which nobody writes
+    again, such as the constants by which Qwen2.5-VL's pixels are normalised in its tower.
+    """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    theirs = DummyModelLoader.load_weights
+
+    def load(self: Any, model: torch.nn.Module, *others: Any, **named: Any) -> None:
+        kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        theirs(self, model, *others, **named)
+        for buffer, value in kept:
+            buffer.data.copy_(value)
+
+    return replaced(DummyModelLoader, "load_weights", load)
+
+
 def live_weights() -> contextlib.AbstractContextManager[None]:
     """While an engine is built on a CPU, keep its linear layers' weights in place.
 

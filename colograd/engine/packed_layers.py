@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +51,9 @@ class ServedLayers:
         """The policy's, that are read."""
         return [part for parts in self.numbers.values() for part in parts]
 
-    @property
-    def unused(self) -> int:
-        """Layers that have computed nothing since the engine was built, where a first forward has computed all."""
-        return len(self.numbers.keys() - _used)
+    def unused(self, but: Collection[PackedWeight] = ()) -> int:
+        """Layers that have computed nothing since the engine was built, other than those of some weights."""
+        return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def add(self, parts: Sequence[PackedWeight]) -> int:
         number = next(_numbers)
@@ -80,7 +79,7 @@ def served_layers(parts_of: Callable[[type], Parts]) -> Iterator[ServedLayers]:
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     theirs, served = UnquantizedLinearMethod.create_weights, ServedLayers()
-    found: dict[type, Parts] = {}
+    found: list[Parts] = []
 
     class ReadsPolicy(LinearMethodBase):
         """vLLM's way to say how a layer multiplies."""
@@ -97,10 +96,9 @@ def served_layers(parts_of: Callable[[type], Parts]) -> Iterator[ServedLayers]:
             return y if bias is None else y + bias
 
     def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-        kind = get_model_architecture(get_current_vllm_config().model_config)[0]
-        if kind not in found:
-            found[kind] = parts_of(kind)
-        parts = found[kind].get(getattr(layer, "prefix", ""))
+        if not found:  # later ones may be of a part's class, as which vLLM builds a language model within a model
+            found.append(parts_of(get_model_architecture(get_current_vllm_config().model_config)[0]))
+        parts = found[0].get(getattr(layer, "prefix", ""))
         if parts is None:
             theirs(self, layer, *args, **kwargs)
             return

@@ -24,7 +24,7 @@ from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
-from .building import build_conditions, check_vllm, untested_vllm, usual_algorithms
+from .building import buffers_stay, build_conditions, check_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .images import (
     check_expanded,
@@ -131,6 +131,8 @@ class Engine:
             while_built.enter_context(
                 build_conditions(config.device, self.sleeps, adapter is not None, ranks, self._reads_images)
             )
+            if self.blank:
+                while_built.enter_context(buffers_stay())
             if parts_of is not None:
                 self.served = while_built.enter_context(served_layers(parts_of))
             from vllm import LLM

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .images import has_tower, sees
 from .packed import dense_weight
 
 PREFIX = "base_model.model."  # of every parameter of a PeftModel
@@ -211,6 +212,7 @@ def describe_adapter(model: Any) -> Adapter:
     trained_base = _trained_base(model)
     retrained = sorted({copy.rpartition(".")[0].rpartition(".")[2] for copy, _ in trained_copies(model)})
     embeddings = sorted({layer.name.rpartition(".")[2] for layer in layers if layer.is_embedding})
+    seeing = [layer.name for layer in layers if has_tower(unwrap(model).config) and sees(layer.name)]
     rank = max(layer.lora_a.shape[0] // max(layer.experts, 1) for layer in layers)
     unserved = {
         "DoRA": any(layer.magnitude is not None for layer in layers),
@@ -218,6 +220,7 @@ def describe_adapter(model: Any) -> Adapter:
         f"bias: {config.bias}": bool(trained_base),
         f"a LoRA on {', '.join(embeddings)}": bool(embeddings),
         "a LoRA on experts (target_parameters)": any(layer.experts for layer in layers),
+        f"a LoRA on what sees ({', '.join(seeing[:2])})": bool(seeing),
         f"rank {rank}, over {LARGEST_RANK}": rank > LARGEST_RANK,
     }
     why = ", ".join(reason for reason, applies in unserved.items() if applies)

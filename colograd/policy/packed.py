@@ -6,6 +6,7 @@ engine is given.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,20 +47,28 @@ class PackedWeight:
         if type(layer.weight).__name__ == "Int8Params":
             rows: torch.Tensor = _row_scales(layer)[:, None]
             return (layer.weight.detach() * rows).to(dtype or torch.float32)
-        import bitsandbytes
-
-        found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        found = _dequantised(layer.weight)
         products = layer.compute_dtype or found.dtype
         return found.to(products).to(dtype or products)
+
+    @property
+    def needs_exact_products(self) -> bool:
+        """Whether bitsandbytes' own products are others than those with `values`."""
+        return type(self.layer.weight).__name__ == "Int8Params" or _has_broken_rows(self.layer.weight)
+
+    def precision(self, x: torch.Tensor) -> torch.dtype:
+        """In which it is multiplied with ``x``."""
+        found: torch.dtype = getattr(self.layer, "compute_dtype", None) or x.dtype
+        return found
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T, (..., out), computed as the layer does."""
         layer = self.layer
-        if type(layer.weight).__name__ == "Int8Params":
-            return F.linear(x, self.values(x.dtype))
+        given = x.to(self.precision(x))
+        if self.needs_exact_products:
+            return F.linear(given, self.values(given.dtype)).to(x.dtype)
         import bitsandbytes
 
-        given = x.to(layer.compute_dtype or x.dtype)
         y: torch.Tensor = bitsandbytes.matmul_4bit(given, layer.weight, quant_state=layer.weight.quant_state)
         return y.to(x.dtype)
 
@@ -82,6 +91,25 @@ def dense_weight(module: Any) -> torch.Tensor:
     return weight
 
 
+def _has_broken_rows(weight: Any) -> bool:
+    """Whether a block of 4-bit values ends in another row than it begins in, on a CPU: bitsandbytes' kernel (0.50)
+    takes the scales of others for these, and some from behind their end."""
+    state = getattr(weight, "quant_state", None)
+    return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
+
+
+def _dequantised(weight: Any) -> torch.Tensor:
+    """(out, in) of 4 bits."""
+    import bitsandbytes
+
+    state, shape = weight.quant_state, weight.quant_state.shape
+    if _has_broken_rows(weight):  # all of it is one row
+        state = copy.copy(state)
+        state.shape = torch.Size([1, math.prod(shape)])
+    found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state)
+    return found.reshape(shape)
+
+
 def _scales(layer: Any) -> list[torch.Tensor]:
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
@@ -100,7 +128,7 @@ def settle(model: Any) -> None:
     """Make a quantised model's products those of its dequantised weights, in training and evaluation alike.
 
     On some CPUs bitsandbytes packs 4-bit weights anew for a bfloat16 kernel when no gradient is wanted. Its 8-bit
-    layers round their inputs to 8 bits too, which the engine doesn't.
+    layers round their inputs to 8 bits too, which the engine doesn't; and see `_has_broken_rows`.
 
     Raises:
         ValueError: the head is quantised, whose weight logits are computed from in tiles.
@@ -115,14 +143,14 @@ def settle(model: Any) -> None:
         layer = packed.layer
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
-        if type(layer.weight).__name__ == "Int8Params":
+        if packed.needs_exact_products:
             layer.forward = _exact_products(packed)
 
 
 def _exact_products(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _Product.apply(x, packed)
-        return y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)
+        y: torch.Tensor = _Product.apply(x.to(packed.precision(x)), packed)
+        return (y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)).to(x.dtype)
 
     return forward
 

@@ -215,6 +215,14 @@ def allowed(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, TOLERANCE_16_BIT)
 
 
+def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> torch.Tensor:
+    """[C] float32 of tokens behind a prompt, in a row as the model is trained on."""
+    rollout, shared = _written(asked, array("i", ids)), unwrap(model).config._attn_implementation == attention.NAME
+    group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
+    (row,) = pack([group], 1, False, model.device, share_prompts=shared)
+    return policy_logprobs(model, row, 1.0)[0].detach()
+
+
 @torch.no_grad()
 def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
     """(N,) of some tokens that any vocabulary has, by the model's own logits."""

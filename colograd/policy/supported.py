@@ -13,7 +13,7 @@ from ..config import GRPOConfig
 from ..runtime.hub import check_model_name
 from . import images
 from .lora import adapter_folder, is_adapted, unwrap
-from .quantized import asked_for, check_quantized, saved_in
+from .quantized import check_quantized
 from .replay import SHARES
 from .routing import num_experts
 
@@ -36,8 +36,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
     check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
     if model_config is not None and images.has_tower(model_config):
-        asked = asked_for(config, str(model)) if by_name else None
-        _check_images(model_config, config, quantised=asked is not None or saved_in(model_config) is not None)
+        _check_images(model_config, config)
     if model_config is None:
         return
     if num_experts(model_config):
@@ -49,18 +48,17 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
         )
 
 
-def check_planned(model_config: Any, ranks: int, quantised: bool) -> None:
+def check_planned(model_config: Any, ranks: int) -> None:
     """The same of what a plan names.
 
     Args:
         ranks: that share an engine.
-        quantised: the model's weights will be, or are.
 
     Raises:
         ValueError: see `check_supported`.
     """
     if images.has_tower(model_config):
-        _check_family(model_config, {"A quantised base": quantised})
+        _check_family(model_config, {})
     if num_experts(model_config):
         _check_experts_split(model_config, ranks)
 
@@ -102,7 +100,7 @@ def _check_experts_split(model_config: Any, ranks: int) -> None:
         )
 
 
-def _check_images(model_config: Any, config: GRPOConfig, quantised: bool) -> None:
+def _check_images(model_config: Any, config: GRPOConfig) -> None:
     """
     Raises:
         ValueError: a model that reads more than text, which can't be trained, or not with these settings.
@@ -118,7 +116,6 @@ def _check_images(model_config: Any, config: GRPOConfig, quantised: bool) -> Non
         )
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     settings = {
-        "A quantised base": quantised,
         "torch_compile": config.torch_compile,
         "use_liger_kernel": config.use_liger_kernel,
         "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,

@@ -74,6 +74,7 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
         run=run,
         front_matter=_front_matter(run),
         base=_linked(run.base_model),
+        base_path=shown_path(Path(run.base_model)) if is_local(run.base_model) else run.base_model,
         base_is_folder=is_local(run.base_model),
         quantization=None if run.quantization is None else _quantization(run.quantization),
         by_export=run.adapter_rank > 0 and (run.images or run.quantization is not None),

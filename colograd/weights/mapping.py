@@ -322,6 +322,7 @@ def packed_parts(policy: torch.nn.Module, model_class: type) -> dict[str, list[P
     """
     own = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {renamed(str(name), model_class).removesuffix(".weight"): weight for name, weight in own.items()}
+    packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
     found = {name: [weight] for name, weight in packed.items()}
     for name in packed:
         head, _, last = name.rpartition(".")

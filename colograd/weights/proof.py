@@ -30,7 +30,7 @@ from ..parallel.ranks import gather, together
 from ..policy.images import own_inputs, sees
 from ..policy.logprobs import evaluation_mode
 from ..policy.lora import is_adapted
-from ..policy.row_proof import allowed
+from ..policy.row_proof import allowed, completion_logprobs
 from .mapping import Slice
 from .signs import EMBEDDING, cancelling, plain_name, with_signs
 
@@ -93,9 +93,12 @@ def _near(part: Slice) -> bool:
     return bool(torch.linalg.vector_norm(found - held) <= QUANTISED * torch.linalg.vector_norm(held))
 
 
-def check_same(policy: torch.nn.Module, engine: Engine) -> None:
+def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None = None) -> None:
     """Check that engine and policy, without its adapter, say the same of a prompt, up to the rounding of their dtype. A
     collective.
+
+    Args:
+        seen: a prompt with images, of which they are asked too: of tokens behind it.
 
     Raises:
         RuntimeError: they differ.
@@ -107,13 +110,26 @@ def check_same(policy: torch.nn.Module, engine: Engine) -> None:
             tokens = torch.tensor([ids], device=policy.device)
             logits = policy(tokens).logits[0, :-1].float()
         ours = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
-        error, most = float((ours - theirs).abs().mean()), allowed(engine.dtype)
-        if not error <= most:
-            raise RuntimeError(
-                f"With the quantised base's values the engine differs from the policy by {error:.2g} nats on average, "
-                f"where {most:g} is rounding: this architecture's weights are laid out in a way that isn't known yet. "
-                "Take the model without quantisation."
-            )
+        _check_differences(ours - theirs, engine)
+    room = 0 if seen is None else engine.context - len(seen) - 1
+    if seen is None or room < 1:
+        return
+    behind = ids[: min(PROBE_TOKENS[0], room)]
+    theirs = engine.prompt_logprobs(seen.followed_by(behind))[-len(behind) :]
+    with together("the comparison of policy and engine"):
+        with base_alone(policy), torch.no_grad():
+            ours = completion_logprobs(policy, seen, behind).cpu()
+        _check_differences(ours - theirs, engine, " behind images")
+
+
+def _check_differences(found: torch.Tensor, engine: Engine, where: str = "") -> None:
+    error, most = float(found.abs().mean()), allowed(engine.dtype)
+    if not error <= most:
+        raise RuntimeError(
+            f"With the quantised base's values the engine differs from the policy by {error:.2g} nats on average"
+            f"{where}, where {most:g} is rounding: this architecture's weights are laid out in a way that isn't known "
+            "yet. Take the model without quantisation."
+        )
 
 
 def check_read(

@@ -12,8 +12,10 @@ from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.vllm_engine import Engine
 from ..parallel.ranks import together
+from ..policy.images import sees
 from ..policy.loading import Policy
 from ..policy.lora import Adapter
+from ..policy.packed import packed_weights
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
@@ -162,7 +164,7 @@ def publisher(
         proof.check_equal(slices)
     packed = [part for part in slices if part.packed is not None]
     if packed or served:
-        _dequantise(slices if engine.blank else packed, policy, engine, device)
+        _dequantise(slices if engine.blank else packed, policy, engine, device, seen)
     sides = Sides(policy, engine, slices, device, equal and not packed, seen)
     with_slots = check_choice(wanted, adapter, cut)
     if is_import_path(wanted):
@@ -181,18 +183,26 @@ def publisher(
         return _merged(sides, str(unserved))
 
 
-def _dequantise(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, device: torch.device) -> None:
-    """Write a quantised base into the engine, which then is shown to say what the policy does.
+def _dequantise(
+    slices: Sequence[Slice],
+    policy: torch.nn.Module,
+    engine: Engine,
+    device: torch.device,
+    seen: ModelInput | None,
+) -> None:
+    """Write a quantised base into the engine, which then is shown to say what the policy does: of text, and behind a
+    prompt with images, where there is one. Without one no layer that sees computes anything.
 
     Raises:
         RuntimeError: it doesn't, or doesn't use some of the packed weights that it was given.
     """
     _move(policy, device)
     Copies(slices).write()
-    proof.check_same(policy, engine)
-    if engine.served.unused:
+    proof.check_same(policy, engine, seen)
+    blind = [weight for name, weight in packed_weights(policy).items() if seen is None and sees(name)]
+    if unused := engine.served.unused(blind):
         raise RuntimeError(
-            f"{engine.served.unused} of the engine's layers that should multiply with the policy's packed weights did "
+            f"{unused} of the engine's layers that should multiply with the policy's packed weights did "
             "nothing: this architecture isn't known yet. Set weights: auto."
         )
 

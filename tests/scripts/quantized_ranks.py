@@ -1,6 +1,7 @@
-"""Train an adapter on a quantised base on several ranks and write down what each had. For tests/test_quantized.py.
+"""Train an adapter on a quantised base on several ranks and write down what each had. For tests/test_quantized.py, and
+with prompts that have images for tests/test_quantized_images.py.
 
-torchrun --nproc-per-node 2 quantized_ranks.py MODEL RUN_DIR OUT_DIR SHARDING
+torchrun --nproc-per-node 2 quantized_ranks.py MODEL RUN_DIR OUT_DIR SHARDING [TARGETS-FOR-IMAGES]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import peft
 import tiny
+import tiny_images
 import torch
 
 from colograd import GRPOTrainer
@@ -31,8 +33,9 @@ def main() -> None:
     model, run_dir, out_dir, sharding = sys.argv[1:5]
     asked = {"dtype": "float32", "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
     args = tiny.config(run_dir, model_init_kwargs=asked, max_steps=3, learning_rate=1e-2, sharding=sharding)
-    lora = peft.LoraConfig(r=4, target_modules="all-linear")
-    trainer = GRPOTrainer(model, tiny.vowels, args, tiny.prompts(), peft_config=lora)
+    prompts, targets = (tiny_images.prompts(8), sys.argv[5]) if len(sys.argv) > 5 else (tiny.prompts(), "all-linear")
+    lora = peft.LoraConfig(r=4, target_modules=targets)
+    trainer = GRPOTrainer(model, tiny.vowels, args, prompts, peft_config=lora)
     trainer.train()
     trainer.publish()
     steps = [entry for entry in trainer.state.log_history if "reward" in entry]
