@@ -36,6 +36,7 @@ class FinishReason(enum.StrEnum):
 
 
 STAND_IN = 0  # a token that is no placeholder, of any model
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # inputs that say of each token whether it is an image's
 
 
 @dataclass(frozen=True, slots=True, eq=False)

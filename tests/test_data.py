@@ -224,8 +224,8 @@ def test_template_arguments_of_the_row_come_first(tokenizer: Any) -> None:
 def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
     rows = [{"prompt": "a"}, {"prompt": "a " * 20}, {"prompt": "b"}]
     prompts = tokenize(rows, tokenizer, limit=5)
-    assert [p.example["prompt"] for p in prompts.prompts(start=4)] == ["a", "b"]
-    assert [p.position for p in prompts.prompts(start=4)] == [4, 5]
+    assert [(p.example["prompt"], p.position) for p in prompts.prompts()] == [("a", 0), ("b", 1)]
+    assert [(p.example["prompt"], p.position) for p in prompts.prompts(1, 2)] == [("b", 1)], "the second of two ranks"
     assert (len(prompts), prompts.num_dropped) == (2, 1)
     with pytest.raises(ValueError, match=r"train_dataset, row 1: the prompt has 21 tokens, over the limit of 5\."):
         tokenize(rows, tokenizer, limit=5, overlong="error")

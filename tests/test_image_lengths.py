@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from datasets import Dataset, Features, Image, List, Value
 from colograd.data import image_lengths, tokenize_prompts
 from colograd.data.images import ImageReader
 from colograd.data.prompts import PromptRules
+from colograd.training.assembly import prompts_with_images
 
 GEMMA = next(family for family in tiny_images.FAMILIES if family.startswith("gemma3"))
 TILES = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
@@ -129,3 +131,24 @@ def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -
     told: list[str] = []
     rules_of(tiled, tell=told.append).lengths(rows(40))
     assert told[-1].startswith("train: reading images: ") and told[-1].endswith(" of 40 rows")
+
+
+@pytest.mark.parametrize(("family", "written"), [("idefics3", "<image>"), (GEMMA, "<start_of_image>")])
+def test_an_image_token_in_a_text_is_found_at_start_with_its_row(family: str, written: str) -> None:
+    """Also of a row whose number of tokens is like that of others, none of which is processed before training."""
+    rules = rules_of(tiny_images.PROCESSORS[family], family)
+    assert rules.images is not None
+    row = {"prompt": [{"role": "user", "content": f"a {written} b"}], "images": [tiny_images.picture(1)]}
+    with pytest.raises(ValueError, match=r"^train, row 7: .*there are 2 image token\(s\) in the text and 1 image"):
+        rules.images.count(row, {}, "train, row 7")
+
+
+def test_rows_are_proved_with_an_image_though_only_a_late_one_has_any() -> None:
+    rules = rules_of(tiny_images.gemma3_processor, GEMMA)
+    assert rules.images is not None
+    prompt = [{"role": "user", "content": "u"}]
+    given = [{"prompt": prompt, "images": [tiny_images.picture(1)] if row == 70 else []} for row in range(71)]
+    prompts = tokenize_prompts(Dataset.from_list(given, features=rows().features), rules)
+    policy: Any = SimpleNamespace(processor=rules.images.processor, image_token=rules.images.image_token)
+    (found,) = prompts_with_images([prompts], policy, None)
+    assert found.images is not None and prompts.most_images == 1

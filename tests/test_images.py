@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import launcher
 import plain_vllm
 import pytest
@@ -18,6 +19,7 @@ import tiny
 import tiny_images
 import torch
 from datasets import Dataset
+from PIL import ExifTags, Image
 from test_memory_shape import kept
 
 from colograd import GRPOTrainer
@@ -86,6 +88,16 @@ def test_an_image_is_read_from_what_datasets_has(tmp_path: Path) -> None:
         assert in_rgb(given, "row").tobytes() == picture.tobytes()
     with pytest.raises(ValueError, match="row 7: an image can't be read"):
         in_rgb(str(tmp_path / "missing.png"), "row 7")
+
+
+def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+    """By whichever column it comes: `datasets.Image` turns it, too."""
+    turned, path = Image.Exif(), str(tmp_path / "p.jpg")
+    turned[ExifTags.Base.Orientation] = 6  # a quarter
+    tiny_images.picture(3, 40, 20).save(path, exif=turned)
+    column = Dataset.from_dict({"image": [path]}).cast_column("image", datasets.Image())[0]["image"]
+    for given in (path, {"bytes": Path(path).read_bytes()}, Image.open(path)):
+        assert in_rgb(given, "row").size == (20, 40) and in_rgb(given, "row").tobytes() == column.tobytes()
 
 
 def test_a_prompt_has_the_tokens_of_its_images_and_one_placeholder_each_for_the_engine() -> None:
@@ -287,6 +299,7 @@ def test_a_family_trains(
         assert trainer.weights.differing() == []
         return moved
 
+    assert trainer.engine.vllm_config.scheduler_config.disable_chunked_mm_input == (family == "gemma3_vl")
     trainer.weights.publish = publish_and_compare
     tower = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.sees(name)}
     trainer.train()

@@ -105,8 +105,8 @@ def test_a_package_is_imported_when_it_is_used(tmp_path: Path, monkeypatch: pyte
     """Through the package, or what is below it; and a failing one fails each time it is asked for."""
     for name, last in (("slow_one", ""), ("slow_two", ""), ("broken_one", "raise ImportError('no such device')")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"from . import part\nfrom {name}.part import NAME\n{last}\n")
-        (tmp_path / name / "part.py").write_text("NAME = __name__\n")
+        (tmp_path / name / "__init__.py").write_text(f"from . import part\nfrom {name}.part import NAME, Of\n{last}\n")
+        (tmp_path / name / "part.py").write_text("NAME = __name__\nclass Of: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("slow_one", "slow_two", "broken_one", "there_is_none"):
         import_when_used(name)
@@ -114,7 +114,9 @@ def test_a_package_is_imported_when_it_is_used(tmp_path: Path, monkeypatch: pyte
     first = importlib.import_module("slow_one")
     assert importlib.util.find_spec("slow_one") is not None and "slow_one.part" not in sys.modules
     assert first.NAME == "slow_one.part" and importlib.import_module("slow_one") is first
-    assert importlib.import_module("slow_two.part").NAME == sys.modules["slow_two"].NAME
+    below, package = importlib.import_module("slow_two.part"), sys.modules["slow_two"]
+    assert below is package.part and below.Of is package.Of, "run once, though the package imports it, too"
+    assert below.__spec__ is not None and below.__spec__.origin == below.__file__
     with pytest.raises(AttributeError, match="nothing"):
         first.nothing  # noqa: B018
     for name in ("broken_one.part", "broken_one"):

@@ -85,3 +85,14 @@ def test_a_dataset_without_a_connection_is_an_error_after_two_short_attempts(mon
     assert len(asked) == hub.ATTEMPTS and all("datasets/owner/data" in url for url in asked)
     answering(monkeypatch, not_found(huggingface_hub.errors.RepositoryNotFoundError))
     hub.check_dataset_name("owner/data")  # which `datasets` will tell
+
+
+def test_what_needs_no_hub_is_loaded_without_a_connection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Local files by a builder's name; and a copy, whose folder `datasets` names in lower case."""
+    asked = answering(monkeypatch, httpx.ConnectError("Name or service not known"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    given = {"data_files": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")}
+    assert _load_stored("json", None, given)["train"]["prompt"] == ["a"]
+    (tmp_path / "cache" / "Owner___deep_math-103_k").mkdir()
+    hub.check_dataset_name("Owner/DeepMath-103K", str(tmp_path / "cache"))
+    assert not asked

@@ -23,6 +23,7 @@ from picture_tools import Room, look, make_model, processor_of, rows
 
 from colograd import GRPOTrainer
 from colograd.batch import (
+    PER_TOKEN,
     STAND_IN,
     FinishReason,
     Group,
@@ -325,7 +326,7 @@ def test_the_journal_has_the_pictures(trained: Any) -> None:
                 assert one.places == other.places and all(
                     torch.equal(value, other.inputs[name])
                     for name, value in one.inputs.items()
-                    if name not in images.PER_TOKEN
+                    if name not in PER_TOKEN
                 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from ..batch import Images, ModelInput
+from ..batch import PER_TOKEN, Images, ModelInput
 
 COLUMNS = ("images", "image")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # of what a processor returns
@@ -61,13 +61,7 @@ class ImageReader:
             REFUSALS: the template's or the processor's, or an image token in the text that is no picture's place.
         """
         text, special = self._text(messages, arguments)
-        engine_ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
-        written = sum(token in (self.placeholder, self.image_token) for token in engine_ids)
-        if written != len(pictures):
-            raise ValueError(
-                f"there are {written} image token(s) in the text and {len(pictures)} image(s): remove those that stand "
-                'for none, or write {"type": "image"} parts and give as many images.'
-            )
+        engine_ids = self._placeholders(text, special, len(pictures))
         if not pictures:
             return ModelInput(engine_ids)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt", add_special_tokens=special)
@@ -97,7 +91,7 @@ class ImageReader:
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
         for name, value in inputs.items():
-            if value.shape == made["input_ids"].shape:  # it says of each token whether it is an image's
+            if name in PER_TOKEN:
                 inputs[name] = value.new_zeros(1, places[-1] + 1)
                 inputs[name][0, [*places]] = 1
         return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
@@ -117,23 +111,39 @@ class ImageReader:
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
+            placeholders = len(self._placeholders(text, special, len(pictures)))
+            if not pictures:
+                return placeholders
             if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have as many
                 text = text.replace(self.processor.boi_token, whole)
-            placeholders = len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
-        if not pictures or whole:
-            return placeholders
-        if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM asks it too
-            return None
-        sizes = [(picture.height, picture.width) for picture in pictures]
-        return placeholders + sum(
-            tokens - 1 for tokens in self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-        )
+                return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+            if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM asks it too
+                return None
+            sizes = [(picture.height, picture.width) for picture in pictures]
+            each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+            return placeholders + sum(tokens - 1 for tokens in each)
 
     def _messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
         """A row's conversation, and its images in RGB."""
         messages, pictures = with_images(row["prompt"], images_of(row, where), where)
         self.most = max(self.most, len(pictures))
         return messages, pictures
+
+    def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
+        """The text's tokens, with one placeholder for each picture.
+
+        Raises:
+            ValueError: an image token in the text that is no picture's place.
+        """
+        ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
+        own = self.placeholder, self.image_token
+        written = sum(token in own for token in ids)
+        if written != pictures:
+            raise ValueError(
+                f"there are {written} image token(s) in the text and {pictures} image(s): remove those that stand "
+                'for none, or write {"type": "image"} parts and give as many images.'
+            )
+        return ids
 
     def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """A conversation as text with a placeholder for each image, and whether the tokenizer is to add its own."""
@@ -184,12 +194,13 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def in_rgb(image: Any, where: str) -> Any:
-    """An image as datasets has it (a PIL image, a path, or a dict with bytes or path) as a PIL image in RGB.
+    """An image as datasets has it (a PIL image, a path, or a dict with bytes or path) as a PIL image in RGB, turned as
+    its camera says, like those that datasets and transformers read.
 
     Raises:
         ValueError: it is none, or can't be read.
     """
-    from PIL import Image
+    from PIL import ExifTags, Image, ImageOps
 
     if isinstance(image, Mapping):
         image = io.BytesIO(image["bytes"]) if image.get("bytes") else image.get("path")
@@ -197,6 +208,8 @@ def in_rgb(image: Any, where: str) -> Any:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
         image.load()  # a file that is cut off is found out here
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(image)
         return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # a broken file has many ways to say so
         raise Unreadable(

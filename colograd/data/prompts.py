@@ -106,9 +106,9 @@ class PromptDataset(torch.utils.data.Dataset):
         """The same, each made when it is asked for."""
         return (self[row, row] for row in range(min(count, len(self))))
 
-    def prompts(self, start: int = 0) -> list[Prompt]:
-        """Every row in order, at positions ``start`` and on (evaluation)."""
-        return [self[row, start + row] for row in range(len(self))]
+    def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
+        """Every ``step``-th row from the ``first`` on, at its own position (evaluation)."""
+        return [self[row, row] for row in range(first, len(self), step)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
         if builder is not None and not path.is_dir():
             raise ValueError(f"there is no such file (looked from {os.getcwd()})")
         if not path.is_dir():
-            check_dataset_name(name)
+            check_dataset_name(name, kwargs.get("cache_dir"))
         return load_dataset(name, config, **kwargs)
     except (OSError, ValueError, TypeError) as error:  # what is missing or unreachable is an OSError too
         raise ValueError(

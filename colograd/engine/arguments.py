@@ -73,8 +73,6 @@ def engine_kwargs(
         kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
     if images:
         kwargs["limit_mm_per_prompt"] = {"image": images, "video": 0}
-        # Tokens of a picture that see each other must be computed together, which vLLM sees to on GPUs alone.
-        kwargs["disable_chunked_mm_input"] = True
     if config.world_size > 1:
         kwargs |= dict.fromkeys(_accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:

@@ -20,6 +20,7 @@ from packaging.version import Version
 
 from ..runtime import process
 from .experts import apply_experts
+from .whole_pictures import whole_of_known_features, whole_on_cpu
 
 # First and last release: of those that the tests were run with, and of those whose source has what is used here.
 TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
@@ -108,10 +109,13 @@ def build_conditions(
             while_built.enter_context(kernels_found_once())
         if on_cpu and ranks > 1:
             while_built.enter_context(plain_collectives())
+        if reads_images:
+            whole_of_known_features()
         if on_cpu and reads_images:
             from .both_ways import both_ways
 
             while_built.enter_context(both_ways())
+            while_built.enter_context(whole_on_cpu())
         if on_cpu and has_adapter:
             while_built.enter_context(one_adapter())
         if sleeps:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..batch import Images, MicroBatch
+from ..batch import PER_TOKEN, Images, MicroBatch
 from .sending import sent
 
 # Model types, as transformers names them, whose images can be trained on.
@@ -25,7 +25,6 @@ FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 BOTH_WAYS = ("gemma3",)  # the tokens of a picture see each other both ways
 TOWERS = ("visual", "vision_model", "vision_tower")  # modules that see; what follows brings it into the text's space
 PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector")
-PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # inputs with an entry per token of the prompt, 0 in a completion
 
 
 def takes_images(model_config: Any) -> bool:

@@ -69,21 +69,25 @@ def _nothing_there(name: str, why: str) -> ValueError:
     )
 
 
-def check_dataset_name(name: str) -> None:
+def check_dataset_name(name: str, cache: str | None = None) -> None:
     """Raise where there is no connection to load a dataset by, nor a copy of it: `datasets` would try for minutes.
 
     Args:
-        name: a Hub id.
+        name: a Hub id, or a builder of `datasets` (`json`, `imagefolder`), which needs no Hub.
+        cache: the folder of copies; default: that of `datasets`.
 
     Raises:
         ConnectionError: the Hub can't be reached.
     """
     import datasets
     import httpx
+    from datasets.naming import camelcase_to_snakecase
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
-    stored = os.path.join(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
-    if constants.HF_HUB_OFFLINE or os.path.isdir(stored):
+    *owner, own = name.split("/")
+    stored = os.path.join(cache or datasets.config.HF_DATASETS_CACHE, "___".join([*owner, camelcase_to_snakecase(own)]))
+    if name in BUILDERS or constants.HF_HUB_OFFLINE or os.path.isdir(stored):
         return
     for attempt in range(ATTEMPTS):
         try:

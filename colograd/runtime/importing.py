@@ -74,9 +74,10 @@ def import_when_used(name: str) -> None:
     if name in sys.modules or (spec := importlib.util.find_spec(name)) is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
-    del module.__path__  # which what is below it is looked for by
     module.__class__ = _Waiting
     sys.modules[name] = module
+    if not any(isinstance(finder, _Below) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Below())
 
 
 class _Waiting(ModuleType):
@@ -85,18 +86,49 @@ class _Waiting(ModuleType):
     _lock = threading.RLock()
 
     def __getattr__(self, attribute: str) -> Any:
-        with _Waiting._lock:
-            if type(self) is _Waiting:
-                self.__class__ = ModuleType  # type: ignore[assignment]
-                spec = self.__spec__
-                assert spec is not None and spec.loader is not None and spec.submodule_search_locations is not None
-                self.__path__ = spec.submodule_search_locations
-                try:
-                    spec.loader.exec_module(self)
-                except BaseException:
-                    sys.modules.pop(self.__name__, None)  # as an import that fails
-                    raise
+        _run(self)
         return getattr(self, attribute)
+
+
+def _run(package: ModuleType) -> None:
+    """Run a package that waits, once."""
+    with _Waiting._lock:
+        if type(package) is not _Waiting:
+            return
+        package.__class__ = ModuleType  # type: ignore[assignment]
+        spec = package.__spec__
+        assert spec is not None and spec.loader is not None
+        try:
+            spec.loader.exec_module(package)
+        except BaseException:
+            sys.modules.pop(package.__name__, None)  # as an import that fails
+            raise
+
+
+class _Below(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Runs a package that waits before a module below it is imported. The package may import that module itself, whose
+    classes would be others if it were then run again."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, importlib.machinery.ModuleSpec | None] = {}  # specs of modules that are there by then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package = sys.modules.get(name.partition(".")[0])
+        if name in sys.modules or type(package) is not _Waiting:
+            return None
+        _run(package)
+        if (module := sys.modules.get(name)) is None:
+            return None
+        # Python takes the spec of a module that has come meanwhile, so it has to be this one.
+        self._own[name] = module.__spec__
+        module.__spec__ = importlib.machinery.ModuleSpec(name, self)
+        return module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own.pop(module.__name__)
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -196,14 +196,15 @@ def read_run(
 
 
 def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None) -> list[ModelInput]:
-    """A prompt with images, to prove things on; none where there are no images, or not in the first rows. Where tools
-    may show some to a model whose prompts have none, one is made up."""
+    """A prompt with images, to prove things on; none where there are no images. One is made up where tools may show
+    some to a model whose prompts have none, or only rows behind the first ones have any."""
+    seen = any(getattr(part, "most_images", 0) for part in prompts)
     if getattr(prompts[0], "most_images", 0):
         found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
         if (first := next(found, None)) is not None:
             return [first]
     reader = image_reader_of(policy)
-    return [reader.made_up()] if reader is not None and tools is not None else []
+    return [reader.made_up()] if reader is not None and (seen or tools is not None) else []
 
 
 def most_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None, context: int) -> int:

@@ -106,7 +106,7 @@ class EvaluatingTrainer(PackedTrainer):
         """Sample and score every prompt once, over all ranks, as a round does. ``name`` is the completions log's."""
         args: GRPOConfig = self.args
         started = time.perf_counter()
-        mine = prompts.prompts()[args.layout.data_rank :: args.layout.data_size]
+        mine = prompts.prompts(args.layout.data_rank, args.layout.data_size)
         with together("publishing"):
             self.publish()
         self.begin_records(name)
