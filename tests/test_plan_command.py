@@ -18,6 +18,7 @@ from colograd.commands import plan as command
 from colograd.memory.choice import AVAILABLE, auto, fits, plan_of
 from colograd.memory.table import GIB, MARGIN
 from colograd.memory.ways import ALIVE, WAYS
+from colograd.policy.outline import note_on_cpu
 from colograd.sharding.buckets import ELEMENTS
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -201,6 +202,25 @@ def test_without_gpus_of_its_own_a_machine_must_be_told_of_some(
     monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
     assert cli.main(["plan", "--model", str(qwen)]) == 0
     assert "on 2 GPU(s) of 79 GiB" in capsys.readouterr().out
+
+
+# -- a run without a GPU
+
+
+def test_a_large_model_on_a_machine_without_a_gpu_is_said_in_one_line(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, generator = tiny.config(tmp_path), torch.get_rng_state()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert note_on_cpu(str(qwen), config) == (
+        f"no GPU was found: {qwen.name}, of 7.6 billion parameters, is trained on the CPU in float32, which is meant "
+        "for small models; `colograd plan` says which GPUs it would fit"
+    )
+    assert not note_on_cpu(str(tiny.make_model(tmp_path / "small")), config)
+    assert not note_on_cpu("./no/such/folder", config), "loading tells"
+    assert torch.equal(torch.get_rng_state(), generator)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not note_on_cpu(str(qwen), config)
 
 
 # -- the page

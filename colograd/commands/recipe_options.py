@@ -50,7 +50,8 @@ def read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
 def _dtype(given: dict[str, Any], notes: dict[str, str]) -> str:
     """Of the policy, as loading it takes it (`ModelConfig.dtype`)."""
     kwargs = given["model_init_kwargs"]
-    named = (kwargs.get("dtype") if isinstance(kwargs, dict) else None) or given["dtype"]
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    named = kwargs.get("dtype") or kwargs.get("torch_dtype") or given["dtype"]
     if named is None:
         return "bfloat16" if given["optim"] in ("auto", "adamw_split") else "float32"
     if named == "auto":
