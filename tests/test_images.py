@@ -233,13 +233,14 @@ def test_a_tower_s_activations_are_estimated(family: str, checkpointing: int) ->
 
 def test_a_plan_counts_a_tower_and_refuses_what_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = tiny_images.random_model("idefics3")
+    model.config.vision_config.intermediate_size = 65
     model.config.save_pretrained(tmp_path)
     arguments = ["plan", "--model", str(tmp_path), "--gpus", "2", "--gpu-memory", "1", "--context", "200"]
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
-    assert "activations include a vision tower's" in said and "fsdp" not in said
+    assert "activations include a vision tower's" in said and "fsdp" in said
     assert cli.main([*arguments, "--tensor-parallel", "2"]) == 2
-    assert "An engine of 2 ranks isn't available for vision-language models" in capsys.readouterr().err
+    assert "must divide the model's vision_config.intermediate_size, which is 65" in capsys.readouterr().err
 
 
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
@@ -445,6 +446,62 @@ def test_two_ranks_train_to_the_same_weights(
     assert all(step["differing"] == [] for rank in ranks for step in rank["seen"])
     assert ranks[0]["seen"][-1]["weights"] == ranks[1]["seen"][-1]["weights"]
     tried(family, "two_ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("case", ["some", "frozen"])
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
+def test_a_policy_in_rows_ends_with_the_bits_of_whole_ones(
+    family: str, case: str, tmp_path: Path, tried: Callable[..., None]
+) -> None:
+    """Of pictures in one of four prompts, so that in some steps a rank has none: its tower takes part all the same."""
+    from transformers import AutoModelForImageTextToText
+
+    model, runs = tiny_images.make_model(tmp_path / "model", family), {}
+    for way in ("none", "fsdp"):
+        out = tmp_path / way
+        out.mkdir()
+        done = launcher.run(RANKS, str(model), str(out / "run"), str(out), "float32", case, way, ranks=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs[way] = [json.loads((out / f"rank{rank}-of-2.json").read_text()) for rank in range(2)]
+    for rank, expected in zip(runs["fsdp"], runs["none"], strict=True):
+        assert rank["seen"] == expected["seen"] and rank["losses"] == expected["losses"]
+        assert all(step["differing"] == [] for step in rank["seen"]) and max(rank["mismatch"]) < 1e-5
+    first, second = (rank["pictures"] for rank in runs["fsdp"])
+    assert any((mine > 0) != (theirs > 0) for mine, theirs in zip(first, second, strict=True))
+    loaded = [AutoModelForImageTextToText.from_pretrained(tmp_path / way / "run" / "final") for way in runs]
+    whole, rows = (each.state_dict() for each in loaded)
+    assert all(torch.equal(whole[name], value) for name, value in rows.items())
+    tried(family, "two_ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
+def test_a_policy_in_rows_goes_on_with_the_bits_of_a_run_in_one_go(family: str, tmp_path: Path) -> None:
+    """With activations computed twice; its checkpoint has the names that published ones have."""
+    model = tiny_images.make_model(tmp_path / "model", family)
+
+    def final(folder: str, steps: int, sharding: str) -> bytes:
+        arguments = (model, tmp_path / folder, tmp_path / folder, "float32", steps, sharding)
+        done = launcher.run(RANKS.with_name("resumed_ranks.py"), *map(str, arguments), ranks=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return (tmp_path / folder / "final" / "model.safetensors").read_bytes()
+
+    expected = final("straight", 4, "gradients")
+    final("rows", 2, "fsdp")
+    assert final("rows", 4, "fsdp") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_tower_that_fails_on_one_rank_ends_both(tmp_path: Path) -> None:
+    """Though the other one waits for it in the middle of the tower's forward."""
+    model = tiny_images.make_model(tmp_path / "model", "idefics3")
+    done = launcher.run(RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "tower", "fsdp", ranks=2)
+    assert done.returncode != 0
+    assert "Rank 1 failed in the forward: RuntimeError: the tower of rank 1 failed" in done.stderr, done.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_images
 import torch
+from test_images import OTHERS
 from test_shared_engine import results, start
 from torch import nn
 
@@ -123,6 +125,27 @@ def test_a_mixture_of_experts_in_parts_is_the_same(
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
+def test_a_model_that_sees_in_parts_samples_and_trains_the_same(family: str, tmp_path: Path, tried: Any) -> None:
+    """Its tower is split, too, whose biases of added outputs the first rank alone reads."""
+    model = tiny_images.make_model(tmp_path / "model", family)
+    (alone,) = run(model, tmp_path, 1, sampled=True)
+    ranks = run(model, tmp_path, 2, sampled=True, **TWO)
+    (expected,), found = weights(tmp_path, 1), weights(tmp_path, 2)
+    for rank in ranks:
+        assert rank["parity"] < 1e-5 and rank["completions"] == alone["completions"]
+    for one, other in zip(alone["logs"], ranks[0]["logs"], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5) and other["reward"] == one["reward"]
+    for name, value in expected.items():
+        most = 1e-2 if name.endswith("k_proj.bias") else 1e-4  # a tower's, on which no output depends
+        assert float((found[0][name] - value).norm()) < most * float(value.norm()), name
+        assert torch.equal(found[1][name], found[0][name]), name
+    assert ranks[0]["engine"] < 0.75 * alone["engine"]
+    tried(family, "tensor_parallel")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
 def test_an_adapter_is_merged_on_its_way_into_the_parts(tiny_model: Path, tmp_path: Path) -> None:
     (alone,), ranks = run(tiny_model, tmp_path, 1, lora=True), run(tiny_model, tmp_path, 2, lora=True, **TWO)
     assert max(rank["parity"] for rank in ranks) < 1e-5
@@ -215,6 +238,28 @@ def test_the_rows_that_fill_up_a_vocabulary_are_nobodys() -> None:
     assert [len(rank["embed_tokens"].held) for rank in ranks] == [160, 98]
     ranks = cuts(Part(embed_tokens=(258, 3)), Part(embed_tokens=(40, 3)), 8)
     assert [len(rank["embed_tokens"].held) for rank in ranks] == [40] * 6 + [18, 0]
+
+
+def test_a_towers_fused_queries_keys_and_values_are_thirds() -> None:
+    def tower(rows: int) -> nn.Module:
+        model = nn.Module()
+        model.visual = Part(qkv=(rows, 5))
+        model.packed_modules_mapping = {"qkv": ["qkv"]}
+        return model
+
+    policy = tower(24)
+    for place in range(2):
+        parts = map_parameters(policy, tower(12), place, 2)
+        assert [rows_of(part) for part in parts] == [(4 * place, 0), (8 + 4 * place, 4), (16 + 4 * place, 8)]
+    (whole,) = map_parameters(policy, tower(24), 1, 2)
+    assert whole.cut == ()
+
+
+def test_what_each_rank_has_whole_is_not_split() -> None:
+    ranks = cuts(Part(q_proj=(8, 6), k_proj=(8, 6), v_proj=(8, 6)), Part(qkv_proj=(24, 6)), 2)
+    assert [rows_of(rank[name]) for rank in ranks for name in ("q_proj", "k_proj", "v_proj")] == 2 * [
+        (0, 0), (0, 8), (0, 16)
+    ]  # fmt: skip
 
 
 def test_what_is_fused_in_the_checkpoint_already_is_not_guessed() -> None:

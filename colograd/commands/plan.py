@@ -144,7 +144,6 @@ def run_of(options: argparse.Namespace) -> Run:
     from ..memory.shape import Lengths, Shape
     from ..memory.tower import Tower
     from ..memory.ways import PolicySizes
-    from ..policy.images import has_tower
     from ..policy.outline import outline, to_pack, with_adapter
     from ..policy.supported import check_planned
 
@@ -157,7 +156,6 @@ def run_of(options: argparse.Namespace) -> Run:
     packed = to_pack(model, settings)
     if options.lora_rank:
         model = with_adapter(model, options.lora_rank)
-    whole = options.lora_rank or has_tower(model.config)
     engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
     sequences = -(-(options.sequences or options.sequences_per_engine * engines) // engines)
     completion = options.completion or max(1, options.context // 2)
@@ -184,7 +182,7 @@ def run_of(options: argparse.Namespace) -> Run:
         sleeps=options.sleep,
         offloads=options.offload_optimizer,
         reference=sizes.weights if options.reference and not options.lora_rank else 0,
-        ways=WHOLE if whole or options.weights not in ("auto", "gathered") else AVAILABLE,
+        ways=WHOLE if options.lora_rank or options.weights not in ("auto", "gathered") else AVAILABLE,
         tower=Tower.of(model),
     )
 

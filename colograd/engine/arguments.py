@@ -185,6 +185,10 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
     keys = int(getattr(text, "num_key_value_heads", 0) or heads)
     if keys > ranks or ranks % keys:  # fewer heads than ranks are repeated
         sizes["num_key_value_heads"] = keys
+    vision = getattr(model_config, "vision_config", None)
+    if vision is not None:  # the tower is split likewise
+        names = ("num_heads", "num_attention_heads", "intermediate_size")
+        sizes |= {f"vision_config.{name}": int(getattr(vision, name)) for name in names if hasattr(vision, name)}
     for name, size in sizes.items():
         if size % ranks:
             able = [str(n) for n in range(1, world_size + 1) if world_size % n == 0 and size % n == 0]

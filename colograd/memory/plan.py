@@ -14,7 +14,6 @@ import torch
 from ..config import GRPOConfig
 from ..engine.arguments import MOST_SEQUENCES, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
-from ..policy.images import has_tower
 from ..policy.lora import is_adapted
 from ..runtime import process
 from .choice import AVAILABLE, WHOLE, Run
@@ -58,7 +57,6 @@ def read(
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
     completion = min(config.max_completion_length or length, length)
     group = (config.num_generations or 1) if packed else 1
-    whole = is_adapted(model) or has_tower(model.config)
     return Run(
         device=name,
         on_gpu=on_gpu,
@@ -86,7 +84,7 @@ def read(
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(config),
         share=float(config.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
-        ways=WHOLE if whole or config.weights not in ("auto", "gathered") else AVAILABLE,
+        ways=WHOLE if is_adapted(model) or config.weights not in ("auto", "gathered") else AVAILABLE,
         tower=Tower.of(model),
     )
 

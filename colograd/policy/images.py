@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from ..batch import Images, MicroBatch
 from .sending import sent
@@ -59,7 +60,18 @@ def freeze_tower(model: Any) -> int:
         if in_tower(name):
             parameter.requires_grad_(False)
             frozen += parameter.numel()
+    keep_gradients_out(tower_layers(model))
     return frozen
+
+
+def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
+    """Let no gradient go through frozen layers, not even where checkpointing has asked for one of what comes in."""
+    if layers:
+        layers[0].register_forward_pre_hook(_detached)
+
+
+def _detached(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
 
 
 @torch.no_grad()
@@ -82,6 +94,18 @@ def load_weights(model: Any, folder: str) -> None:
         parameter.copy_(saved)
 
 
+def saved_names(model: Any) -> dict[str, str]:
+    """By the name of each parameter of a model that reads images, what a checkpoint calls it; empty: it reads none.
+
+    `save_pretrained` undoes the renamings with which transformers has loaded the model.
+    """
+    if not takes_images(model.config):
+        return {}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    saved = revert_weight_conversion(model, {name: torch.tensor(index) for index, name in enumerate(names)})
+    return {names[int(index)]: name for name, index in saved.items()}
+
+
 def in_tower(name: str) -> bool:
     """Whether a parameter of that name is the vision tower's."""
     parts = {*name.split(".")}
@@ -91,6 +115,22 @@ def in_tower(name: str) -> bool:
 def sees(name: str) -> bool:
     """Whether a parameter of that name is the tower's or what projects its features."""
     return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
+
+
+def tower_layers(model: Any) -> list[torch.nn.Module]:
+    """Of the tower that sees; empty: the model has none."""
+    if not takes_images(model.config):
+        return []
+    lists = [
+        module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList) and in_tower(name)
+    ]
+    return list(max(lists, key=len, default=()))
+
+
+def in_each_forward(model: Any) -> bool:
+    """Whether the tower has a part in a row without pictures, too: where ranks meet in its forward, all must go through
+    it. Its way of sharding says so."""
+    return getattr(model, "tower_in_each_forward", False)
 
 
 def set_attention(model: Any, name: str) -> None:
@@ -136,7 +176,7 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     if hasattr(_body(model), "get_rope_index"):
         positions = _row_positions(model, micro_batch)
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
-    if model.config.model_type in BOTH_WAYS:
+    if placed and model.config.model_type in BOTH_WAYS:
         more["both_ways"] = [(at + first, at + end) for at, of in placed for first, end in _runs(of.places)]
     output = model.get_decoder()(
         inputs_embeds=embeds,
@@ -206,6 +246,9 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
     Raises:
         RuntimeError: there are more or fewer features than places.
     """
+    embeds = model.get_input_embeddings()(ids)
+    if not placed:
+        return (_beside_an_unseen_picture(model, embeds) if in_each_forward(model) else embeds), {}
     times: dict[Images, list[torch.Tensor]] = {}  # the places of equal ones, which differ
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
@@ -224,7 +267,6 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
             [part.repeat(len(places), 1) for part, places in zip(values.split(counts), times.values(), strict=True)]
         )
 
-    embeds = model.get_input_embeddings()(ids)
     at = sent(torch.cat([each for places in times.values() for each in places]), ids.device)
     order = at.argsort()
     flat = embeds.flatten(0, 1).index_copy(0, at, repeated(features).to(embeds.dtype))
@@ -234,6 +276,46 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
         more["visual_pos_masks"] = seen.view_as(ids)
         more["deepstack_visual_embeds"] = [repeated(each).index_select(0, order) for each in deeper]
     return flat.view_as(embeds), more
+
+
+def _beside_an_unseen_picture(model: Any, embeds: torch.Tensor) -> torch.Tensor:
+    """The embeddings as they are, after the tower has seen a picture that isn't in them: its gradient is zero."""
+    features, deeper = _features(model, [_unseen_picture(model.config)])
+    beside: torch.Tensor = _Beside.apply(embeds, features, *deeper)
+    return beside
+
+
+class _Beside(torch.autograd.Function):
+    """The first tensor, of which the others are said to be a part."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(other.shape, other.dtype) for other in others]
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *(gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)
+
+
+def _unseen_picture(config: Any) -> Images:
+    """The smallest picture that the family's tower takes, white: a black one is padding to some."""
+    vision = config.vision_config
+    if hasattr(vision, "spatial_merge_size"):
+        side, area = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
+        inputs = {
+            "pixel_values": torch.ones(side**2, vision.in_channels * area),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+    elif hasattr(config, "scale_factor"):
+        side = config.scale_factor * vision.patch_size
+        inputs = {
+            "pixel_values": torch.ones(1, 1, vision.num_channels, side, side),
+            "pixel_attention_mask": torch.ones(1, 1, side, side, dtype=torch.long),
+        }
+    else:
+        inputs = {"pixel_values": torch.ones(1, vision.num_channels, vision.image_size, vision.image_size)}
+    return Images("", (), (), inputs, ())
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -151,7 +151,8 @@ def _states_and_routers(
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """`hidden_states`, and of each layer with experts its router's logits (T, E), where ``asked`` has the model return
     them."""
-    if micro_batch.images is not None and model.config._attn_implementation == attention.NAME:
+    sees = micro_batch.images is not None or images.in_each_forward(model)
+    if sees and model.config._attn_implementation == attention.NAME:
         with attention.packed_rows():
             return images.packed_hidden_states(model, micro_batch), ()
     body = model.base_model if model.base_model is not model else model.get_decoder()

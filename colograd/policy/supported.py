@@ -58,7 +58,7 @@ def check_planned(model_config: Any, ranks: int) -> None:
         ValueError: see `check_supported`.
     """
     if images.has_tower(model_config):
-        _check_family(model_config, {f"An engine of {ranks} ranks": ranks > 1})
+        _check_family(model_config, {})
     if num_experts(model_config):
         _check_experts_split(model_config, ranks)
 
@@ -116,8 +116,6 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
         )
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     settings = {
-        f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}": config.vllm_tensor_parallel_size > 1,
-        "sharding: fsdp": config.cuts_weights,
         "torch_compile": config.torch_compile,
         "use_liger_kernel": config.use_liger_kernel,
         "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ..parallel.ranks import world_size
+from ..policy.images import keep_gradients_out, tower_layers
 from ..policy.layers import decoder_layers
 from .buckets import all_gather, reduce_scatter
 
@@ -41,21 +42,29 @@ class Blocks(NamedTuple):
     decoder: list[Any]
     embedding: list[Any]  # of the input; none where it is the head too, which is then the root's
     head: list[Any]
+    tower: list[Any]  # that sees pictures
+
+    @property
+    def layers(self) -> list[Any]:
+        """In the order of a forward."""
+        return [*self.tower, *self.decoder]
 
     def all(self) -> list[Any]:
         """In the order of a forward."""
-        return [self.root, *self.embedding, *self.decoder, *self.head]
+        return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
         """The exchanges of a backward, in which a block's weights are gathered one block ahead.
 
-        The root's gradients are summed last, as its input has none; so are the embedding's.
+        The root's gradients are summed last, as its input has none; so are the embedding's. A frozen tower has no part
+        in it.
 
         Args:
             sizes: elements of each block's gradients.
         """
-        gathers = [Exchange(block) for block in reversed(self.decoder) if reshard]
-        sums = [Exchange(block, sizes[block]) for block in (*self.head, *reversed(self.decoder))]
+        layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
+        gathers = [Exchange(block) for block in layers if reshard]
+        sums = [Exchange(block, sizes[block]) for block in (*self.head, *layers)]
         ahead = 1 - len(self.head)
         yield from gathers[:ahead]
         for pair in itertools.zip_longest(gathers[ahead:], sums):
@@ -122,15 +131,19 @@ def cut(
     Raises:
         ValueError: it can't be cut so.
     """
-    blocks = Blocks(model, decoder_layers(model), *ends(model))
-    check_blocks(model, blocks.decoder)
+    blocks = blocks_of(model)
+    check_blocks(model, blocks.layers)
     rule: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size(),)),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=gradients),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
-    for module in blocks.decoder:
+    for module in blocks.layers:
         fully_shard(module, reshard_after_forward=reshard, **rule)
+    if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
+        keep_gradients_out(blocks.tower)
+        for module in blocks.tower:
+            module.set_unshard_in_backward(False)  # else the last one is gathered beside the decoder's first
     for module in blocks.embedding:
         fully_shard(module, reshard_after_forward=True, **rule).set_unshard_in_backward(False)
     # The backwards of head and root begin where their forwards end: nothing is gained by forgetting these in between.
@@ -144,6 +157,13 @@ def cut(
         block.set_custom_all_gather(_Gather(block, listener))
         block.set_custom_reduce_scatter(_Reduce(block, listener))
     return blocks
+
+
+def blocks_of(model: Any) -> Blocks:
+    """How it will be cut."""
+    tower = tower_layers(model)
+    decoder = decoder_layers(model.get_decoder() if tower else model)
+    return Blocks(model, decoder, *ends(model), tower)
 
 
 def _alike(block: Any, dtype: torch.dtype) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..config import GRPOConfig
 from ..parallel.faults import telling
 from ..parallel.ranks import together
+from ..policy.images import saved_names
 from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
 from .rows import Cut, cuts_of, gathered
@@ -93,6 +94,7 @@ class FullySharded(SharedParts):
         blocks = cut(model, self._device, self, self._gradients, reshard, self._offload)
         self._usual[model, FORWARD] = [Exchange(block) for block in blocks.all()]
         model.around_forward = functools.partial(self._forward, blocks)
+        model.tower_in_each_forward = bool(blocks.tower)
         return blocks
 
     def share_frozen(self, model: torch.nn.Module) -> None:
@@ -101,7 +103,7 @@ class FullySharded(SharedParts):
     def close(self) -> None:
         for model, kind in self._usual:
             if kind == FORWARD:
-                del model.around_forward
+                del model.around_forward, model.tower_in_each_forward
 
     def _own(self, one: Cut, parameter: torch.nn.Parameter) -> None:
         """Let the optimizer see this rank's rows, and take their gradients from what torch has summed."""
@@ -257,9 +259,9 @@ class FullySharded(SharedParts):
         }
 
     def load_weights(self, folder: Path) -> bool:
-        files, aliases = WeightFiles(folder), dict[int, list[str]]()
+        files, aliases, saved = WeightFiles(folder), dict[int, list[str]](), saved_names(self.model)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
+            aliases.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
         for one in cuts_of(self.model):
             files.read(aliases[id(self.model.get_parameter(one.name))], one)
         return True

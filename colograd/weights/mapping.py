@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..policy.images import in_tower
 from ..policy.lora import base_name
 from ..policy.packed import PackedWeight, packed_weights
 
@@ -101,6 +102,9 @@ def map_parameters(
             continue
         found = _whereabouts(name, sources, targets, engine_model)
         if found and ranks > 1 and name.split(".")[-2] in fusions(engine_model):
+            if in_tower(name):
+                slices += [Slice(own_names[name], source, *part) for part in _thirds(found[0], source, place, ranks)]
+                continue
             found = None  # fused in the checkpoint already: where its parts end, no shape tells
         split = found and _split(*found, place, ranks)
         if not split:
@@ -253,11 +257,34 @@ def _split(
         stop = min(start + target.shape[0], source.shape[0])
         fits = target.shape[0] * ranks >= source.shape[0]
         return (target[: stop - start], _rows(start, stop, source)) if fits else None
+    if sum(part.shape[0] for part in parts) == target.shape[0]:  # of a tower that each rank has whole
+        ranks = 1
     rows, repeated = _fused_rows(target, parts, ranks)
     if sum(rows) != target.shape[0]:
         return None
-    offset, start = sum(rows[:index]), place // repeated[index] * rows[index]
+    offset, start = sum(rows[:index]), place % ranks // repeated[index] * rows[index]
     return target[offset : offset + rows[index]], _rows(start, start + rows[index], source)
+
+
+def _thirds(
+    target: torch.Tensor, source: torch.Tensor, place: int, ranks: int
+) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
+    """Of a tower's queries, keys and values, which are fused in the checkpoint and equally many, a rank's part.
+
+    Raises:
+        UnmappedParameter: the engine's tensor has another shape.
+    """
+    target = target.detach()
+    if target.shape == source.shape:
+        return [(target, ())]
+    size, own = source.shape[0] // 3, target.shape[0] // 3
+    if own * ranks != size or target.shape[1:] != source.shape[1:]:
+        raise UnmappedParameter(
+            f"The engine's rank keeps {tuple(target.shape)} of a tower's fused queries, keys and values of "
+            f"{tuple(source.shape)}, and not a part of each."
+        )
+    starts = (part * size + place * own for part in range(3))
+    return [(target[part * own : (part + 1) * own], (slice(start, start + own),)) for part, start in enumerate(starts)]
 
 
 def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> tuple[list[int], list[int]]:

@@ -112,7 +112,10 @@ def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None 
         ours = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
         _check_differences(ours - theirs, engine)
     room = 0 if seen is None else engine.context - len(seen) - 1
-    if seen is None or room < 1:
+    if seen is None:
+        return
+    if room < 1:  # completions of one token: what sees has computed at least, and is looked at in `check_read`
+        engine.prompt_logprobs(seen)
         return
     behind = ids[: min(PROBE_TOKENS[0], room)]
     theirs = engine.prompt_logprobs(seen.followed_by(behind))[-len(behind) :]
@@ -156,7 +159,8 @@ def check_read(
     silent = unread([part for part in text if part.name not in shown], engine)
     silent += eyes if seen is None else unread(eyes, engine, seen)
     with together("the proof of the weights"):
-        elsewhere = [part.name for part in silent if not inert(part, policy, engine, seen)]
+        rest = [part for part in silent if not added_by_the_first(part, engine)]
+        elsewhere = [part.name for part in rest if not inert(part, policy, engine, seen)]
         if elsewhere:
             raise RuntimeError(
                 f"The engine's output doesn't depend on {len(elsewhere)} of {len(slices)} parameters at the place "
@@ -295,6 +299,18 @@ def unread(slices: Sequence[Slice], engine: Engine, seen: ModelInput | None = No
             if not differs:
                 silent.append((part, place))
     return [part for part, place in silent if place == layout.engine_place]
+
+
+def added_by_the_first(part: Slice, engine: Engine) -> bool:
+    """Whether it is the bias of outputs that an engine's ranks add up: the first rank adds it, the others don't."""
+    if engine.layout.engine_place == 0 or not part.name.endswith(".bias"):
+        return False
+    place = part.destination.data_ptr()
+    return any(
+        bias.data_ptr() == place and any(kind.__name__ == "RowParallelLinear" for kind in type(module).__mro__)
+        for module in engine.model.modules()
+        if isinstance(bias := getattr(module, "bias", None), torch.Tensor)
+    )
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
+import tiny_images
 
 from colograd import GRPOTrainer
 
@@ -34,7 +35,8 @@ def main() -> None:
         num_iterations=2,
         sharding=sharding,
     )
-    trainer = GRPOTrainer(model, tiny.vowels, args, tiny.prompts())
+    prompts = tiny_images.prompts if Path(model, "processor_config.json").exists() else tiny.prompts
+    trainer = GRPOTrainer(model, tiny.vowels, args, prompts())
     trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(f"{run_dir}/final")
     trainer.publish()

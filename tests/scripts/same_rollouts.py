@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
+import tiny_images
 import torch
 from peft import LoraConfig
 from test_same_rollouts import STEPS, Rollouts
@@ -60,8 +61,9 @@ class Watching(GRPOTrainer):
         return output
 
 
-def parity(trainer: GRPOTrainer) -> float:
-    """The largest difference between the sampler's and the trainer's log-probabilities, of all engines' completions."""
+def parity(trainer: GRPOTrainer) -> tuple[float, list[list[int]]]:
+    """The largest difference between the sampler's and the trainer's log-probabilities, of all engines' completions;
+    and those."""
     sampling = Sampling.for_training(trainer.args)
     prompts = trainer.train_prompts.prompts()[:4]
 
@@ -75,7 +77,7 @@ def parity(trainer: GRPOTrainer) -> float:
         with torch.no_grad():
             logprobs, _ = policy_logprobs(trainer.model, row, 1.0)
         worst = max(worst, float((logprobs - row.sampler_logprobs).abs().max()))
-    return worst
+    return worst, [list(rollout.completion_ids) for group in groups for rollout in group.rollouts]
 
 
 def main() -> None:
@@ -85,13 +87,14 @@ def main() -> None:
     adapter = LoraConfig(r=4, target_modules="all-linear") if settings.pop("lora", False) else None
     rollouts = None if settings.pop("sampled", False) else Rollouts()
     config = tiny.config(Path(out_dir) / f"run-{RANKS}", **settings)
-    trainer = Watching(
-        model, reward, config, tiny.prompts(), tiny.prompts(5), rollout_func=rollouts, peft_config=adapter
-    )
+    prompts = tiny_images.prompts if Path(model, "processor_config.json").exists() else tiny.prompts
+    trainer = Watching(model, reward, config, prompts(), prompts(5), rollout_func=rollouts, peft_config=adapter)
     trainer.train()
     trainer.publish()
+    worst, completions = parity(trainer)
     result = {
-        "parity": parity(trainer),
+        "parity": worst,
+        "completions": completions,
         "asked": [[step, sorted(texts)] for step, texts in (rollouts.asked if rollouts else ())],
         "called": sum(CALLED),
         "trained": trainer.trained,

@@ -6,7 +6,8 @@ FAULT: `reward` (a reward that raises on rank 1 only), `loss` (a NaN loss on ran
 memory above 100 tokens), `backward` (a backward of rank 1 fails half-way); on rank 1 a reward that never returns in a
 worker (`hangs`) or in the trainer's process (`stuck`), or that ends its worker (`dies`). `exchange`, no fault, adds
 what ranks have to agree on further, and so does `memory`: advantages scaled over the step, and a reference that follows
-the policy; `reference` adds one that doesn't. `look`, no fault either: tools that show pictures.
+the policy; `reference` adds one that doesn't. No faults either: `look`, tools that show pictures; `some`, pictures in
+one of four prompts; `frozen`, those with a tower that isn't trained, and a reference. `tower`: rank 1's tower fails.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import tiny
 import tiny_images
 import tool_cases
 import torch
+from datasets import Dataset
 
 from colograd import GRPOTrainer
+from colograd.policy.images import tower_layers
 
 RANK = int(os.environ.get("RANK", "0"))
 TRAFFIC = ("reduced", "gathered", "published")
@@ -43,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hangs": {"reward_workers": 1, "reward_timeout": 2.0, "max_steps": 1},
     "stuck": {"reward_timeout": 5.0},
     "dies": {"reward_workers": 1},
+    "frozen": {"freeze_vision_tower": True, "beta": 0.05, "gradient_checkpointing": True},
     "look": {**picture_tools.SETTINGS, "max_tool_calling_iterations": 1},
 }
 
@@ -81,13 +85,25 @@ def fail_in_backward(model) -> None:
     model.model.layers[0].register_full_backward_pre_hook(fail)
 
 
+def raise_in(model) -> None:
+    """In the middle of the tower's forward."""
+
+    def fail(*_) -> None:
+        hook.remove()
+        raise RuntimeError("the tower of rank 1 failed")
+
+    hook = tower_layers(model)[1].register_forward_pre_hook(fail)
+
+
 class Watching(GRPOTrainer):
     def __init__(self, *args, **kwargs) -> None:
         self.seen: list[dict] = []
+        self.pictures: list[int] = []  # that were trained on, of each step
         super().__init__(*args, **kwargs)
 
     def publish(self) -> None:
         super().publish()
+        self.pictures.append(0)
         self.seen.append(
             {"version": self.engine.version, "differing": self.weights.differing(), "weights": digest(self.model)}
         )
@@ -102,7 +118,10 @@ class Watching(GRPOTrainer):
         self.seen[-1]["completions"] = {g.position: [list(r.completion_ids) for r in g.rollouts] for g in groups}
 
     def compute_loss(self, model, micro_batch, **kwargs):
+        if FAULT == "tower" and RANK == 1 and self.state.global_step == 1:
+            raise_in(model)
         output = super().compute_loss(model, micro_batch)
+        self.pictures[-1] += len(micro_batch.images or ())
         if FAULT == "loss" and RANK == 1 and self.state.global_step == 1:
             output.loss.data.fill_(float("nan"))
         if FAULT == "backward" and RANK == 1 and self.state.global_step == 1:
@@ -112,10 +131,16 @@ class Watching(GRPOTrainer):
         return output
 
 
+def in_some(size: int):
+    """Prompts of which every fourth has a picture."""
+    rows = enumerate(tiny_images.prompts(size))
+    return Dataset.from_list([row | {"images": row["images"][: index % 4 == 0]} for index, row in rows])
+
+
 def main() -> None:
     model, run_dir, out_dir, dtype = sys.argv[1:5]
     prompts = tiny_images.prompts if Path(model, "processor_config.json").exists() else tiny.prompts
-    prompts = picture_tools.rows if FAULT == "look" else prompts
+    prompts = {"look": picture_tools.rows, **dict.fromkeys(("some", "frozen", "tower"), in_some)}.get(FAULT, prompts)
     trainer = Watching(
         model=model,
         reward_funcs=reward,
@@ -134,6 +159,7 @@ def main() -> None:
     if FAULT == "never":
         trainer.args.rank_timeout = 15.0  # the start may take longer beside others
     trainer.train()
+    trainer.save_model(f"{run_dir}/final")
     trainer.publish()
     metrics = trainer.evaluate()
     steps = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -144,6 +170,8 @@ def main() -> None:
         "shared": all(shared) and len(shared) == len(list(trainer.model.parameters())),
         "bytes": sum(p.nbytes for p in trainer.model.parameters()),
         "traffic": {name: [step[f"sync/{name}_bytes"] for step in steps] for name in TRAFFIC},
+        "pictures": trainer.pictures,
+        "mismatch": [step["sampling/sampling_logp_difference/mean"] for step in steps],
         "eval": metrics["eval_reward"],
         "count": metrics["eval_completions"],
         "moved": sum(step["train/moved_groups"] for step in steps),
