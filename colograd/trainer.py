@@ -47,6 +47,7 @@ from .policy.layers import check_compiled
 from .policy.liger import check_liger
 from .policy.loading import load_policy, proven_with_images
 from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
+from .policy.outline import note_on_cpu
 from .policy.packing import lay_out
 from .policy.quantized import take_quantization
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
@@ -55,6 +56,7 @@ from .policy.routing import num_experts
 from .policy.row_proof import choose_rows_where_it_trains
 from .policy.supported import check_supported
 from .reporting.completion_log import completion_log_of
+from .reporting.console import Console
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
 from .rollout.rounds import draw, unjudged
@@ -153,6 +155,8 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             args.check_for_trainer()
             take_quantization(args, model, quantization_config)
             check_supported(model, args, peft_config)
+            if args.layout.is_main and (note := note_on_cpu(model, args)):
+                Console(enabled=True, bars=False).warn(note)
             self.check_engine(args)
             check_sharding(args, optimizers[0])
             check_liger(args)

@@ -7,6 +7,7 @@ command.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -613,6 +614,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
         given |= {"model_name_or_path": str(tmp_path / "model"), "dtype": "float32"} | settings
         if not (tmp_path / "model").exists():
             tiny.make_model(tmp_path / "model")
+            (tmp_path / "bare").mkdir()
+            shutil.copy(tmp_path / "model" / "config.json", tmp_path / "bare")
         argv = [word for name, text in given.items() if text for word in (f"--{name}", text)]
         assert train.main([*argv, *flags]) == 2
         said = capsys.readouterr().err
@@ -633,6 +636,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
         ({"reward_funcs": "no_such_module:f"}, "module 'no_such_module' can't be imported"),
         ({"model_name_or_path": ""}, "model_name_or_path is missing"),
         ({"model_name_or_path": "./no/such/folder"}, "neither a folder with a model nor a Hub model"),
+        ({"model_name_or_path": "bare"}, "(Error no file named model.safetensors"),
         ({"dataset_name": ""}, "neither was given"),
         ({"dataset_name": "absent.jsonl"}, "no such file"),
         ({"dataset_name": "no_prompt.jsonl"}, "no column 'prompt'"),

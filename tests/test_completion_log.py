@@ -26,6 +26,7 @@ from colograd.commands.cli import main
 from colograd.reporting import completion_log
 from colograd.reporting.completion_log import logged_steps, read_log, write_log
 from colograd.reporting.completion_table import CompletionRow
+from colograd.reporting.log_columns import prompt_of
 
 MUTATIONS = 120
 BOUND = 2**27  # bytes of memory that reading a small file may take
@@ -60,8 +61,12 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 def test_prompts_of_different_shapes_are_written_as_json(tmp_path: Path) -> None:
     rows = [row(0), row(1, prompt="plain text")]
-    found, _ = read_log(write_log(tmp_path, rows, ["right", "short"], 1))
-    assert [r.prompt for r in found] == ['[{"role": "user", "content": "question 0"}]', '"plain text"']
+    path = write_log(tmp_path, rows, ["right", "short"], 1)
+    messages = [{"role": "user", "content": "question 0"}]
+    assert pq.read_table(path).column("prompt").to_pylist() == [json.dumps(messages), '"plain text"']
+    assert read_log(path)[0][0].prompt == messages, "whoever reads the log sees messages"
+    for text in ("[1, 2]", "[]", "[" * 100_000):
+        assert prompt_of(text) == text, "a prompt that looks like some"
 
 
 def test_what_is_shown_has_each_prompt_once_where_that_is_asked_for(

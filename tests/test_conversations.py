@@ -369,6 +369,13 @@ def test_a_turn_that_did_not_end_is_ended_before_the_answer(tokenizer: Any) -> N
     assert tokenizer.decode(form.answer_ids(answer, ended=False)) == "<end><tool>3<end><assistant>"
 
 
+def test_a_template_may_write_the_type_of_a_call() -> None:
+    """As Python writes it, where a template has no `tojson`; contents that aren't text would be written so, too."""
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = tiny.TOOL_TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls or '' }}")
+    assert ToolFormat(tokenizer, {}).answer_ids([{"role": "tool", "name": "add", "content": "3"}])
+
+
 def test_plain_text_prompts_have_no_tools(talker: Path, template: str, tmp_path: Path) -> None:
     plain = Dataset.from_list([{"prompt": "1 + 1 ="}] * 8)
     with pytest.raises(ValueError, match="plain text, but tools need a conversation"):

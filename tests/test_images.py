@@ -65,6 +65,8 @@ def test_conversations_become_what_trl_makes_of_them() -> None:
         theirs = prepare_multimodal_messages(prompt, [picture])
         ours, found = with_images(prompt, [picture], "row")
         assert text_of(theirs) == ours and found == [picture]
+    said = [{"role": "user", "content": ["see", {"type": "image", "image": picture, "text": None}]}]
+    assert text_of(said)[0]["content"] == [{"type": "text", "text": "see"}, {"type": "image"}]
 
 
 @pytest.mark.parametrize(

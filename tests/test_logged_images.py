@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
 import sys
 import types
 from pathlib import Path
@@ -23,6 +25,7 @@ from colograd.reporting import completion_table, thumbnails
 from colograd.reporting.completion_log import CompletionLog, read_log, write_log
 from colograd.reporting.completion_table import CompletionRow, completion_rows, prompt_text
 
+PAIR = [tiny_images.picture(n, 40, 40) for n in (2, 3)]
 PLACED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]}]
 
 
@@ -45,7 +48,7 @@ def rows_of(*groups: ScoredGroup, images: bool = True) -> list[CompletionRow]:
 @pytest.fixture
 def logged(tmp_path: Path) -> Path:
     """Two prompts with one image, one with two and one without; a reward function is called as a column is."""
-    one, two = [tiny_images.picture(1, 100, 50)], [tiny_images.picture(n, 40, 40) for n in (2, 3)]
+    one, two = [tiny_images.picture(1, 100, 50)], PAIR
     plain = [{"role": "user", "content": "none"}]
     return write_log(
         tmp_path, rows_of(group(0, one), group(1, two), group(2, one), group(3, [], plain)), ["image"], 1, images=True
@@ -81,6 +84,30 @@ def test_a_picture_is_made_once_and_stored_once_for_all_its_completions(
     assert size > 1000
     alone = write_log(tmp_path, rows_of(group(0, [noise], completions=1)), ["r"], 1, images=True).stat().st_size
     assert write_log(tmp_path, rows, ["r"], 2, images=True).stat().st_size < alone + size
+
+
+def test_each_completion_has_the_pictures_that_its_environment_began_with() -> None:
+    began = [group(0, pictures).group.rollouts[0] for pictures in ([], [tiny_images.picture(1)], [PAIR[0]] * 2)]
+    whole = dataclasses.replace(group(0, [], PLACED, completions=3), rewards=torch.zeros(3, 1))
+    rows = rows_of(dataclasses.replace(whole, group=dataclasses.replace(whole.group, rollouts=tuple(began))))
+    assert [row.sizes for row in rows] == [(), ("32x32",), ("40x40",) * 2]
+    assert [len(row.thumbnails) for row in rows] == [0, 1, 2]
+
+
+def test_what_else_a_picture_holds_makes_no_thumbnail_too_large() -> None:
+    picture = tiny_images.picture(1)
+    picture.info["comment"] = bytes(thumbnails.BYTES)
+    assert len(thumbnails.thumbnails([picture])) == 1
+
+
+def test_the_report_shows_as_many_of_tools_answers_as_of_the_prompt(tmp_path: Path) -> None:
+    small = [*map(thumbnails.data_url, thumbnails.thumbnails([tiny_images.picture(n) for n in range(4)]))]
+    entry = {"step": 1, "purpose": "train", "position": 0, "index": 0, "tokens": ["a"], "images": small * 3}
+    (tmp_path / "_report").mkdir()
+    (tmp_path / "_report" / "samples.jsonl").write_text(json.dumps(entry) + "\n")
+    samples = Samples(tmp_path)
+    samples.refresh(1)
+    assert samples.of_step(1, 2**20)[0][0]["images"] == small * 2
 
 
 def test_a_mark_stands_in_the_place_of_each_picture(logged: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+import types
 from pathlib import Path
+from typing import Any
 
 import large
 import pytest
 import tiny
 import torch
 
-from colograd.commands import cli
+from colograd.commands import cli, recipe_options
 from colograd.commands import plan as command
 from colograd.memory.choice import AVAILABLE, auto, fits, plan_of
 from colograd.memory.table import GIB, MARGIN
 from colograd.memory.ways import ALIVE, WAYS
+from colograd.policy.outline import note_on_cpu
 from colograd.sharding.buckets import ELEMENTS
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +105,124 @@ def test_figures_are_those_of_a_run(qwen: Path, capsys: pytest.CaptureFixture[st
         assert ways[way][8] == f"{plan.room / GIB:.1f}" and ways[way][6] == f"{plan.tokens:,}"
 
 
+# -- recipes
+
+
+RECIPE = """
+model_name_or_path: {model}
+reward_funcs: [last_number]
+prompts_per_step: 64
+num_generations: 8
+max_completion_length: 1024
+"""
+
+
+def test_a_recipe_says_what_options_say(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=qwen) + "max_prompt_tokens: 512\nbeta: 0.1\nvllm_enable_sleep_mode: true\n")
+    gpus = ["--gpus", "8", "--gpu-memory", "80"]
+    shape = ["--context", "1536", "--completion", "1024", "--sequences", "512"]
+    assert cli.main(["plan", "--config", str(recipe), *gpus]) == 0
+    by_recipe = capsys.readouterr().out
+    assert cli.main(["plan", "--model", str(qwen), *gpus, *shape, "--reference", "--sleep"]) == 0
+    assert by_recipe == capsys.readouterr().out
+    flags = ["--max_prompt_tokens", "64", "--use_peft", "true", "--lora_r", "8"]  # as of training
+    assert cli.main(["plan", "--config", str(recipe), *gpus, *flags, "--completion", "256"]) == 0
+    said = capsys.readouterr().out
+    assert "sequences of up to 1,088 tokens, 64 per engine" in said and "(LoRA)" in said
+    assert "the adapter is planned on all linear layers, whichever the recipe names" in said
+
+
+def test_a_recipe_without_a_limit_of_prompts_is_told_which_is_assumed(
+    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=qwen))
+    asked = ["plan", "--config", str(recipe), "--gpus", "8", "--gpu-memory", "80"]
+    line = "prompts are planned with up to 1,024 tokens, as no limit is given (--context)"
+    assert cli.main(asked) == 0 and line in capsys.readouterr().out
+    assert cli.main([*asked, "--context", "4096"]) == 0 and "prompts are planned" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompts_per_step": 6},
+        {"prompts_per_step": 6, "steps_per_generation": 3},
+        {"prompts_per_step": 6, "generation_batch_size": 48},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 3},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        {"per_device_train_batch_size": 8, "generation_batch_size": 32},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "generation_batch_size": 8},
+    ],
+)
+def test_a_recipes_generation_is_that_of_its_run(changes: dict[str, int], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"model_name_or_path": "m", "num_generations": 4} | changes))
+    found, _ = recipe_options.read(["--config", str(recipe)])
+    config = tiny.config(tmp_path, **({"prompts_per_step": None} | changes))
+    sampled = config.per_device_train_batch_size * config.steps_per_generation
+    assert (found.get("sequences") or found["sequences_per_engine"]) == sampled
+
+
+@pytest.mark.parametrize(
+    "settings, found",
+    [
+        ({}, ("bfloat16", "adamw_split")),
+        ({"optim": "adamw_torch"}, ("float32", "adamw_torch")),
+        ({"dtype": "float32"}, ("float32", "adamw_torch")),
+        ({"dtype": "auto"}, ("bfloat16", "adamw_split")),
+        ({"model_init_kwargs": {"dtype": "float32"}, "optim": "sgd"}, ("float32", "sgd")),
+    ],
+)
+def test_a_recipes_precision_is_that_of_its_run(
+    settings: dict[str, Any], found: tuple[str, str], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(settings))
+    options, _ = recipe_options.read(["--config", str(recipe)])
+    assert (options["dtype"], options["optim"]) == found
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_recipe_can_be_planned(path: Path) -> None:
+    options = command.parse(["--config", str(path), "--gpus", "1", "--gpu-memory", "80"])
+    assert options.model and 0 < options.completion < options.context and options.group > 1
+
+
+def test_without_gpus_of_its_own_a_machine_must_be_told_of_some(
+    qwen: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["plan", "--model", str(qwen), "--gpus", "1"]) == 2
+    assert "this machine has no GPU from which to take --gpu-memory: say which" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    sizes = [types.SimpleNamespace(total_memory=size * GIB) for size in (80, 79)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
+    assert cli.main(["plan", "--model", str(qwen)]) == 0
+    assert "on 2 GPU(s) of 79 GiB" in capsys.readouterr().out
+
+
+# -- a run without a GPU
+
+
+def test_a_large_model_on_a_machine_without_a_gpu_is_said_in_one_line(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, generator = tiny.config(tmp_path), torch.get_rng_state()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert note_on_cpu(str(qwen), config) == (
+        f"no GPU was found: {qwen.name}, of 7.6 billion parameters, is trained on the CPU in float32, which is meant "
+        "for small models; `colograd plan` says which GPUs it would fit"
+    )
+    assert not note_on_cpu(str(tiny.make_model(tmp_path / "small")), config)
+    assert not note_on_cpu("./no/such/folder", config), "loading tells"
+    assert torch.equal(torch.get_rng_state(), generator)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not note_on_cpu(str(qwen), config)
+
+
 # -- the page
 
 
@@ -142,6 +266,7 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
             "vllm_tensor_parallel_size is 8, but must divide the model's num_attention_heads, which is 28",
         ),
         (["--completion", "9000"], "--completion is 9000, but must leave room for a prompt in --context (8192)"),
+        (["--config", "no.yaml"], "The recipe 'no.yaml' doesn't exist"),
         (["--model", "./no/such/folder"], "The model './no/such/folder' is neither a folder with a model nor"),
     ],
 )

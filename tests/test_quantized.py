@@ -319,7 +319,7 @@ def test_other_families_agree_too(family, weights, tmp_path, closing, tried) -> 
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients"])
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "one engine"])
 def test_two_ranks_have_the_same_base_and_the_same_adapter(sharding, tiny_model, tmp_path) -> None:
     done = launcher.run(RANKS, tiny_model, tmp_path / "run", tmp_path, sharding, ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -236,10 +236,16 @@ def test_a_packed_checkpoint_is_trained(family: str, skipped: list[str] | None, 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["idefics3", "gemma3_vl", *OTHERS])
-@pytest.mark.parametrize("targets", [TEXT, "all-linear"], ids=["served", "merged"])
-def test_two_ranks_have_the_same_base_and_the_same_adapter(family: str, targets: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "targets"),
+    [("gradients", TEXT), ("gradients", "all-linear"), ("one engine", TEXT)],
+    ids=["served", "merged", "one engine"],
+)
+def test_two_ranks_have_the_same_base_and_the_same_adapter(
+    family: str, sharding: str, targets: str, tmp_path: Path
+) -> None:
     model = tiny_images.make_model(tmp_path / "model", family)
-    done = launcher.run(test_quantized.RANKS, model, tmp_path / "run", tmp_path, "gradients", targets, ranks=2)
+    done = launcher.run(test_quantized.RANKS, model, tmp_path / "run", tmp_path, sharding, targets, ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["base"] == second["base"] and first["adapter"] == second["adapter"]

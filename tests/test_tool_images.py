@@ -6,13 +6,16 @@ import copy
 import dataclasses
 import json
 import pickle
+import random
 import shutil
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import launcher
 import picture_tools
+import pyarrow as pa
 import pytest
 import test_images
 import tiny
@@ -45,6 +48,7 @@ from colograd.reporting.samples import Pieces, sample_entries
 from colograd.rollout import journal
 from colograd.rollout.conversations import Conversations
 from colograd.rollout.journal import Recorded
+from colograd.rollout.pictures import pictures_bytes, with_pictures
 from colograd.rollout.tool_calls import answer_content, shown_content
 from colograd.rollout.tool_format import ToolCall, ToolFormat
 from colograd.rollout.toolbox import Toolbox
@@ -122,11 +126,38 @@ def test_a_template_must_write_the_parts_of_tools_answers(form: ToolFormat) -> N
 def test_a_picture_that_cannot_be_shown_is_told_to_the_model_and_once_to_the_user() -> None:
     box = Toolbox([look])
     messages = [{"role": "tool", "name": "look", "content": of} for of in (look(1, 2), "text")]
-    with pytest.warns(UserWarning, match=r"images that tool 'look' returned can't be shown \(too small\)"):
+    with pytest.warns(UserWarning, match=r"what tool 'look' returned can't be shown \(too small\)"):
         told = box.refused(messages, ValueError("too small"))
     assert [m["content"] for m in told] == ["{'error': 'too small'}", "text"]
     assert box.counts["tools/failures"] == 1
     box.close()
+
+
+def test_a_picture_that_cannot_be_read_is_told_to_the_user_once_per_tool() -> None:
+    box = Toolbox([look])
+    answers = types.SimpleNamespace(
+        outcomes=lambda: [("look", Outcome("value", [{"type": "image", "image": "/nowhere.png"}], 0.0))] * 2
+    )
+    with pytest.warns(UserWarning, match="what tool 'look' returned can't be shown .*/nowhere.png") as said:
+        told = box.told(answers, images=True)  # type: ignore[arg-type]
+    assert len(said) == 1 and box.counts["tools/failures"] == 2
+    assert all("an image can't be read" in message["content"] for message in told)
+    box.close()
+
+
+def test_the_journal_reads_a_picture_with_a_large_colour_profile(form: ToolFormat) -> None:
+    """PIL writes profiles of any size, and refuses to open a PNG with one of more than a mebibyte."""
+    assert form._reader is not None
+    picture = tiny_images.picture(1)
+    picture.info["icc_profile"] = random.Random(0).randbytes(2**21)
+    answer = form.answer([{"role": "tool", "name": "look", "content": [{"type": "image", "image": picture}]}])
+    assert answer.images is not None
+    ids, everything = answer.ids, torch.ones(len(answer), dtype=torch.bool)
+    rollout = Rollout((1,), ids, torch.zeros(len(ids)), everything, FinishReason.STOP, 0, images=(answer.images,))
+    content = pictures_bytes([rollout])
+    assert len(content) < 2**16
+    bare = dataclasses.replace(rollout, images=())
+    assert with_pictures(pa.BufferReader(content), [bare], form._reader)[0].images == rollout.images
 
 
 def test_what_cannot_be_shown_is_told_to_the_model() -> None:

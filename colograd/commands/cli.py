@@ -12,7 +12,7 @@ COMMANDS = {
     "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init"),
     "train": ("--config recipes/X.yaml [--any_flag value]", "train by a recipe", "..train"),
     "doctor": ("--config recipes/X.yaml [--any_flag value]", "check a recipe on this machine", ".doctor"),
-    "plan": ("--model M --gpus N --gpu-memory GIB", "say what fits such GPUs, in each way of sharding", ".plan"),
+    "plan": ("--config recipes/X.yaml | --model M [--gpus N --gpu-memory GIB]", "say what fits such GPUs", ".plan"),
     "export": ("CHECKPOINT FOLDER", "write its model as an ordinary folder, an adapter merged", ".export"),
     "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay"),
     "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions", ".show"),

@@ -1,6 +1,10 @@
 """``colograd plan``: what a model needs on each GPU in each way of sharding, for machines that one doesn't have.
 
     colograd plan --model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu-memory 80
+    colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
+
+A recipe says what else would be asked for by options, and an option that is given wins (`recipe_options`). Without
+--gpus and --gpu-memory they are this machine's.
 
 Nothing is loaded: the model's ``config.json`` gives the shapes of its parameters. The figures are those of the table
 at the start of a run (`colograd.memory`).
@@ -15,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..runtime import process
+from . import recipe_options
 
 if TYPE_CHECKING:
     from ..memory.choice import Run
@@ -25,10 +30,9 @@ GIB = 2**30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit status, 2 for bad input."""
-    options = _parser().parse_args(argv)
     process.quiet_logs(False)
     try:
-        _check(options)
+        options = parse(argv)
         lines = [*told(run_of(options), options)]
     except ValueError as error:
         print(f"colograd plan: error: {error}", file=sys.stderr)
@@ -37,14 +41,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, with what a recipe and this machine say of those that aren't given.
+
+    Raises:
+        ValueError: bad input.
+    """
+    parser = _parser()
+    options, flags = parser.parse_known_args(argv)
+    if options.config is not None:
+        found, notes = recipe_options.read(["--config", str(options.config), *flags])
+        told = [line for name, line in notes.items() if getattr(options, name) == parser.get_default(name)]
+        parser.set_defaults(**found, notes=told)
+        options, _ = parser.parse_known_args(argv)
+    elif flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if not options.model:
+        raise ValueError("--model is missing: give a folder with a config.json, a Hub id, or a recipe (--config).")
+    if options.gpus is None or options.gpu_memory is None:
+        _take_own_gpus(options)
+    _check(options)
+    return options
+
+
+def _take_own_gpus(options: argparse.Namespace) -> None:
+    """Plan for this machine's GPUs, as far as none are named.
+
+    Raises:
+        ValueError: it has none.
+    """
+    import torch
+
+    found = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    if not found:
+        given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
+        missing = " and ".join(flag for flag, value in given.items() if value is None)
+        raise ValueError(
+            f"this machine has no GPU from which to take {missing}: say which GPUs, such as --gpus 8 --gpu-memory 80."
+        )
+    options.gpus = len(found) if options.gpus is None else options.gpus
+    options.gpu_memory = min(found) / GIB if options.gpu_memory is None else options.gpu_memory
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="colograd plan", description="What a model needs on each GPU, in each way of sharding. Nothing is loaded."
     )
     add = parser.add_argument
-    add("--model", required=True, help="a folder with a config.json, or a Hub id")
-    add("--gpus", type=int, required=True, help="ranks: one per GPU")
-    add("--gpu-memory", type=float, required=True, metavar="GIB", help="of each GPU")
+    add("--config", type=Path, metavar="RECIPE", help="take from it, and from flags as for training, what isn't given")
+    add("--model", help="a folder with a config.json, or a Hub id")
+    add("--gpus", type=int, help="ranks: one per GPU; default: this machine's")
+    add("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
     add("--tensor-parallel", type=int, default=1, metavar="T", help="ranks that share one engine; default: 1")
     add("--context", type=int, default=8192, help="tokens of the longest prompt and completion together; default: 8192")
     add("--completion", type=int, help="tokens of the longest completion; default: half of the context")
@@ -62,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--offload-optimizer", action="store_true", help="its state is on the host while the engine samples")
     add("--no-checkpointing", action="store_true", help="gradient_checkpointing: false")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
+    parser.set_defaults(weights="auto", sequences_per_engine=64, notes=[])  # what only a recipe says otherwise
     return parser
 
 
@@ -109,7 +157,7 @@ def run_of(options: argparse.Namespace) -> Run:
     if options.lora_rank:
         model = with_adapter(model, options.lora_rank)
     engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
-    sequences = -(-(options.sequences or 64 * engines) // engines)
+    sequences = -(-(options.sequences or options.sequences_per_engine * engines) // engines)
     completion = options.completion or max(1, options.context // 2)
     sizes = PolicySizes.of(model, options.optim, dtype.itemsize, packed)
     return Run(
@@ -129,11 +177,12 @@ def run_of(options: argparse.Namespace) -> Run:
         lengths=Lengths(max(1, options.context - completion), completion, options.group),
         tokens=options.max_tokens,
         checkpointing=not options.no_checkpointing,
+        shared=options.weights != "copied",
         served=options.served and sizes.packed > 0,
         sleeps=options.sleep,
         offloads=options.offload_optimizer,
         reference=sizes.weights if options.reference and not options.lora_rank else 0,
-        ways=WHOLE if options.lora_rank else AVAILABLE,
+        ways=WHOLE if options.lora_rank or options.weights not in ("auto", "gathered") else AVAILABLE,
         tower=Tower.of(model),
     )
 
@@ -162,12 +211,13 @@ def told(run: Run, options: argparse.Namespace) -> Iterator[str]:
     engine = "an engine each" if run.ranks_per_engine == 1 else f"an engine for {run.ranks_per_engine} of them"
     yield (
         f"{name}: {sizes.elements / 1e9:,.2f} billion parameters{adapter}, {options.dtype}, {options.optim}; on "
-        f"{run.ranks} GPU(s) of {options.gpu_memory:g} GiB, {engine}"
+        f"{run.ranks} GPU(s) of {options.gpu_memory:.4g} GiB, {engine}"
     )
     yield (
         f"sequences of up to {run.length:,} tokens, {run.sequences:,} per engine and generation; their KV cache would "
         f"take {run.need.wanted / GIB:,.1f} GiB per GPU"
     )
+    yield from options.notes
     if run.tower is not None:
         yield "activations include a vision tower's, as if all of a prompt's tokens were pictures'; the engine's don't"
     yield ""

@@ -40,8 +40,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
         *groups, rest = parser.parse_args_into_dataclasses(
             args=argv, look_for_args_file=False, return_remaining_strings=True
         )
-    if rest:
-        raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], _known()))
+    _check_known(rest)
     script, config, model = groups
     config.notes = [*notes, *config.notes]
     return script, config, model, recipe
@@ -59,12 +58,26 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
         action.default = argparse.SUPPRESS  # what isn't given isn't there
     with _types_told():
         flags, unknown = parser.parse_known_args(rest)
-    if unknown:
-        raise ValueError(unknown_name(unknown[0].lstrip("-").split("=")[0], _known()))
+    _check_known(unknown)
     variables = _read_yaml(recipe).get("env") if recipe else None
     given = settings | vars(flags) | ({"env": variables} if variables else {})
     plain: dict[str, Any] = json.loads(json.dumps(given, default=lambda value: str(getattr(value, "value", value))))
     return plain
+
+
+def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
+    """Every knob's value by a command line, for a run on another machine: no rule of a group is looked at.
+
+    Raises:
+        ValueError: as `given_settings`.
+    """
+    settings, _, rest, _ = _settings(argv)
+    parser = _parser()
+    parser.set_defaults(**settings)
+    with _types_told():
+        found, unknown = parser.parse_known_args(rest)
+    _check_known(unknown)
+    return vars(found)
 
 
 def _parser() -> HfArgumentParser:
@@ -73,6 +86,12 @@ def _parser() -> HfArgumentParser:
 
 def _known() -> set[str]:
     return {f.name for group in GROUPS for f in dataclasses.fields(group) if f.init}
+
+
+def _check_known(rest: Sequence[str]) -> None:
+    """Whether nothing is left of a command line."""
+    if rest:
+        raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], _known()))
 
 
 @contextlib.contextmanager

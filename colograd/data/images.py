@@ -287,7 +287,7 @@ def text_of(prompt: Any) -> Any:
     if not isinstance(prompt, list):
         return prompt
     return [
-        {**m, "content": [{k: v for k, v in p.items() if k != "image"} for p in m["content"] if isinstance(p, dict)]}
+        {**m, "content": [{k: v for k, v in p.items() if k != "image"} for p in _parts(m["content"])]}
         if isinstance(m, dict) and isinstance(m.get("content"), list)
         else m
         for m in prompt

@@ -365,7 +365,7 @@ def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedMo
         return auto_class(path, kwargs).from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))
-        if has_config and not isinstance(error, FileNotFoundError):
+        if has_config and not isinstance(error, OSError):
             raise
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from ..config import GRPOConfig
 from ..runtime.hub import check_model_name
 from .images import has_tower
-from .lora import wrap
+from .lora import adapter_folder, wrap
 from .packed import packed_bytes
+
+LARGE = 1.0  # billions of parameters, of which a CPU trains few tokens a second
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
@@ -36,6 +40,31 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
             f"{path!r} has no configuration of a causal language model ({reason}) Give a folder with its config.json, "
             "or a Hub id."
         ) from None
+
+
+def note_on_cpu(model: Any, config: GRPOConfig) -> str:
+    """What to say before a large model's weights are loaded on a machine without a GPU; empty: nothing.
+
+    Args:
+        model: its name; one that is loaded already is no surprise.
+    """
+    if torch.accelerator.is_available() or not isinstance(model, str | os.PathLike):
+        return ""
+    given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    path = str((adapter_folder(str(model)) or {}).get("base_model_name_or_path") or model)
+    trust = given.get("trust_remote_code", config.trust_remote_code)
+    try:
+        found = outline(path, torch.bfloat16, trust, given.get("revision"))
+    except Exception:  # code that comes with a model may raise anything; what is wrong, loading tells
+        return ""
+    billions = sum(parameter.numel() for parameter in found.parameters()) / 1e9
+    if billions < LARGE:
+        return ""
+    dtype = "its own precision" if config.policy_dtype == "auto" else config.policy_dtype
+    return (
+        f"no GPU was found: {os.path.basename(path.rstrip('/'))}, of {billions:.1f} billion parameters, is trained on "
+        f"the CPU in {dtype}, which is meant for small models; `colograd plan` says which GPUs it would fit"
+    )
 
 
 def with_adapter(model: Any, rank: int) -> Any:

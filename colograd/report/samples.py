@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..reporting.log_columns import EXTRA_KEY, FOLDER, IMAGES, IMAGES_KEY, NAMES_KEY, TEXT, column_names
-from ..reporting.thumbnails import BYTES, data_url
+from ..reporting.log_columns import EXTRA_KEY, FOLDER, IMAGES, IMAGES_KEY, NAMES_KEY, TEXT, column_names, prompt_of
+from ..reporting.thumbnails import BYTES, MOST, data_url
 from .lines import Tail, open_inside, parse
 from .values import items, mapping, number, plain, text, whole
 
@@ -181,8 +181,8 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _pictures(values: Any) -> list[str] | None:
-    """Those that are small pictures and nothing else."""
-    found = [value for value in items(values)[:4] if isinstance(value, str) and _PICTURE.fullmatch(value)]
+    """Those that are small pictures and nothing else: as many of a prompt as of its tools' answers."""
+    found = [value for value in items(values)[: 2 * MOST] if isinstance(value, str) and _PICTURE.fullmatch(value)]
     return found or None
 
 
@@ -235,7 +235,7 @@ def _rows(file: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
     at = 0
     for batch in opened.iter_batches(batch_size=128):
         for row in batch.to_pylist():
-            prompt = _logged_prompt(row.get("prompt"))
+            prompt = _prompt(prompt_of(row.get("prompt")))
             position = whole(row.get("position"))
             if position is None:
                 position = prompts.setdefault(json.dumps(prompt), at)
@@ -268,16 +268,6 @@ def _files(values: Any) -> list[bytes]:
     """Those of a prompt's small pictures, as `datasets` has images."""
     found = [mapping(value).get("bytes") for value in items(values)]
     return [file for file in found if isinstance(file, bytes) and len(file) <= BYTES]
-
-
-def _logged_prompt(value: Any) -> Any:
-    """A prompt of the log: a text, messages, or messages as JSON where parquet had no type for them."""
-    if isinstance(value, str) and value.startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(value)
-            if isinstance(found, list) and all(isinstance(message, dict) for message in found):
-                return _prompt(found)
-    return _prompt(value)
 
 
 def _joined(messages: list[dict[str, Any]]) -> str:

@@ -8,7 +8,6 @@ its prompt's, so that rows may be sorted and filtered; parquet's dictionaries st
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -23,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .completion_table import CompletionRow, as_utf8, chosen_rows, completion_rows, extra_names, print_table
-from .log_columns import EXTRA_KEY, FIXED, FOLDER, IMAGES, IMAGES_KEY, NAMES_KEY, SIZES, TEXT, column_names
+from .log_columns import EXTRA_KEY, FIXED, FOLDER, IMAGES, IMAGES_KEY, NAMES_KEY, SIZES, TEXT, column_names, prompt_of
 from .trackers import Trackers
 
 if TYPE_CHECKING:  # `colograd show` reads a log without torch and transformers
@@ -284,7 +283,7 @@ def _row(row: dict[str, Any], names: Sequence[str], extra: Sequence[str], images
         position=int(row["position"]),
         prompt_tokens=int(row["prompt_tokens"]),
         completion_tokens=int(row["completion_tokens"]),
-        prompt=_messages(row["prompt"]) if images else row["prompt"],
+        prompt=prompt_of(row["prompt"]),
         text=row[TEXT].encode(),
         finish_reason=str(row["finish_reason"]),
         advantage=float(row["advantage"]),
@@ -292,14 +291,6 @@ def _row(row: dict[str, Any], names: Sequence[str], extra: Sequence[str], images
         extra={name: row[column] for name, column in zip(extra, of_extra, strict=True)},
         sizes=tuple(map(str, row[SIZES] or ())) if images else (),
     )
-
-
-def _messages(prompt: Any) -> Any:
-    """A prompt's messages, in whose contents images have their places, also where they were written as JSON."""
-    if isinstance(prompt, str) and prompt.startswith("["):
-        with contextlib.suppress(ValueError):
-            return json.loads(prompt)
-    return prompt
 
 
 def _names(said: bytes) -> list[str]:

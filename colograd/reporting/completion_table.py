@@ -70,17 +70,15 @@ def completion_rows(
     for scored, of_group in zip(groups, texts, strict=True):
         group, advantages = scored.group, _mean_advantages(scored)
         prompt = group.example.get("prompt", "")
-        thumbs: tuple[bytes, ...] = ()
-        sizes: tuple[str, ...] = ()
-        if (seen := group.rollouts[0].input.images) is not None:
+        if any(rollout.input.images is not None for rollout in group.rollouts):
             from ..data.images import text_of
 
             prompt = text_of(prompt)
-            if images:
-                if seen.digest not in small:
-                    small[seen.digest] = tuple(thumbnails(seen.pictures))
-                thumbs, sizes = small[seen.digest], tuple("{}x{}".format(*each.size) for each in seen.pictures)
         for i, (rollout, text) in enumerate(zip(group.rollouts, of_group, strict=True)):
+            # An environment may have begun each completion with other pictures.
+            seen = rollout.input.images if images else None
+            if seen is not None and seen.digest not in small:
+                small[seen.digest] = tuple(thumbnails(seen.pictures))
             rows.append(
                 CompletionRow(
                     step=step,
@@ -93,8 +91,8 @@ def completion_rows(
                     rewards=tuple(scored.rewards[i].tolist()),
                     advantage=advantages[i],
                     extra={name: values[i] for name, values in scored.logged.columns.items()},
-                    thumbnails=thumbs,
-                    sizes=sizes,
+                    thumbnails=() if seen is None else small[seen.digest],
+                    sizes=() if seen is None else tuple("{}x{}".format(*each.size) for each in seen.pictures),
                 )
             )
     return rows

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 FOLDER = "completions"
 TEXT = "completion"  # the column of what rows hold as UTF-8
@@ -26,3 +29,13 @@ def column_names(
     taken = (*FIXED, IMAGES, SIZES) if images else FIXED
     rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
     return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]
+
+
+def prompt_of(logged: Any) -> Any:
+    """A prompt as it was given, which stands there as JSON where parquet had no type for its messages."""
+    if isinstance(logged, str) and logged.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(logged)
+            if found and isinstance(found, list) and all(isinstance(message, dict) for message in found):
+                return found
+    return logged

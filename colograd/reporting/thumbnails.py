@@ -18,6 +18,7 @@ def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
     found = []
     for picture in pictures[:MOST]:
         small, file = picture.copy(), io.BytesIO()
+        small.info.clear()  # a comment, which would be written too, may be larger than the picture
         small.thumbnail((SIDE, SIDE))
         small.convert("RGB").save(file, "JPEG", quality=70)
         if file.tell() <= BYTES:

@@ -504,7 +504,9 @@ def _json(value: Any) -> str:
     """As JSON; what that has no type for, as its text, and a picture as its type and size."""
     with contextlib.suppress(TypeError, ValueError):
         return json.dumps(value)
-    return json.dumps(value, default=lambda each: _named(each).rpartition(" ")[0] if _is_picture(each) else str(each))
+    return json.dumps(
+        value, default=lambda each: f"{type(each).__name__} {each.size}" if _is_picture(each) else str(each)
+    )
 
 
 def _is_picture(value: Any) -> bool:

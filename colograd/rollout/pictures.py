@@ -87,7 +87,8 @@ def with_pictures(reader: Any, rollouts: Sequence[Rollout], images: ImageReader 
 
 def _file_of(picture: Any) -> bytes:
     file = io.BytesIO()
-    picture.save(file, "PNG", compress_level=COMPRESSION)
+    # Without its colour profile: nothing reads it, and PIL opens no PNG with one of a mebibyte.
+    picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
     return file.getvalue()
 
 

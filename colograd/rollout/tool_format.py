@@ -58,7 +58,7 @@ class ToolFormat:
                 shown = reader.tokens(with_images([ASKED, call, answer], (), "")[0], template_kwargs)[0]
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             shown = f"({type(error).__name__}: {error})"
-        if "'type'" in shown:
+        if "{'type': 'text'" in shown:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path} writes contents as they are, where a model that reads "
                 "images has parts: set chat_template_path to one that writes the parts of every message."

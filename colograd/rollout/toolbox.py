@@ -71,7 +71,7 @@ class Toolbox:
         _check_main_thread(main_thread, self._tools, self._factories)
         self._advice = MainThreadAdvice()
         self._told_of: set[str] = set()  # tools of which it was said that they raise
-        self._told_of_images = False  # whether it was said that some can't be shown
+        self._told_unshown: set[str] = set()  # likewise, that return what can't be shown
         self.environments = Environments(self._factories, main_thread, self._advice)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # reward themselves
@@ -155,7 +155,10 @@ class Toolbox:
                 content = answer_content(outcome, images)
             except Exception as error:
                 self.counts["tools/failures"] += 1
-                self._tell_of_first(name, outcome)
+                if outcome.kind == "value":
+                    self._tell_of_unshown(name, error)
+                else:
+                    self._tell_of_first(name, outcome)
                 content = str({"error": str(error)})
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
@@ -166,13 +169,8 @@ class Toolbox:
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
                 self.counts["tools/failures"] += 1
-                if not self._told_of_images:
-                    warnings.warn(
-                        f"images that tool {message['name']!r} returned can't be shown ({error}). The model is told "
-                        "so, now and whenever it happens again; the chat template must write images in tools' answers.",
-                        stacklevel=2,
-                    )
-                self._told_of_images = True
+                remedy = " The chat template must write images in tools' answers."
+                self._tell_of_unshown(message["name"], error, remedy)
                 message = {**message, "content": str({"error": str(error)})}
             found.append(message)
         return found
@@ -187,6 +185,17 @@ class Toolbox:
             f"tool {name!r} raised {outcome.value[0]} ({place}). The model is told so, now and whenever it happens "
             "again; the share of failed calls is tools/failures of tools/calls.",
             stacklevel=2,
+        )
+
+    def _tell_of_unshown(self, name: str, error: Exception, remedy: str = "") -> None:
+        """Likewise of what a tool returned, which only the model would be told."""
+        if name in self._told_unshown:
+            return
+        self._told_unshown.add(name)
+        warnings.warn(
+            f"what tool {name!r} returned can't be shown ({error}). The model is told so, now and whenever it happens "
+            f"again; the share of failed calls is tools/failures of tools/calls.{remedy}",
+            stacklevel=3,
         )
 
     def take_counts(self) -> dict[str, float]:

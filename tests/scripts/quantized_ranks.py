@@ -2,6 +2,8 @@
 with prompts that have images for tests/test_quantized_images.py.
 
 torchrun --nproc-per-node 2 quantized_ranks.py MODEL RUN_DIR OUT_DIR SHARDING [TARGETS-FOR-IMAGES]
+
+SHARDING: how the ranks share the adapter's training out, or `one engine`: that both share one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def digest(tensors) -> str:
 def main() -> None:
     model, run_dir, out_dir, sharding = sys.argv[1:5]
     asked = {"dtype": "float32", "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
-    args = tiny.config(run_dir, model_init_kwargs=asked, max_steps=3, learning_rate=1e-2, sharding=sharding)
+    shared: dict[str, object] = {"vllm_tensor_parallel_size": 2} if sharding == "one engine" else {"sharding": sharding}
+    args = tiny.config(run_dir, model_init_kwargs=asked, max_steps=3, learning_rate=1e-2, **shared)
     prompts, targets = (tiny_images.prompts(8), sys.argv[5]) if len(sys.argv) > 5 else (tiny.prompts(), "all-linear")
     lora = peft.LoraConfig(r=4, target_modules=targets)
     trainer = GRPOTrainer(model, tiny.vowels, args, prompts, peft_config=lora)
