@@ -139,13 +139,14 @@ def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
 def check_forgets(core: Any) -> None:
     """
     Raises:
-        RuntimeError: this vLLM keeps features of older weights.
+        RuntimeError: this vLLM keeps features of older weights, or takes no prompts whose pictures it has read.
     """
-    if not hasattr(core, "reset_encoder_cache"):
+    if not (hasattr(core, "reset_encoder_cache") and hasattr(getattr(core, "renderer", None), "render_cmpl")):
         from vllm import __version__ as found
 
         raise RuntimeError(
-            f"vLLM {found} can't forget the features of images, which older weights made: install vLLM 0.31."
+            f"vLLM {found} can't forget the features of images, which older weights made, or isn't given prompts with "
+            "images as this version does it: install vLLM 0.31."
         )
 
 

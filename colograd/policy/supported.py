@@ -115,6 +115,12 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
             "of a larger image don't see each other in vLLM. Choose a model with smaller images or a larger window."
         )
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
+    part = int(given.get("long_prefill_token_threshold") or 0)
+    if kind in images.BOTH_WAYS and 0 < part < tokens:
+        raise ValueError(
+            f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has mm_tokens_per_image {tokens}, "
+            "which the engine must read in one step: raise it, or remove it."
+        )
     settings = {
         "torch_compile": config.torch_compile,
         "use_liger_kernel": config.use_liger_kernel,

@@ -40,6 +40,7 @@ def tell(what: str, step: int, position: int) -> None:
 
 
 def die() -> None:
+    os.write(2, b"\nkilled by itself\n")  # what kill.py looks for, whatever other ranks say of it
     if KILL["victim"] < 0:
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
