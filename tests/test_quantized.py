@@ -321,9 +321,14 @@ def test_other_families_agree_too(family, weights, tmp_path, closing, tried) -> 
 @pytest.mark.engine
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "one engine"])
 def test_two_ranks_have_the_same_base_and_the_same_adapter(sharding, tiny_model, tmp_path) -> None:
-    done = launcher.run(RANKS, tiny_model, tmp_path / "run", tmp_path, sharding, ranks=2)
+    check_two_ranks(tiny_model, tmp_path, sharding)
+
+
+def check_two_ranks(model: Path, folder: Path, *arguments: str) -> None:
+    """They have one base and one adapter, and their sampler's log-probabilities. arguments: of the script."""
+    done = launcher.run(RANKS, model, folder / "run", folder, *arguments, ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["base"] == second["base"] and first["adapter"] == second["adapter"]
     assert all(difference < 1e-5 for rank in (first, second) for difference in rank["differences"])
     assert len(first["differences"]) == 3 and not first["differing"] and not second["differing"]

@@ -4,13 +4,11 @@ and engine, whichever are quantised, only the adapter moves, and what is saved s
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import launcher
 import lora_cases
 import peft
 import plain_vllm
@@ -244,13 +242,7 @@ def test_a_packed_checkpoint_is_trained(family: str, skipped: list[str] | None, 
 def test_two_ranks_have_the_same_base_and_the_same_adapter(
     family: str, sharding: str, targets: str, tmp_path: Path
 ) -> None:
-    model = tiny_images.make_model(tmp_path / "model", family)
-    done = launcher.run(test_quantized.RANKS, model, tmp_path / "run", tmp_path, sharding, targets, ranks=2)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first["base"] == second["base"] and first["adapter"] == second["adapter"]
-    assert all(difference < 1e-5 for rank in (first, second) for difference in rank["differences"])
-    assert len(first["differences"]) == 3 and not first["differing"] and not second["differing"]
+    test_quantized.check_two_ranks(tiny_images.make_model(tmp_path / "model", family), tmp_path, sharding, targets)
 
 
 @pytest.mark.slow
