@@ -1,6 +1,6 @@
 """The types that data has on its way from a prompt to an optimizer step. Imports torch only.
 
-    Prompt -> Rollout -> Group -> ScoredGroup -> DrawnStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
+    Prompt -> Rollout -> Group -> ScoredGroup -> SampledStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
 
 One frozen type per stage; a field is there from the start or belongs to a later type. Shape letters: P prompt tokens, C
 completion tokens, G completions of a group, R reward functions, T tokens of a packed row, N predicted completion tokens
@@ -155,11 +155,11 @@ class Prompt(_Asked):
     position: int
 
 
-UNTOLD = -1  # in the place of an expert: the engine didn't tell which it was
+UNKNOWN = -1  # in the place of an expert: the engine didn't tell which it was
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Experts:
+class RoutedExperts:
     """Which experts the engine's routers chose for a rollout's tokens: K in each of L layers that have some. The last
     token's aren't known: it was never read.
 
@@ -189,7 +189,7 @@ class Rollout(_Asked):
     policy_version: int  # the optimizer step whose weights sampled it
     messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
     columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
-    experts: Experts | None = None  # with `router_replay`
+    experts: RoutedExperts | None = None  # with `router_replay`
     images: tuple[Images, ...] = ()  # of tools' answers, with places in the completion
 
     def __post_init__(self) -> None:
@@ -270,7 +270,7 @@ def _without_pictures(images: Images) -> Images:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnStep:
+class SampledStep:
     """The groups of one optimizer step on this rank. The two differ with dynamic sampling only."""
 
     kept: tuple[ScoredGroup, ...]  # what the step is about: its denominators count them
@@ -285,11 +285,11 @@ class SegmentLayout:
 
         row        11 12 13 | 21  2 | 22 23 24  2
         lengths    (3, 2, 4)
-        sees       ((), (0,), (0,))
+        attends_to       ((), (0,), (0,))
     """
 
     lengths: tuple[int, ...]  # [S] tokens, in the order of the row
-    sees: tuple[tuple[int, ...], ...]  # [S] indices of earlier segments, in the order of their keys
+    attends_to: tuple[tuple[int, ...], ...]  # [S] indices of earlier segments, in the order of their keys
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -302,13 +302,13 @@ class SegmentLayout:
         return sum(self.lengths)
 
     def __post_init__(self) -> None:
-        assert len(self.lengths) == len(self.sees), (len(self.lengths), len(self.sees))
-        for index, seen in enumerate(self.sees):
+        assert len(self.lengths) == len(self.attends_to), (len(self.lengths), len(self.attends_to))
+        for index, seen in enumerate(self.attends_to):
             assert all(0 <= s < index for s in seen), f"segment {index} sees {seen}: only earlier segments can be seen"
 
 
 @dataclass(frozen=True, slots=True)
-class StepEntropy:
+class StepConstants:
     """What the terms of the entropy and of routers must know of the whole step (see `losses.entropy`)."""
 
     coefficient: float = 0.0  # of the bonus, in this step
@@ -319,7 +319,7 @@ class StepEntropy:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackedGroup:
     """Some completions of one group with their prompt: what is packed as a unit."""
 
     ids: tuple[RolloutId, ...]
@@ -333,15 +333,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """What goes into one micro-batch. It copies no token: `packing.lay_out` does when a forward needs the row, so a
+    """What goes into one micro-batch. It copies no token: `packing.collate` does when a forward needs the row, so a
     step's tokens lie in memory once, as they were sampled, and none wait on the device."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PackedGroup, ...]
     mask_truncated: bool
     device: torch.device  # where the forward will be
     old_logprobs: torch.Tensor | None = None  # (N,) float32 on the device; see MicroBatch
     ref_logprobs: torch.Tensor | None = None  # likewise
-    step_entropy: StepEntropy = StepEntropy()
+    step_constants: StepConstants = StepConstants()
 
     @property
     def num_tokens(self) -> int:
@@ -360,7 +360,7 @@ class PackedRow:
         return tuple(identity for part in self.parts for identity in part.ids)
 
     def experts(self) -> torch.Tensor | None:
-        """(T, L, K) of the row's tokens, `UNTOLD` where the engine told none; None: it told none of all."""
+        """(T, L, K) of the row's tokens, `UNKNOWN` where the engine told none; None: it told none of all."""
         told = [r.experts for part in self.parts for r in part.rollouts if r.experts is not None]
         if not told:
             return None
@@ -370,7 +370,7 @@ class PackedRow:
             pieces.append((len(first.input), first.experts and first.experts.prompt))
             pieces += [(len(r.completion_ids), r.experts and r.experts.completion) for r in part.rollouts]
         shape = told[0].prompt.shape[1:]
-        return torch.cat([told[0].prompt.new_full((n, *shape), UNTOLD) if of is None else of for n, of in pieces])
+        return torch.cat([told[0].prompt.new_full((n, *shape), UNKNOWN) if of is None else of for n, of in pieces])
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +381,7 @@ class MicroBatch:
 
         input_ids       11 12 13 | 21  2 | 22 23 24  2
         position_ids     0  1  2 |  3  4 |  3  4  5  6
-        predictors       2  3 |  2  5  6  7                the places whose hidden states predict ...
+        logit_positions       2  3 |  2  5  6  7                the places whose hidden states predict ...
         labels          21  2 | 22 23 24  2                ... these tokens
         sequence         0  0 |  1  1  1  1                of the completions rollouts = (0, 0), (0, 1)
     """
@@ -389,7 +389,7 @@ class MicroBatch:
     input_ids: torch.Tensor  # (1, T) int64
     position_ids: torch.Tensor  # (1, T) int64
     layout: SegmentLayout
-    predictors: torch.Tensor  # (N,) int64: the place in the row whose hidden state predicts the label
+    logit_positions: torch.Tensor  # (N,) int64: the place in the row whose hidden state predicts the label
     labels: torch.Tensor  # (N,) int64
     loss_mask: torch.Tensor  # (N,) float32, 1: the token counts in the loss
     sequence: torch.Tensor  # (N,) int64: which completion of this row the token belongs to, 0 ... num_sequences-1
@@ -398,7 +398,7 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None  # (N,) float32; None exactly when the rollouts are on-policy
     ref_logprobs: torch.Tensor | None  # (N,) float32; None exactly when beta == 0
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
-    step_entropy: StepEntropy = StepEntropy()
+    step_constants: StepConstants = StepConstants()
     in_loss: bool = True  # whether any token counts in the loss: known without asking the device
     experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
     images: Mapping[int, tuple[Images, ...]] | None = None  # by their segment, with places in it; None: there are none
@@ -407,6 +407,11 @@ class MicroBatch:
     def num_sequences(self) -> int:
         """Completions in this row."""
         return len(self.rollouts)
+
+    @property
+    def predictors(self) -> torch.Tensor:
+        """The former name of `logit_positions`, for losses written against it."""
+        return self.logit_positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from .config import GRPOConfig
-from .parallel.ranks import gather, together
+from .parallel.ranks import gather, on_all_ranks
 from .reporting.tracing import StepProfile
 from .rewards.functions import as_list
 from .rollout.journal import Journal
@@ -65,7 +65,7 @@ class Replayer(GRPOTrainer):
     ) -> None:
         self.replay, self.profile, self.flags = replay, profile, flags
         args.report = False  # whose records an engine tells, too
-        with together("the journal"):
+        with on_all_ranks("the journal"):
             recorded = Journal(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
             rewards = _unasked(as_list(reward_funcs), names)
@@ -105,7 +105,7 @@ class Replayer(GRPOTrainer):
         if step < self.replay.first:
             return
         if self.profile is not None and step == self.replay.last:
-            with together("the profile"):
+            with on_all_ranks("the profile"):
                 line = self.profile.stop()
         self.console.step(step, self.state.max_steps, entry)
         self.console.say(self.comparison.line(step, self.figures))
@@ -131,7 +131,7 @@ class Replayer(GRPOTrainer):
 
     def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
         start = checkpoints.step_of(checkpoint) if checkpoint else 0
-        with together("the journal"):
+        with on_all_ranks("the journal"):
             self.rounds.check_settings(start)
             self.rounds.check_recorded(start, self.args)
         self.console.say(self.replay.plan(start))

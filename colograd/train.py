@@ -92,17 +92,17 @@ def make_trainer(
     script: ScriptArguments, config: GRPOConfig, model: ModelConfig, kind: Callable[..., GRPOTrainer] | None = None
 ) -> GRPOTrainer:
     """Load the data and build the trainer."""
-    from colograd.parallel.ranks import together
+    from colograd.parallel.ranks import on_all_ranks
     from colograd.policy.supported import check_supported
 
     config.model_init_kwargs = {**model.init_kwargs(), **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
-    with together("the start"):  # the trainer does it too, but takes long to import
+    with on_all_ranks("the start"):  # the trainer does it too, but takes long to import
         check_supported(model.model_name_or_path, config, model.peft_config())
 
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
-    with together("loading the data"):  # which one node may not have
+    with on_all_ranks("loading the data"):  # which one node may not have
         train_dataset, eval_dataset = load_datasets(script)
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",

@@ -27,13 +27,13 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from .batch import DrawnStep, Group, LossOutput, MicroBatch, PackedRow, Prompt, ScoredGroup, StepBatch, StepEntropy
+from .batch import Group, LossOutput, MicroBatch, PackedRow, Prompt, SampledStep, ScoredGroup, StepBatch, StepConstants
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
 from .engine.building import check_experts, check_vllm
 from .engine.sampling import Sampling, check_sampling
-from .losses.advantages import Estimator
+from .losses.advantages import AdvantageEstimator
 from .losses.entropy import EntropyController, with_step_entropy
 from .losses.mismatch import SamplerMismatch
 from .losses.objective import Objective
@@ -42,16 +42,16 @@ from .memory.segments import expand_segments
 from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.layout import Place, check_engines, check_places
-from .parallel.ranks import gather, together
+from .parallel.ranks import gather, on_all_ranks
 from .policy.layers import check_compiled
 from .policy.liger import check_liger
 from .policy.loading import load_policy, proven_with_images
 from .policy.logprobs import policy_logprobs, routed_logprobs, with_old_logprobs
 from .policy.outline import note_on_cpu
-from .policy.packing import lay_out
+from .policy.packing import collate
 from .policy.quantized import take_quantization
 from .policy.reference import FollowPolicy, FrozenCopy, check_reference, fill, with_ref_logprobs
-from .policy.replay import replay_figures
+from .policy.router_replay import replay_figures
 from .policy.routing import num_experts
 from .policy.row_proof import choose_rows_where_it_trains
 from .policy.supported import check_supported
@@ -59,7 +59,7 @@ from .reporting.completion_log import completion_log_of
 from .reporting.console import Console
 from .reporting.metrics import Metrics
 from .rewards import Ready, RewardFunction, Scorer, Scoring, weighted_sum, with_models
-from .rollout.rounds import draw, unjudged
+from .rollout.rounds import draw, unscored
 from .rollout.stages import Stages, checked_advantages, checked_rewards
 from .rollout.statistics import round_statistics
 from .rollout.tool_format import with_messages
@@ -149,7 +149,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         watchdog.set_limit(args.rank_timeout)
         expand_segments(args)
         places = gather(Place.here(args.device))
-        with together("the start"):
+        with on_all_ranks("the start"):
             check_places(places)
             check_engines(args.layout, places)
             args.check_for_trainer()
@@ -207,7 +207,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         if args.optim == "adamw_split" and optimizers[0] is None:
             accumulate_in_float32(self.model.parameters())
         self._reward_names = [reward.name for reward in self.rewards]
-        self.estimator = Estimator.of(args, [reward.weight for reward in self.rewards])
+        self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in self.rewards])
         reads_images = self.policy.processor is not None
         self.completion_log = completion_log_of(args, self._reward_names, self.run_record.trackers, reads_images)
         if self.completion_log is not None:
@@ -250,7 +250,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
     def assemble(self, prompts: Sequence[Prompts]) -> Assembly:
         """Build the engine beside the policy. A collective. Overridden where nothing is sampled."""
         args: GRPOConfig = self.args
-        with together("the engine's experts"):
+        with on_all_ranks("the engine's experts"):
             check_experts(num_experts(self.policy.model.config), args.on_cpu)
         if compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
@@ -405,7 +405,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         drawn = scale(self._draw(prompts), self.estimator)
         self._log_completions(drawn)
         counts, masked = self._take_counts(), self.rules.mask_truncated
-        with together("the statistics"):
+        with on_all_ranks("the statistics"):
             statistics = round_statistics(drawn, counts, self.combine, masked, self.args.dynamic_sampling)
             self.run_record.note(drawn, statistics, self.combine)
         steps = [
@@ -415,7 +415,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         self.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         return self._schedule(steps)
 
-    def _draw(self, prompts: list[list[Prompt]]) -> list[DrawnStep]:
+    def _draw(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
         """Generate, score, compute advantages."""
         args: GRPOConfig = self.args
 
@@ -423,18 +423,20 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             assert isinstance(self.train_prompts, PromptDataset), "a streamed one was refused with dynamic_sampling"
             return extra_prompts(self.train_prompts, args, self.state.global_step, drawn, count)
 
-        def draw_all() -> list[DrawnStep]:
+        def draw_all() -> list[SampledStep]:
             return draw(prompts, self._stages(), self.times, args.reward_call == "all", rounds, more_prompts)
 
         rounds = args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0
-        with self.device_turns.sampling(self.optimizer), together("the rollout"):
-            drawn = self.engine.lead(self.run_record.watching(draw_all), others=[DrawnStep((), ()) for _ in prompts])
+        with self.device_turns.sampling(self.optimizer), on_all_ranks("the rollout"):
+            drawn = self.engine.on_engine_leader(
+                self.run_record.watching(draw_all), others=[SampledStep((), ()) for _ in prompts]
+            )
         if self.journal is not None:
             self.times.move("reward", "journal", self.journal.take_seconds())
         return drawn
 
-    def _log_completions(self, drawn: Sequence[DrawnStep]) -> None:
-        if not self._told_unjudged and (line := unjudged(drawn)):
+    def _log_completions(self, drawn: Sequence[SampledStep]) -> None:
+        if not self._told_unjudged and (line := unscored(drawn)):
             self._told_unjudged = True  # rank 0 tells of its own completions; the metric counts all ranks'
             self.console.warn(line)
         if self.completion_log is not None:
@@ -455,14 +457,14 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         """Those of the reference, and for steps that train later weights those of the weights that sampled."""
         temperature, autocast = self.args.temperature, self.compute_loss_context_manager
         if self.reference is not None:
-            with together("the reference's log-probabilities"), self.times.phase("ref_logprobs"), autocast():
+            with on_all_ranks("the reference's log-probabilities"), self.times.phase("ref_logprobs"), autocast():
                 steps = with_ref_logprobs(self.reference, steps, temperature)
 
         def ask_old(step: StepBatch) -> StepBatch:
             with self.times.phase("old_logprobs"), autocast():
                 return with_old_logprobs(self.model, step, temperature)
 
-        with together("the old log-probabilities"):
+        with on_all_ranks("the old log-probabilities"):
             return schedule(steps, self.state.global_step, self.args.num_iterations, ask_old)
 
     def publish(self) -> None:
@@ -479,7 +481,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         while True:
             try:
                 step = self._with_entropy(inputs)
-                with together("training"), self.run_record.trains(step), self.times.phase("train"):
+                with on_all_ranks("training"), self.run_record.trains(step), self.times.phase("train"):
                     metrics = self._loss_pass(model, step)
                 break
             except torch.OutOfMemoryError as error:
@@ -521,10 +523,10 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
 
         def train(row: PackedRow) -> None:
             with self.sharding.agree("measuring"), self.compute_loss_context_manager():
-                row = dataclasses.replace(row, step_entropy=StepEntropy(coefficient=args.entropy_coef))
+                row = dataclasses.replace(row, step_constants=StepConstants(coefficient=args.entropy_coef))
                 if self.reference is not None:
                     (row,) = fill(self.reference, [row], args.temperature)
-                loss = self.compute_loss(self.model, lay_out(row)).loss
+                loss = self.compute_loss(self.model, collate(row)).loss
             with self.sharding.agree("measuring"):
                 self.sharding.backward(loss)
 

@@ -12,7 +12,7 @@ from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, PackedRo
 from colograd.losses import entropy
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import LOSSES
-from colograd.policy.packing import lay_out, plan_rows
+from colograd.policy.packing import collate, plan_rows
 
 LONGEST = 9
 KNOBS = {
@@ -55,8 +55,8 @@ class Step:
         return [
             dataclasses.replace(
                 row,
-                old_logprobs=None if on_policy else self.old[lay_out(row).labels],
-                ref_logprobs=self.reference[lay_out(row).labels],
+                old_logprobs=None if on_policy else self.old[collate(row).labels],
+                ref_logprobs=self.reference[collate(row).labels],
             )
             for row in plan_rows(self.groups, budget, True, torch.device("cpu"))
         ]
@@ -64,7 +64,7 @@ class Step:
     def micro_batch(self, on_policy: bool) -> MicroBatch:
         """All of the step in one."""
         (row,) = self.rows(1000, on_policy)
-        return lay_out(row)
+        return collate(row)
 
     def batch(self, rows: Sequence[PackedRow]) -> StepBatch:
         return StepBatch(tuple(rows), self.num_loss_tokens, len(self.rollouts), {}, ())
@@ -124,7 +124,7 @@ def our_loss(
     batch = step.batch(rows)
     batch = entropy.with_step_entropy(batch, objective, coefficient, lambda row: step.entropies[row.labels].detach())
     outputs = [
-        objective(step.logprobs[row.labels], step.entropies[row.labels], row) for row in map(lay_out, batch.rows)
+        objective(step.logprobs[row.labels], step.entropies[row.labels], row) for row in map(collate, batch.rows)
     ]
     return torch.stack([output.loss for output in outputs]).sum() / objective.denominator(batch), outputs
 

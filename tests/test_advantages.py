@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from colograd.batch import DrawnStep, FinishReason, Group, Logged, Prompt, Rollout, ScoredGroup
-from colograd.losses.advantages import Estimator, divided, group_advantages, group_std, step_std
-from colograd.policy.packing import PackingRules, has_signal, lay_out, pack_step
+from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout, SampledStep, ScoredGroup
+from colograd.losses.advantages import AdvantageEstimator, divided, group_advantages, group_std, step_std
+from colograd.policy.packing import PackingRules, collate, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
 from colograd.rollout.rounds import draw
@@ -79,7 +79,7 @@ def trl_advantages(rewards: torch.Tensor, weights: tuple[float, ...], **settings
     return output["advantages"]
 
 
-def ours(rewards: torch.Tensor, estimator: Estimator) -> torch.Tensor:
+def ours(rewards: torch.Tensor, estimator: AdvantageEstimator) -> torch.Tensor:
     """[B, R] -> [B] through the two stages that a step has."""
     groups = rewards.split(GROUP)
     advantages = torch.cat([estimator.of_group(group) for group in groups])
@@ -118,7 +118,7 @@ def test_advantages_equal_trl_s_in_every_mode_with_and_without_abstentions(capsy
         MODES, WEIGHTS, ("none", "some", "nobody", "alone", "groups", "function")
     ):
         weights = WEIGHTS[functions]
-        estimator = Estimator(
+        estimator = AdvantageEstimator(
             mode.get("scale_rewards", "none"),
             mode.get("multi_objective_aggregation", "sum_then_normalize"),
             mode.get("baseline", "mean"),
@@ -152,14 +152,14 @@ def test_scaling_divides_by_the_sample_deviation() -> None:
 
 
 ESTIMATORS = [
-    Estimator(scale, "sum_then_normalize", baseline, (1.0,))
+    AdvantageEstimator(scale, "sum_then_normalize", baseline, (1.0,))
     for scale in ("group", "batch", "none")
     for baseline in ("mean", "leave_one_out")
-] + [Estimator("group", "normalize_then_sum", "mean", (1.0,))]
+] + [AdvantageEstimator("group", "normalize_then_sum", "mean", (1.0,))]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_an_abstention_gets_zero_and_moves_nobody(estimator: Estimator) -> None:
+def test_an_abstention_gets_zero_and_moves_nobody(estimator: AdvantageEstimator) -> None:
     judged = torch.tensor([1.0, 0.0, 0.5])
     advantages = estimator.of_group(torch.tensor([1.0, NAN, 0.0, 0.5, NAN])[:, None])
     assert advantages[[1, 4]].tolist() == [0.0, 0.0]
@@ -168,14 +168,16 @@ def test_an_abstention_gets_zero_and_moves_nobody(estimator: Estimator) -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("rewards", [[1.0] * 4, [0.0] * 4, [NAN] * 4, [0.5, NAN, NAN, NAN], [0.25, 0.25, NAN, 0.25]])
-def test_no_difference_is_no_advantage(rewards: list[float], estimator: Estimator) -> None:
+def test_no_difference_is_no_advantage(rewards: list[float], estimator: AdvantageEstimator) -> None:
     assert estimator.of_group(torch.tensor(rewards)[:, None]).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e3 + 0.1])
 @pytest.mark.parametrize("size", [3, 7, 8, 12])
-def test_equal_rewards_give_exactly_zero_whatever_their_value(value: float, size: int, estimator: Estimator) -> None:
+def test_equal_rewards_give_exactly_zero_whatever_their_value(
+    value: float, size: int, estimator: AdvantageEstimator
+) -> None:
     """A group counts as dead exactly where this is zero: rounding of the mean must not wake it."""
     assert not estimator.of_group(torch.full((size, 1), value)).any()
 
@@ -184,7 +186,7 @@ def test_normalised_rewards_that_cancel_are_no_signal() -> None:
     """One function likes what the other doesn't: what is left is the rounding of their means."""
     liked = torch.tensor([1.0, 0.0, 0.0])
     assert (
-        not Estimator("group", "normalize_then_sum", "mean", (1.0, 1.0))
+        not AdvantageEstimator("group", "normalize_then_sum", "mean", (1.0, 1.0))
         .of_group(torch.stack([liked, 1 - liked], 1))
         .any()
     )
@@ -229,7 +231,7 @@ class Made:
 
     REWARDS = {0: [1.0, 3.0], 1: [2.0, 2.0], 2: [5.0, NAN], 3: [0.0, 8.0], 4: [1.0, 1.5], 5: [4.0, 0.0]}
 
-    def __init__(self, estimator: Estimator, per_token: bool) -> None:
+    def __init__(self, estimator: AdvantageEstimator, per_token: bool) -> None:
         self.estimator, self.per_token = estimator, per_token
 
     def generate(self, prompts: Any) -> Any:
@@ -246,7 +248,7 @@ class Made:
         advantages = self.estimator.of_group(rewards)
         return ScoredGroup(group, rewards, advantages.repeat_interleave(2) if self.per_token else advantages)
 
-    def draw(self, max_rounds: int = 0) -> list[DrawnStep]:
+    def draw(self, max_rounds: int = 0) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
         drawn = draw(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
         return scale(drawn, self.estimator)
@@ -268,7 +270,7 @@ STEPS = [[Prompt({}, (1,), 0), Prompt({}, (1,), 1)], [Prompt({}, (1,), 2), Promp
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("max_rounds", [0, 3])
 def test_a_batch_is_the_step_and_with_dynamic_sampling_what_it_trains(max_rounds: int, per_token: bool) -> None:
-    stages = Made(Estimator("batch", "sum_then_normalize", "mean", (1.0,)), per_token)
+    stages = Made(AdvantageEstimator("batch", "sum_then_normalize", "mean", (1.0,)), per_token)
     drawn = stages.draw(max_rounds)
     # Groups 1 and 2 have no difference: they count in the step's deviation unless they are replaced.
     of_steps = [(0, 3), (4, 5)] if max_rounds else [(0, 1), (2, 3)]
@@ -277,7 +279,7 @@ def test_a_batch_is_the_step_and_with_dynamic_sampling_what_it_trains(max_rounds
         std = float(torch.cat(rewards)[~torch.cat(rewards).isnan()].std()) + 1e-4
         differing = [r - r.mean() for r in rewards if not r.isnan().any() and r[0] != r[1]]
         expected = torch.cat(differing).repeat_interleave(2) / std
-        row = lay_out(*pack_step(trainable(step.kept, RULES), RULES))
+        row = collate(*pack_step(trainable(step.kept, RULES), RULES))
         torch.testing.assert_close(row.advantages.sort().values, expected.sort().values)
         for group in (g for part in drawn for g in part.sampled if g.group.position in positions and has_signal(g)):
             repeats = 1 if per_token else 2
@@ -286,7 +288,7 @@ def test_a_batch_is_the_step_and_with_dynamic_sampling_what_it_trains(max_rounds
 
 def test_without_scaling_over_the_step_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     for scaling in ("group", "none"):
-        estimator = Estimator(scaling, "sum_then_normalize", "mean", (1.0,))
+        estimator = AdvantageEstimator(scaling, "sum_then_normalize", "mean", (1.0,))
         assert estimator.step_scores is None
         monkeypatch.setattr("colograd.training.step_batches.step_std", None)
         Made(estimator, False).draw()

@@ -234,11 +234,11 @@ def dense(layout: SegmentLayout, window: int | None = None) -> torch.Tensor:
     """(1, T, 4, 16) by a full visibility matrix, written down from the layout's definition."""
     query, key, value = random_qkv(layout.num_tokens)
     segment = [s for s, length in enumerate(layout.lengths) for _ in range(length)]
-    before = [sum(layout.lengths[s] for s in seen) for seen in layout.sees]
+    before = [sum(layout.lengths[s] for s in seen) for seen in layout.attends_to]
     position = [before[s] + t - layout.starts[s] for t, s in enumerate(segment)]
     visible = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.bool)
     for q, k in itertools.product(range(layout.num_tokens), repeat=2):
-        own, earlier = segment[k] == segment[q] and k <= q, segment[k] in layout.sees[segment[q]]
+        own, earlier = segment[k] == segment[q] and k <= q, segment[k] in layout.attends_to[segment[q]]
         visible[q, k] = (own or earlier) and (window is None or position[q] - position[k] < window)
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
     scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~visible, -torch.inf)

@@ -21,7 +21,7 @@ from colograd.losses.objective import Objective
 from colograd.parallel.balance import MIN_GAIN, balance, cost, pair_cost, plan, share_out
 from colograd.policy import attention, packing
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import PackingRules, dummy, lay_out, pack, pack_step
+from colograd.policy.packing import PackingRules, collate, dummy, pack, pack_step
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parent / "scripts" / "uneven_ranks.py"
@@ -173,7 +173,7 @@ def test_neither_budget_nor_order_nor_ranks_change_loss_or_gradient(model: Any, 
 def test_a_dummy_gives_every_parameter_a_gradient_of_zeros_and_counts_nowhere(model: Any, loss_type: str) -> None:
     args = GRPOConfig(output_dir="unused", report_to="none", loss_type=loss_type, use_cpu=True)
     model.zero_grad()
-    row = lay_out(dummy(CPU, [(3, (2, 4)), (1, (1,))]))
+    row = collate(dummy(CPU, [(3, (2, 4)), (1, (1,))]))
     output = Objective.from_config(args)(*policy_logprobs(model, row, 1.0), row)
     output.loss.backward()
     assert output.loss.item() == 0
@@ -190,7 +190,7 @@ def test_short_ranks_add_dummies_only_where_ranks_step_together(monkeypatch: pyt
         rules = PackingRules(100, False, True, True, False, equal_counts, 0.0, CPU)
         rows = pack_step(groups, rules)
         assert len(rows) == expected and len(pack_step([], rules)) == expected - (not equal_counts)
-        assert all(lay_out(row).loss_mask.sum() == 0 and row.num_tokens == 2 for row in rows[1:])
+        assert all(collate(row).loss_mask.sum() == 0 and row.num_tokens == 2 for row in rows[1:])
 
 
 # -- Real ranks

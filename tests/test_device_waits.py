@@ -18,12 +18,12 @@ from loss_cases import KNOBS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from colograd.batch import LossOutput, MicroBatch, StepBatch, StepEntropy
+from colograd.batch import LossOutput, MicroBatch, StepBatch, StepConstants
 from colograd.losses.objective import Objective, SamplerCorrection
 from colograd.losses.token_losses import LOSSES, TokenLoss
 from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import dummy, lay_out, pack, plan_rows
+from colograd.policy.packing import collate, dummy, pack, plan_rows
 from colograd.reporting.metrics import Metrics, numbers
 from colograd.training.loss_pass import loss_pass
 
@@ -98,7 +98,7 @@ def test_forward_loss_and_backward_of_a_row(family: str, device: Sent) -> None:
 def test_every_loss_with_every_term(name: str, level: str, device: Sent) -> None:
     row = row_on(META)
     logprobs, entropy = (torch.zeros(len(row.labels), device=META, requires_grad=True) for _ in range(2))
-    row = dataclasses.replace(row, ref_logprobs=torch.zeros_like(logprobs), step_entropy=StepEntropy(0.1))
+    row = dataclasses.replace(row, ref_logprobs=torch.zeros_like(logprobs), step_constants=StepConstants(0.1))
     device.copies.clear()
     output = Objective(loss_of(name), level, **EVERYTHING)(logprobs, entropy, row)
     output.loss.backward()
@@ -107,7 +107,7 @@ def test_every_loss_with_every_term(name: str, level: str, device: Sent) -> None
 
 
 def test_a_row_without_a_token_in_the_loss_is_known_without_asking() -> None:
-    nothing = lay_out(dummy(torch.device("cpu")))
+    nothing = collate(dummy(torch.device("cpu")))
     assert row_on(META).in_loss and not nothing.in_loss
     output = Objective(loss_of("grpo"))(torch.zeros(1), torch.zeros(1), nothing)
     assert output.minima == output.maxima == {}

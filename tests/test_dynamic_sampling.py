@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from colograd import GRPOTrainer
-from colograd.batch import DrawnStep, FinishReason, Group, Prompt, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep, ScoredGroup
 from colograd.data import PromptRules, extra_prompts, tokenize_prompts
 from colograd.policy.packing import has_signal
 from colograd.reporting.completion_log import logged_steps, read_log
@@ -55,7 +55,7 @@ class Made:
     def judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         return ScoredGroup(group, rewards, rewards[:, 0] - rewards[:, 0].mean())
 
-    def draw(self, max_rounds: int = 10) -> list[DrawnStep]:
+    def draw(self, max_rounds: int = 10) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
         return draw(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeC
 
 from colograd import GRPOTrainer
 from colograd.engine import building
-from colograd.policy.packed import packed_weights
+from colograd.policy.quantized_layers import packed_weights
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
 from colograd.weights import proof

@@ -190,7 +190,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, trie
     images.set_attention(model, "sdpa")
     padded = loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
-    assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
+    assert packed[1].keys() == padded[1].keys() and any(images.attends_to(name) for name in packed[1])
     worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
     assert worst < 1e-4, worst
     tried(family, "packed", padded="where forced")
@@ -262,7 +262,7 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
     for family in PACKED:
         model, _ = tiny_images.random_model(family)
         assert images.freeze_tower(model) > 0
-        trained = {name for name, p in model.named_parameters() if p.requires_grad and images.sees(name)}
+        trained = {name for name, p in model.named_parameters() if p.requires_grad and images.attends_to(name)}
         assert trained and all({*name.split(".")} & {*images.PROJECTORS} for name in trained), trained
 
 
@@ -304,7 +304,7 @@ def test_a_family_trains(
 
     assert trainer.engine.vllm_config.scheduler_config.disable_chunked_mm_input == (family == "gemma3_vl")
     trainer.weights.publish = publish_and_compare
-    tower = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.sees(name)}
+    tower = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.attends_to(name)}
     trainer.train()
     trainer.publish()
     assert trainer.policy.why_padded == "" and all(len(of) == 2 for of in pictures)

@@ -329,7 +329,7 @@ def test_every_parameter_gets_the_gradient_of_plain_autograd(tied: bool, recompu
         )
     ).train()  # fmt: skip
     row = make_row()
-    full = small(row.input_ids, position_ids=row.position_ids, layout=row.layout).logits[0, row.predictors]
+    full = small(row.input_ids, position_ids=row.position_ids, layout=row.layout).logits[0, row.logit_positions]
     full.log_softmax(-1).gather(1, row.labels[:, None]).sum().backward()
     expected = {name: parameter.grad.clone() for name, parameter in small.named_parameters()}
     small.zero_grad()

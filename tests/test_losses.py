@@ -12,7 +12,7 @@ import pytest
 import torch
 from loss_cases import LONGEST, gradients, make_objective, make_step, our_loss
 
-from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, StepBatch, StepEntropy
+from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, StepBatch, StepConstants
 from colograd.config import GRPOConfig
 from colograd.config import objective as objective_knobs
 from colograd.losses import entropy
@@ -191,8 +191,8 @@ def test_the_entropies_are_asked_for_only_where_the_micro_batch_is_not_the_step(
         asked.append(row)
         return step.entropies[row.labels].detach()
 
-    def known(batch: StepBatch, objective: Objective) -> StepEntropy:
-        (found,) = {row.step_entropy for row in entropy.with_step_entropy(batch, objective, 0.0, entropies).rows}
+    def known(batch: StepBatch, objective: Objective) -> StepConstants:
+        (found,) = {row.step_constants for row in entropy.with_step_entropy(batch, objective, 0.0, entropies).rows}
         return found
 
     quantile, all_tokens = make_objective("dapo", top_entropy_quantile=0.6), make_objective("dapo")
@@ -234,7 +234,7 @@ def test_a_loss_takes_its_knobs_from_the_configuration() -> None:
     assert objective.loss == LOSSES["dapo"](0.2, 0.28, 2.0)  # type: ignore[call-arg]
     assert objective.correction == SamplerCorrection("sequence_mask", None, 3.0)
     row = make_step().micro_batch(True)
-    bonus = dataclasses.replace(row, step_entropy=StepEntropy(coefficient=0.1))
+    bonus = dataclasses.replace(row, step_constants=StepConstants(coefficient=0.1))
     assert objective.needs_entropy_gradient(bonus) and not objective.needs_entropy_gradient(row)
     assert Objective.from_config(config(vllm_importance_sampling_correction=False)).correction is None
     for name in LOSSES:

@@ -23,7 +23,7 @@ from colograd.losses.mismatch import (
 )
 from colograd.losses.objective import SamplerCorrection
 from colograd.policy.logprobs import FLOAT32_PRODUCTS
-from colograd.policy.packing import lay_out
+from colograd.policy.packing import collate
 from colograd.reporting.metrics import Metrics
 
 
@@ -42,7 +42,7 @@ def logged(mode: str, budget: int) -> tuple[dict[str, float], list[torch.Tensor]
     reduced = metrics.reduce()
     SamplerMismatch(config()).finish(reduced)
     of_completions: dict[int, torch.Tensor] = {}
-    row = lay_out(*step.rows(1000, on_policy=False))
+    row = collate(*step.rows(1000, on_policy=False))
     difference = (row.old_logprobs - row.sampler_logprobs).nan_to_num(nan=0.0)
     for index in row.sequence.unique().tolist():
         counted = difference[(row.sequence == index) & (row.loss_mask > 0)]

@@ -38,7 +38,7 @@ class Ranks:
             return seen
 
         monkeypatch.setattr(node_folders, "gather", gather)
-        monkeypatch.setattr(node_folders, "together", lambda what: contextlib.nullcontext())
+        monkeypatch.setattr(node_folders, "on_all_ranks", lambda what: contextlib.nullcontext())
         return nodes_are_apart(self.folders[layout.node], layout)
 
 

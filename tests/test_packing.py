@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
-from colograd.policy.packing import has_signal, lay_out, loss_tokens, pack, plan_rows
+from colograd.policy.packing import collate, has_signal, loss_tokens, pack, plan_rows
 
 CPU = torch.device("cpu")
 
@@ -47,17 +47,17 @@ def test_a_group_is_one_row_token_by_token() -> None:
     #                                prompt   |  first |     second
     assert row.input_ids.tolist() == [[1, 2, 3, 10, 11, 20, 21, 22, 23]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 6]]
-    assert row.layout.lengths == (3, 2, 4) and row.layout.sees == ((), (0,), (0,))
+    assert row.layout.lengths == (3, 2, 4) and row.layout.attends_to == ((), (0,), (0,))
     assert row.layout.starts == (0, 3, 5) and row.layout.num_tokens == 9
     # Token 0 of a completion is predicted at the prompt's end (2), every other one at its predecessor.
     assert row.labels.tolist() == [10, 11, 20, 21, 22, 23]
-    assert row.predictors.tolist() == [2, 3, 2, 5, 6, 7]
+    assert row.logit_positions.tolist() == [2, 3, 2, 5, 6, 7]
     assert row.sequence.tolist() == [0, 0, 1, 1, 1, 1] and row.num_sequences == 2
     assert row.loss_mask.tolist() == [1.0] * 6
     assert row.advantages.tolist() == [0.5] * 2 + [-0.5] * 4
     torch.testing.assert_close(row.sampler_logprobs, -row.labels / 100)
     assert row.old_logprobs is None and row.ref_logprobs is None
-    assert row.input_ids.dtype == row.position_ids.dtype == row.labels.dtype == row.predictors.dtype == torch.int64
+    assert row.input_ids.dtype == row.position_ids.dtype == row.labels.dtype == row.logit_positions.dtype == torch.int64
     assert row.advantages.dtype == row.loss_mask.dtype == row.sampler_logprobs.dtype == torch.float32
 
 
@@ -65,10 +65,10 @@ def test_groups_share_a_row_and_see_only_their_own_prompt() -> None:
     (row,) = pack([group_of(3, 2, 1), group_of(2, 4, start=50)], 100, False, CPU)
     # Equal sizes keep their order: 3 + 2 + 1 = 2 + 4.
     assert row.layout.lengths == (3, 2, 1, 2, 4)
-    assert row.layout.sees == ((), (0,), (0,), (), (3,))
+    assert row.layout.attends_to == ((), (0,), (0,), (), (3,))
     assert row.input_ids.tolist() == [[0, 1, 2, 3, 4, 5, 50, 51, 52, 53, 54, 55]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2, 3, 4, 5]]
-    assert row.predictors.tolist() == [2, 3, 2, 7, 8, 9, 10]
+    assert row.logit_positions.tolist() == [2, 3, 2, 7, 8, 9, 10]
     assert row.sequence.tolist() == [0, 0, 1, 2, 2, 2, 2]
 
 
@@ -107,10 +107,10 @@ def test_every_completion_token_appears_exactly_once(budget: int) -> None:
     for row in rows:
         assert row.layout.num_tokens == row.input_ids.numel() <= max(budget, longest)
         # The label shift: what stands where a label is predicted is the token before it.
-        assert row.input_ids[0, row.predictors].tolist() == [previous[token] for token in row.labels.tolist()]
+        assert row.input_ids[0, row.logit_positions].tolist() == [previous[token] for token in row.labels.tolist()]
         ends = itertools.accumulate(row.layout.lengths)
         assert row.position_ids[0, [end - 1 for end in ends]].tolist() == [
-            sum(row.layout.lengths[s] for s in (*seen, index)) - 1 for index, seen in enumerate(row.layout.sees)
+            sum(row.layout.lengths[s] for s in (*seen, index)) - 1 for index, seen in enumerate(row.layout.attends_to)
         ]
 
 
@@ -164,7 +164,7 @@ def test_without_shared_prompts_a_row_padded_to_its_longest_fits_the_budget(budg
     assert sorted(labels(rows)) == sorted(labels(pack(groups, 1000, False, CPU)))
     for row in rows:
         sequences = [row.layout.lengths[i] + row.layout.lengths[i + 1] for i in range(0, len(row.layout.lengths), 2)]
-        assert row.layout.sees == tuple(() if i % 2 == 0 else (i - 1,) for i in range(2 * len(sequences)))
+        assert row.layout.attends_to == tuple(() if i % 2 == 0 else (i - 1,) for i in range(2 * len(sequences)))
         assert len(sequences) * max(sequences) <= budget or len(sequences) == 1
 
 
@@ -178,5 +178,5 @@ def test_a_token_takes_nine_bytes_until_its_forward() -> None:
         ids = rollout.completion_ids
         assert (ids.itemsize, rollout.sampler_logprobs.itemsize, rollout.sampled.itemsize) == (4, 4, 1)
     assert pickle.loads(pickle.dumps(rollouts[0])).completion_ids == rollouts[0].completion_ids
-    first, again = lay_out(row), lay_out(row)
+    first, again = collate(row), collate(row)
     assert first.labels.data_ptr() != again.labels.data_ptr() and torch.equal(first.labels, again.labels)

@@ -254,7 +254,7 @@ def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(monkeyp
 
     def forgetful(query: Any, key: Any, value: Any, layout: SegmentLayout, *options: Any) -> torch.Tensor:
         if query.dtype == torch.bfloat16:
-            layout = SegmentLayout(layout.lengths, tuple(() for _ in layout.sees))
+            layout = SegmentLayout(layout.lengths, tuple(() for _ in layout.attends_to))
         return own(query, key, value, layout, *options)
 
     monkeypatch.setattr(attention, "_segment_attention", forgetful)

@@ -25,7 +25,7 @@ from colograd.config import ModelConfig
 from colograd.memory.ways import PolicySizes, held
 from colograd.policy import lora, outline, quantized, row_proof
 from colograd.policy.loading import load_policy
-from colograd.policy.packed import packed_bytes, packed_weight, packed_weights
+from colograd.policy.quantized_layers import packed_bytes, packed_weight, packed_weights
 from colograd.policy.supported import check_supported
 from colograd.replayer import Replayer
 from colograd.training.replaying import Replay

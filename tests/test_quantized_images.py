@@ -28,7 +28,7 @@ from colograd.memory.ways import PolicySizes
 from colograd.policy import images, outline, quantized, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap
-from colograd.policy.packed import packed_weights, settle
+from colograd.policy.quantized_layers import packed_weights, settle
 from colograd.policy.supported import check_supported
 from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
@@ -281,7 +281,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tmp_
     images.set_attention(model.get_base_model(), "sdpa")
     padded = test_images.loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
-    assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
+    assert packed[1].keys() == padded[1].keys() and any(images.attends_to(name) for name in packed[1])
     for name, ours in packed[1].items():
         torch.testing.assert_close(ours, padded[1][name], rtol=1e-4, atol=1e-4)
 

@@ -23,7 +23,7 @@ from colograd.memory.table import GIB
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import PackingRules, lay_out, plan_rows, sequences
+from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
 from colograd.policy.reference import (
     FrozenCopy,
     InitialAdapter,
@@ -53,7 +53,7 @@ def rows_of(policy: Policy) -> tuple[PackedRow, ...]:
 
 @torch.no_grad()
 def says(model: Any, rows: Any, temperature: float = 1.0) -> torch.Tensor:
-    return torch.cat([policy_logprobs(model, lay_out(row), temperature)[0] for row in rows])
+    return torch.cat([policy_logprobs(model, collate(row), temperature)[0] for row in rows])
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def test_the_reference_of_a_new_adapter_is_the_base(tiny_qwen, tmp_path, changes
     assert (found - says(policy.model.eval(), rows)).abs().mean() > 1e-3, "and the policy is another"
     policy.model.train()
     assert state(policy.model) == before, "what is trained is so again, in its place"
-    policy_logprobs(policy.model, lay_out(rows[0]), 1.0)[0].sum().backward()
+    policy_logprobs(policy.model, collate(rows[0]), 1.0)[0].sum().backward()
     assert all(
         p.grad.dtype == torch.float32 for p in policy.model.parameters() if p.requires_grad and p.grad is not None
     )

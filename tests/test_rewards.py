@@ -31,7 +31,7 @@ from colograd.rewards import (
 )
 from colograd.rewards.calling import check_columns_for
 from colograd.rewards.functions import is_async
-from colograd.rollout.rounds import DrawnStep, unjudged
+from colograd.rollout.rounds import SampledStep, unscored
 from colograd.rollout.tool_format import with_messages
 
 
@@ -196,9 +196,9 @@ def test_a_completion_that_nobody_judged_is_told_with_its_row() -> None:
     group, nothing = make_group(size=2, task="poem"), float("nan")
     judged = ScoredGroup(group, torch.tensor([[1.0, nothing], [nothing, 2.0]]), torch.zeros(2))
     missed = ScoredGroup(group, torch.tensor([[1.0, nothing], [nothing, nothing]]), torch.zeros(2))
-    first, second = (DrawnStep(kept=(), sampled=(scored,)) for scored in (judged, missed))
-    assert unjudged([first, first]) == ""
-    assert "abstained for completion 1 of the prompt '2 + 2 =' with {'task': 'poem'}" in unjudged([first, second])
+    first, second = (SampledStep(kept=(), sampled=(scored,)) for scored in (judged, missed))
+    assert unscored([first, first]) == ""
+    assert "abstained for completion 1 of the prompt '2 + 2 =' with {'task': 'poem'}" in unscored([first, second])
 
 
 def test_a_function_without_kwargs_gets_only_what_it_names() -> None:

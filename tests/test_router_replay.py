@@ -23,15 +23,15 @@ from test_padded import PACKED, SHAPE, make, make_groups
 from test_tensor_parallel import TWO, run
 
 from colograd import GRPOTrainer
-from colograd.batch import UNTOLD, Experts, MicroBatch, Prompt, ScoredGroup
+from colograd.batch import UNKNOWN, MicroBatch, Prompt, RoutedExperts, ScoredGroup
 from colograd.engine import routed
 from colograd.engine.sampling import Sampling
 from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import lay_out, pack, plan_rows
+from colograd.policy.packing import collate, pack, plan_rows
 from colograd.policy.padded import rows_of
 from colograd.policy.reference import _unrouted
-from colograd.policy.replay import make_replaying, replay_figures, routers_of
+from colograd.policy.router_replay import make_replaying, replay_figures, routers_of
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.supported import check_supported
 from colograd.rollout.journal import EXPERTS, Logged, Recorded, _bytes_of, _group_of
@@ -66,7 +66,7 @@ def with_experts(groups: list[ScoredGroup], layers: int, choose: Callable[..., t
     for scored in groups:
         prompt = choose(len(scored.group.rollouts[0].input), layers)
         rollouts = tuple(
-            dataclasses.replace(r, experts=Experts(prompt, choose(len(r.completion_ids), layers)))
+            dataclasses.replace(r, experts=RoutedExperts(prompt, choose(len(r.completion_ids), layers)))
             for r in scored.group.rollouts
         )
         found.append(dataclasses.replace(scored, group=dataclasses.replace(scored.group, rollouts=rollouts)))
@@ -131,7 +131,7 @@ def test_recorded_experts_are_used_whatever_the_router_prefers(family: str) -> N
 @pytest.mark.parametrize("family", MODELS)
 def test_its_own_choice_replayed_or_nothing_told_is_as_if_nothing_were_replayed(family: str) -> None:
     model = model_of(family)
-    row = row_with(model, lambda tokens, layers: torch.full((tokens, layers, 2), UNTOLD, dtype=torch.int8))
+    row = row_with(model, lambda tokens, layers: torch.full((tokens, layers, 2), UNKNOWN, dtype=torch.int8))
     plain, used = choices(model, dataclasses.replace(row, experts=None))
     assert replay_figures(model, dataclasses.replace(row, experts=None)) == {
         "router/replayed": (0.0, row.layout.num_tokens)
@@ -176,15 +176,15 @@ def test_rows_carry_experts_in_their_order_and_a_reference_has_none() -> None:
     assert all(row.experts() is None for row in plan_rows(untold, 1000, False, CPU))
     (row,) = plan_rows([told, *untold], 1000, False, CPU)
     experts, rollouts = row.experts(), told.group.rollouts
-    layout = lay_out(row).layout
-    places = [start for start, seen in zip(layout.starts, layout.sees, strict=True) if seen]
+    layout = collate(row).layout
+    places = [start for start, seen in zip(layout.starts, layout.attends_to, strict=True) if seen]
     starts = dict(zip(row.rollouts, places, strict=True))
     for identity, rollout in zip(told.group.rollout_ids, rollouts, strict=True):
         start = starts[identity]
         assert torch.equal(experts[start : start + len(rollout.completion_ids)], rollout.experts.completion)
     told_of = len(rollouts[0].input) + sum(len(r.completion_ids) for r in rollouts)
-    assert int((experts[:, 0, 0] != UNTOLD).sum()) == told_of
-    assert lay_out(row).experts is not None and _unrouted(row).experts is None
+    assert int((experts[:, 0, 0] != UNKNOWN).sum()) == told_of
+    assert collate(row).experts is not None and _unrouted(row).experts is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
@@ -217,9 +217,9 @@ def test_settings_name_it_where_it_is_on_alone(tmp_path: Path) -> None:
 
 def test_a_conversation_has_the_experts_of_its_last_turn_and_of_tokens_behind_it_none() -> None:
     whole = random_experts(9, 2)
-    found = routed.as_written(Experts(whole[:6], whole[6:]), 4, 7)
+    found = routed.as_written(RoutedExperts(whole[:6], whole[6:]), 4, 7)
     assert torch.equal(found.prompt, whole[:4]) and torch.equal(found.completion[:5], whole[4:])
-    assert len(found.completion) == 7 and (found.completion[5:] == UNTOLD).all()
+    assert len(found.completion) == 7 and (found.completion[5:] == UNKNOWN).all()
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def own_choice(model: Any, rollout: Any) -> torch.Tensor:
 
 def check_told(model: Any, rollout: Any) -> None:
     whole = torch.cat([rollout.experts.prompt, rollout.experts.completion])
-    assert whole.dtype == torch.int8 and (whole[-1] == UNTOLD).all() and (whole[:-1] != UNTOLD).all()
+    assert whole.dtype == torch.int8 and (whole[-1] == UNKNOWN).all() and (whole[:-1] != UNKNOWN).all()
     assert torch.equal(whole[:-1].long().sort(-1).values, own_choice(model, rollout)[:-1])
 
 

@@ -14,11 +14,11 @@ import transformers as hf
 import trl_oracle
 from test_padded import PACKED, SHAPE, make, make_groups
 
-from colograd.batch import LossOutput, StepBatch, StepEntropy
+from colograd.batch import LossOutput, StepBatch, StepConstants
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.policy.logprobs import policy_logprobs, routed_logprobs
-from colograd.policy.packing import dummy, lay_out, plan_rows
+from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.policy.routing import Routing, active_parameters, tells_routing, token_weights
 from colograd.policy.row_proof import choose_rows
 
@@ -53,7 +53,7 @@ def outputs(model: Any, budget: int, share_prompts: bool, coefficient: float) ->
     step = StepBatch((*rows, dummy(CPU)), tokens, len(completions), {}, tuple(groups))
     step = with_step_entropy(step, objective, 0.0, lambda row: row.labels)
     found = []
-    for row in map(lay_out, step.rows):
+    for row in map(collate, step.rows):
         if tells_routing(model):
             logprobs, entropy, routing = routed_logprobs(model, row, 1.0)
         else:
@@ -149,7 +149,7 @@ def test_it_is_a_mean_over_the_micro_batches_by_their_tokens() -> None:
 
 def test_tokens_count_by_the_sequences_that_they_are_a_part_of() -> None:
     (row,) = plan_rows(make_groups()[:1], 10_000, False, CPU)
-    batch = lay_out(row)
+    batch = collate(row)
     lengths = batch.layout.lengths
     expected = [float(len(lengths) - 1)] * lengths[0] + [1.0] * sum(lengths[1:])
     assert token_weights(batch).tolist() == expected and sum(expected) == row.sequence_tokens
@@ -169,4 +169,4 @@ def test_an_even_spread_is_the_least_and_a_single_expert_the_most() -> None:
     assert (float(even.balance_loss), float(even.largest_load)) == (1.0, 1.0)
     assert (float(one.balance_loss), float(one.largest_load), float(one.mean_entropy)) == (4.0, 4.0, 0.0)
     assert float(even.mean_entropy) == pytest.approx(1.38629)
-    assert StepEntropy().sequence_tokens is None
+    assert StepConstants().sequence_tokens is None

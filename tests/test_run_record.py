@@ -22,8 +22,7 @@ from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, RolloutI
 from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, load_of, watched
 from colograd.policy.logprobs import policy_logprobs
-from colograd.reporting import lanes as lanes_module
-from colograd.reporting.lanes import CALLS, POINTS, Lanes, curve, merged, tail
+from colograd.reporting import timeline as lanes_module
 from colograd.reporting.run_record import (
     EVENTS,
     FOLDER,
@@ -36,6 +35,7 @@ from colograd.reporting.run_record import (
     samples_of,
 )
 from colograd.reporting.samples import Pieces, chosen_groups, sample_entries
+from colograd.reporting.timeline import CALLS, POINTS, Timeline, curve, merged, tail
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.tool_format import ToolCall
 from colograd.rollout.toolbox import Toolbox
@@ -138,7 +138,7 @@ def test_a_histogram_counts_all_that_is_finite() -> None:
 def test_a_long_rollout_is_recorded_in_few_points(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
     monkeypatch.setattr(lanes_module.time, "perf_counter", lambda: float(next(clock)))
-    lanes = Lanes()
+    lanes = Timeline()
     lanes.look(Load(1, 0, 0.0))
     lanes.begin()
     for step in range(20_000):
@@ -181,7 +181,7 @@ def slow(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def test_calls_of_rewards_and_tools_are_told_with_their_times() -> None:
     """Of a tool that there isn't, too; of what nobody watches, nothing."""
-    lanes, scorer, tools = Lanes(), Scorer(resolve_rewards([slow], None)), Toolbox([add])
+    lanes, scorer, tools = Timeline(), Scorer(resolve_rewards([slow], None)), Toolbox([add])
     group = scored(0, [0.0, 1.0], [2, 2]).group
     scorer.submit([group], [["a", "b"]]).result()
     lanes.begin()
@@ -416,7 +416,7 @@ def test_the_cost_of_a_record(recorded: Any) -> None:
     """Of this run: bytes of a step, and what the hooks take of a micro-batch, of a step of the engine."""
     size = sum(path.stat().st_size for path in (recorded.folder / FOLDER).iterdir())
     assert size < 4 * 16_384
-    lanes, load = Lanes(), Load(32, 0, 0.5)
+    lanes, load = Timeline(), Load(32, 0, 0.5)
     lanes.begin()
     started = time.process_time()
     for _ in range(10_000):

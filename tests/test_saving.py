@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from colograd.runtime import process
 from colograd.training import checkpoints, manifest, saving, saving_trainer
-from colograd.training.file_images import BLOCK, Image, Images, write_bytes, write_image
+from colograd.training.host_files import BLOCK, Image, Images, write_bytes, write_image
 from colograd.training.save_mode import why_now
 from colograd.training.saving import Save, Saves
 

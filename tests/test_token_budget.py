@@ -22,7 +22,7 @@ from colograd.memory import token_budget
 from colograd.parallel import ranks
 from colograd.policy import attention
 from colograd.policy.logprobs import with_old_logprobs
-from colograd.policy.packing import PackingRules, lay_out, pack_step, sequences
+from colograd.policy.packing import PackingRules, collate, pack_step, sequences
 from colograd.training.step_batches import packing_rules
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_measuring_runs_rows_without_a_signal_and_leaves_no_gradient(monkeypatch
     sizes: list[int] = []
 
     def train(row: Any) -> None:
-        assert weight.weight.grad is None and lay_out(row).loss_mask.sum() == 0
+        assert weight.weight.grad is None and collate(row).loss_mask.sum() == 0
         sizes.append(row.num_tokens)
         if sizes[-1] > 3000:
             raise torch.OutOfMemoryError("the counters know better than the line")
@@ -132,7 +132,7 @@ def test_bytes_are_read_off_the_line_through_the_last_sizes() -> None:
 @pytest.mark.parametrize("shape", [(5, 7, 3), (1, 1, 2), (300, 40, 8)])
 @pytest.mark.parametrize("tokens", [2, 3, 50, 1024])
 def test_a_dummy_row_has_the_tokens_it_should(tokens: int, shape: tuple[int, int, int]) -> None:
-    row = lay_out(token_budget.dummy_row(tokens, shape, CPU))
+    row = collate(token_budget.dummy_row(tokens, shape, CPU))
     assert row.input_ids.numel() == row.layout.num_tokens == tokens
     assert max(row.layout.lengths) <= max(shape[:2]) + 1 and row.loss_mask.sum() == 0
 
@@ -213,10 +213,10 @@ def test_old_log_probabilities_have_no_dropout_and_draw_nothing() -> None:
 def test_old_log_probabilities_go_with_their_completions() -> None:
     """Also where short ranks have dummies, whose values nobody reads."""
     step = with_old_logprobs(make_llama(), make_step((10, 20, 30), (5, 4, 4, 1)), 1.0)
-    known = {part.rollout: row.old_logprobs[part.place] for row in map(lay_out, step.rows) for part in sequences(row)}
+    known = {part.rollout: row.old_logprobs[part.place] for row in map(collate, step.rows) for part in sequences(row)}
     again = token_budget.repack(step, dataclasses.replace(RULES, max_tokens=40))
     assert len(again.rows) > len(step.rows)
-    for row in map(lay_out, again.rows):
+    for row in map(collate, again.rows):
         assert row.ref_logprobs is None and row.old_logprobs.shape == row.labels.shape
         for part in sequences(row):
             assert torch.equal(row.old_logprobs[part.place], known[part.rollout])
@@ -250,7 +250,7 @@ def test_all_ranks_back_off_or_all_end(
     other = theirs and (isinstance(theirs, torch.OutOfMemoryError), f"{type(theirs).__name__}: {theirs}")
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "gather", lambda report: [report, other])
-    with pytest.raises(raised, match=said) if raised else nullcontext(), ranks.together("training"):
+    with pytest.raises(raised, match=said) if raised else nullcontext(), ranks.on_all_ranks("training"):
         if mine is not None:
             raise mine
 

@@ -220,7 +220,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> N
     images.set_attention(model, "sdpa")
     padded = test_images.loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
-    assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
+    assert packed[1].keys() == padded[1].keys() and any(images.attends_to(name) for name in packed[1])
     worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
     assert worst < 1e-4, worst
 

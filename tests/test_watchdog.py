@@ -87,10 +87,10 @@ def test_a_process_is_missed_when_it_has_said_nothing_for_too_long() -> None:
 
 
 def test_stages_come_from_what_ranks_do_together_and_from_phases() -> None:
-    from colograd.parallel.ranks import together
+    from colograd.parallel.ranks import on_all_ranks
     from colograd.reporting.metrics import PhaseTimes
 
-    with together("the search"):
+    with on_all_ranks("the search"):
         assert watchdog.stage() == "the search"
     with PhaseTimes().phase("publish"):
         assert watchdog.stage() == "publish"

@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(trainer: GRPOTrainer) -> int:
     """Say what each check found; 0 if all is well on all ranks, else 1."""
-    from ..parallel.ranks import gather, together
+    from ..parallel.ranks import gather, on_all_ranks
 
     if not trainer.rules.max_tokens:
         trainer._measure_budget()  # forward and backward of rows without a signal; no optimizer step
-    with together("the checks"):
+    with on_all_ranks("the checks"):
         own = [*checks(trainer)]
     of_ranks = gather(own)
     for rank, found in enumerate(of_ranks):

@@ -118,7 +118,7 @@ def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
 
     from ..policy.images import has_tower
     from ..policy.lora import adapted_layers, base_name, trained_copies
-    from ..policy.packed import packed_weights
+    from ..policy.quantized_layers import packed_weights
 
     if hasattr(base_config, "quantization_config"):
         del base_config.quantization_config

@@ -42,7 +42,7 @@ class NoEngine(Engine):
     def stamp(self, version: int) -> None:
         self.version = version
 
-    def lead(self, work: Callable[[], T], others: T) -> T:
+    def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
         return others if self.layout.engine_place else work()
 
     def generate(

@@ -112,7 +112,7 @@ def build_conditions(
         if reads_images:
             whole_of_known_features()
         if on_cpu and reads_images:
-            from .both_ways import both_ways
+            from .bidirectional_images import both_ways
 
             while_built.enter_context(both_ways())
             while_built.enter_context(whole_on_cpu())

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..batch import UNTOLD, Experts, Rollout
+from ..batch import UNKNOWN, Rollout, RoutedExperts
 
 # vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second one of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
@@ -33,7 +33,7 @@ class _Sequence:
     def put(self, start: int, chosen: torch.Tensor) -> None:
         end = start + len(chosen)
         if end > len(self.rows):
-            rows = self.rows.new_full((max(end, 2 * len(self.rows)), *self.rows.shape[1:]), UNTOLD)
+            rows = self.rows.new_full((max(end, 2 * len(self.rows)), *self.rows.shape[1:]), UNKNOWN)
             rows[: len(self.rows)] = self.rows
             self.rows = rows
         self.rows[start:end] = chosen
@@ -41,10 +41,10 @@ class _Sequence:
     def whole(self, tokens: int) -> torch.Tensor:
         """[tokens, L, K] of its own."""
         rows = self.rows[:tokens]
-        return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNTOLD)])
+        return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 
 
-class RoutedExperts:
+class RouterLog:
     """What is told of an engine's sequences. Weights of one version only: `forget` at each publish.
 
     Args:
@@ -129,7 +129,7 @@ class RoutedExperts:
             digest = hashlib.blake2b(digest + block, digest_size=16).digest()
             yield digest
 
-    def take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> Experts:
+    def take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> RoutedExperts:
         """Of a completion that has ended; once.
 
         Args:
@@ -167,7 +167,7 @@ class RoutedExperts:
             )
         layers = [int(layer.layer_id) for layer in self._layers]
         chosen = torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype)
-        return torch.cat([chosen, chosen.new_full((tokens - len(chosen), *chosen.shape[1:]), UNTOLD)])
+        return torch.cat([chosen, chosen.new_full((tokens - len(chosen), *chosen.shape[1:]), UNKNOWN)])
 
     def drop(self, request: str) -> None:
         """Forget a request that is over, or was aborted."""
@@ -189,15 +189,15 @@ def _expert_layers(model: torch.nn.Module) -> list[Any]:
     return sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda layer: int(layer.layer_id))
 
 
-def _split(whole: torch.Tensor, prompt: int) -> Experts:
+def _split(whole: torch.Tensor, prompt: int) -> RoutedExperts:
     """In memory of their own: a prompt's is shared by its group, and each may be sent."""
-    return Experts(whole[:prompt].clone(), whole[prompt:].clone())
+    return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
 
 
-def as_written(experts: Experts, prompt: int, completion: int) -> Experts:
+def as_written(experts: RoutedExperts, prompt: int, completion: int) -> RoutedExperts:
     """Those of a conversation's last turn, whose prompt was all before it, as of the whole conversation's."""
     whole = torch.cat([experts.prompt, experts.completion])
-    missing = whole.new_full((max(0, prompt + completion - len(whole)), *whole.shape[1:]), UNTOLD)
+    missing = whole.new_full((max(0, prompt + completion - len(whole)), *whole.shape[1:]), UNKNOWN)
     return _split(torch.cat([whole, missing])[: prompt + completion], prompt)
 
 
@@ -210,6 +210,6 @@ def one_prompt(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
     return tuple(
         rollout
         if rollout.experts is None or rollout.input != first.input
-        else dataclasses.replace(rollout, experts=Experts(prompt, rollout.experts.completion))
+        else dataclasses.replace(rollout, experts=RoutedExperts(prompt, rollout.experts.completion))
         for rollout in rollouts
     )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..batch import Experts, FinishReason, Group, ModelInput, Prompt, Rollout
+from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout, RoutedExperts
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
@@ -36,8 +36,8 @@ from .images import (
     prompt_with_images,
 )
 from .leading import follow, leading
-from .packed_layers import Parts, ServedLayers, served_layers
-from .routed import RoutedExperts, one_prompt
+from .quantized_layers import Parts, ServedLayers, served_layers
+from .routed import RouterLog, one_prompt
 from .sampling import Sampling, request_seed
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Sampled:
     ids: array[int]  # [C] "i"
     logprobs: array[float]  # [C] "f", nats
     finish_reason: FinishReason
-    experts: Experts | None = None  # of all that was read and written, with `router_replay`
+    experts: RoutedExperts | None = None  # of all that was read and written, with `router_replay`
 
     def rollout(self, asked: ModelInput, version: int) -> Rollout:
         """The completion that the model wrote to its end in one go when it was ``asked``."""
@@ -142,7 +142,7 @@ class Engine:
             self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             leads = self._lockstep is None or self._lockstep.leads
-            self._routed = RoutedExperts(self.core, not config.on_cpu) if config.router_replay and leads else None
+            self._routed = RouterLog(self.core, not config.on_cpu) if config.router_replay and leads else None
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
         self.head_dtype: torch.dtype = (
@@ -295,7 +295,7 @@ class Engine:
 
     # -- sampling
 
-    def lead(self, work: Callable[[], T], others: T) -> T:
+    def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
         """Run ``work``, which samples, on one of the ranks of this engine; the others follow it step by step.
 
         What ``work`` does with the engine, or with the `vllm.LLM` in it, may depend on clocks and on this rank alone.

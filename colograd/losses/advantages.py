@@ -20,7 +20,7 @@ CANCELLED = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Estimator:
+class AdvantageEstimator:
     """How a run's rewards become advantages; its knobs are TRL's, but for the baseline.
 
     Two of them divide by a standard deviation over the optimizer step (`scale_rewards: batch`, and
@@ -34,7 +34,7 @@ class Estimator:
     weights: tuple[float, ...]  # [R]
 
     @classmethod
-    def of(cls, config: GRPOConfig, weights: Sequence[float]) -> Estimator:
+    def of(cls, config: GRPOConfig, weights: Sequence[float]) -> AdvantageEstimator:
         """From a configuration and the reward functions' weights."""
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
@@ -125,11 +125,11 @@ def step_std(scores: Sequence[torch.Tensor]) -> float:
     divided by.
 
     A collective, and the only barrier between sampling and training: nobody's advantages are final before everybody's
-    rewards are known. So it stands outside of what can fail on one rank alone (`ranks.together`). A step's groups are
+    rewards are known. So it stands outside of `ranks.on_all_ranks`. A step's groups are
     those that it trains on: with dynamic sampling those that were kept, otherwise also those without a difference.
 
     Args:
-        scores: [G] of each of this rank's groups, see `Estimator.step_scores`.
+        scores: [G] of each of this rank's groups, see `AdvantageEstimator.step_scores`.
     """
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON

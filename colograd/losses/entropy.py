@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..batch import MicroBatch, StepBatch, StepEntropy
+from ..batch import MicroBatch, StepBatch, StepConstants
 from ..config import GRPOConfig
-from ..parallel.ranks import gather, together
-from ..policy.packing import is_dummy, lay_out
+from ..parallel.ranks import gather, on_all_ranks
+from ..policy.packing import collate, is_dummy
 from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
@@ -41,8 +41,8 @@ def with_step_entropy(
     """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows))) > 1:
-        with together("the entropies"), torch.no_grad(), timed or nullcontext():
-            micro_batches = map(lay_out, step.rows)
+        with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
+            micro_batches = map(collate, step.rows)
             own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])
         everywhere = torch.cat(gather(own))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
@@ -50,8 +50,8 @@ def with_step_entropy(
     sequence_tokens = None
     if objective.router_coef:
         sequence_tokens = float(max(1, sum(gather(sum(row.sequence_tokens for row in step.rows if not is_dummy(row))))))
-    entropy = StepEntropy(coefficient, objective.denominator(step), threshold, tokens, sequence_tokens)
-    rows = tuple(dataclasses.replace(row, step_entropy=entropy) for row in step.rows)
+    entropy = StepConstants(coefficient, objective.denominator(step), threshold, tokens, sequence_tokens)
+    rows = tuple(dataclasses.replace(row, step_constants=entropy) for row in step.rows)
     return dataclasses.replace(step, rows=rows)
 
 

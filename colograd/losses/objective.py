@@ -102,7 +102,7 @@ class Objective:
 
     def needs_entropy_gradient(self, batch: MicroBatch) -> bool:
         """Whether the micro-batch's loss needs the entropies' gradient: not in a step without a bonus."""
-        return self.entropy_bonus and batch.step_entropy.coefficient != 0
+        return self.entropy_bonus and batch.step_constants.coefficient != 0
 
     def denominator(self, step: StepBatch) -> float:
         """What the step's sum is divided by."""
@@ -140,12 +140,12 @@ class Objective:
             per_token = per_token + self.beta * kl
         loss = (per_token * self.loss.token_weights(batch)).sum()
         if self.needs_entropy_gradient(batch):
-            of_step = batch.step_entropy
+            of_step = batch.step_constants
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
         sums, minima, maxima = self._observe(tokens, entropy.detach(), old, kl, chosen)
         if routing is not None:
-            balance, of_step = routing.balance_loss, batch.step_entropy
+            balance, of_step = routing.balance_loss, batch.step_constants
             if self.router_coef != 0:
                 of_all = routing.tokens.clamp(min=1) if of_step.sequence_tokens is None else of_step.sequence_tokens
                 loss = loss + (self.router_coef * of_step.denominator * routing.tokens / of_all) * balance
@@ -170,7 +170,7 @@ class Objective:
 
     def _surprising(self, entropy: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """(N,) 1 for the tokens of highest entropy, else 0."""
-        threshold = batch.step_entropy.threshold
+        threshold = batch.step_constants.threshold
         if threshold is None:
             counted = entropy.float().where(batch.loss_mask > 0, torch.nan)
             return (entropy >= counted.nanquantile(1 - self.top_entropy_quantile)).to(batch.loss_mask.dtype)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..policy.packed import packed_weights
+from ..policy.quantized_layers import packed_weights
 from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 

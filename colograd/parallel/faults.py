@@ -1,13 +1,14 @@
 """Ranks end together, even where one fails or dies while the others wait for it in the middle of an exchange.
 
-`together` (in `ranks`) agrees between exchanges. Within one nobody can be asked, and a rank that waits can't be woken:
-gloo has no way to. So each rank keeps a TCP connection to rank 0, over which little signs of life go as long as all is
-well. A rank that fails says so there, and so does one that makes no progress (see `watchdog`), which ends itself. Of
-one that dies the system closes the connection, of a machine that is gone it notices that nothing answers, and of a
-process that is stopped the signs of life are missed. All others are told, and end: by themselves, or `GRACE` seconds
-later by force, with the failed rank's message.
+`on_all_ranks` (in `ranks`) agrees between exchanges. Within one nobody can be asked, and a rank that waits can't be
+woken: gloo has no way to. So each rank keeps a TCP connection to rank 0, over which little signs of life go as long as
+all is well. A rank that fails says so there, and so does one that makes no progress (see `watchdog`), which ends
+itself. Of one that dies the system closes the connection, of a machine that is gone it notices that nothing answers,
+and of a process that is stopped the signs of life are missed. All others are told, and end: by themselves, or `GRACE`
+seconds later by force, with the failed rank's message.
 
-There is one `Watch` per process. It begins with the first function decorated by `ends_together`, and ends with `leave`.
+There is one `FailureDetector` per process. It begins with the first function decorated by `ends_together`, and ends
+with `leave`.
 One rank alone has none, but looks after its own progress.
 """
 
@@ -76,7 +77,7 @@ def ends_together(what: str) -> Callable[[F], F]:
     return decorate
 
 
-_present: Watch | None = None
+_present: FailureDetector | None = None
 _alone = watchdog.Watchdog(end=lambda said: _exit(f"The only rank {said}"))
 _numbers = itertools.count(1)  # of the watches of this process: all ranks begin and end theirs at the same places
 
@@ -89,7 +90,7 @@ def waiting(what: str) -> AbstractContextManager[None]:
     if _present is None:
         atexit.unregister(part)  # once, and before the watch's: what is registered last is called first
         atexit.register(part)
-        _present = Watch()
+        _present = FailureDetector()
         atexit.register(_present.leave)
     return _present.body(what)
 
@@ -98,7 +99,7 @@ def waiting(what: str) -> AbstractContextManager[None]:
 def telling(what: str) -> Iterator[None]:
     """A part of a body in which the other ranks wait: if this one fails in it, they learn it at once.
 
-    It is for where the exception doesn't leave the body, but goes first to where all ranks agree, as in `together`.
+    It is for where the exception doesn't leave the body, but goes first to where all ranks agree, as in `on_all_ranks`.
     """
     try:
         yield
@@ -126,7 +127,7 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and names_library)
 
 
-class Watch:
+class FailureDetector:
     """Says that this rank failed, and ends it when another one did."""
 
     def __init__(self) -> None:
@@ -140,7 +141,7 @@ class Watch:
         self._entered = ""  # the last one: what it does, and its number
         self._inside = ""  # what the present body does; empty: there is none
         self._has_left = False
-        self._hub: _Hub | None = None
+        self._hub: _Coordinator | None = None
         self._connection: socket.socket | None = None
         self._is_connected = threading.Event()
         self._sending = threading.Lock()
@@ -149,7 +150,7 @@ class Watch:
         self._since_sign = watchdog.Idle()  # likewise
         self._watchdog = watchdog.Watchdog(self._end_hanging, self._exchange_signs)
         if self.rank == 0:
-            self._hub = _Hub(self.silence, self._hear)
+            self._hub = _Coordinator(self.silence, self._hear)
             dist.distributed_c10d._get_default_store().set(self._key, self._hub.address)
         else:
             threading.Thread(target=self._listen, name="colograd-ranks", daemon=True).start()
@@ -326,7 +327,7 @@ class _Caller:
     silence: watchdog.Idle = field(default_factory=watchdog.Idle)
 
 
-class _Hub:
+class _Coordinator:
     """On rank 0: tells all ranks what one of them says, and that one is gone.
 
     Args:

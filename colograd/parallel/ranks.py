@@ -86,7 +86,7 @@ class RankError(RuntimeError):
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def on_all_ranks(what: str) -> Iterator[None]:
     """Run the body on all ranks; if it raises on any, every rank raises before its next collective.
 
     The failing rank keeps its own exception; the others raise `RankError` with its text. Where ranks failed for want of

@@ -33,7 +33,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
-from .sending import sent
+from .sending import to_device_async
 
 NAME = "colograd_packed"
 
@@ -182,7 +182,7 @@ def _segment_attention(
     first = (len(layout.lengths),) if sink else ()
     outputs = []
     for index, queries in enumerate(query.split(layout.lengths, dim=2)):
-        seen = (*first, *layout.sees[index], index)
+        seen = (*first, *layout.attends_to[index], index)
         k = torch.cat([keys[s] for s in seen], dim=2) if len(seen) > 1 else keys[index]
         v = torch.cat([values[s] for s in seen], dim=2) if len(seen) > 1 else values[index]
         square = len(seen) == 1 and (window is None or k.shape[2] <= window)
@@ -223,7 +223,7 @@ def _seen_both_ways(
     starts, again = layout.starts, []
     for first, end in runs:
         segment = bisect.bisect_right(starts, first) - 1
-        seen = [slice(starts[s], starts[s] + layout.lengths[s]) for s in layout.sees[segment]]
+        seen = [slice(starts[s], starts[s] + layout.lengths[s]) for s in layout.attends_to[segment]]
         keys, values = (
             torch.cat([x[:, :, part] for part in (*seen, slice(starts[segment], end))], dim=2) for x in (key, value)
         )
@@ -238,7 +238,7 @@ def _seen_both_ways(
             )
         )  # fmt: skip
     places = torch.cat([torch.arange(first, end) for first, end in runs])
-    return output.index_copy(1, sent(places, output.device), torch.cat(again, dim=2).transpose(1, 2))
+    return output.index_copy(1, to_device_async(places, output.device), torch.cat(again, dim=2).transpose(1, 2))
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
@@ -336,12 +336,12 @@ class _GatherPlan:
         first = [torch.tensor([layout.num_tokens])] if sink else []
         index, key_lengths = [], []
         for segment in range(len(layout.lengths)):
-            seen = (*layout.sees[segment], segment)
+            seen = (*layout.attends_to[segment], segment)
             index += [*first, *(torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen)]
             key_lengths.append(sum(layout.lengths[s] for s in seen) + len(first))
         sums = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (layout.lengths, key_lengths)]
         parts = [torch.cat(index), *sums]
-        on_device = sent(torch.cat(parts), device).split([len(part) for part in parts])  # in one copy
+        on_device = to_device_async(torch.cat(parts), device).split([len(part) for part in parts])  # in one copy
         self.keys = on_device[0]
         self.cu_queries, self.cu_keys = (part.to(torch.int32) for part in on_device[1:])
         self.max_queries, self.max_keys = max(layout.lengths), max(key_lengths)

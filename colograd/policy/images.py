@@ -18,7 +18,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..batch import PER_TOKEN, Images, MicroBatch
-from .sending import sent
+from .sending import to_device_async
 
 # Model types, as transformers names them, whose images can be trained on.
 FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
@@ -213,7 +213,7 @@ def padded_hidden_states(
         positions = positions.expand(3, *ids.shape).clone()
         for row, images in enumerate(rows):
             if images:
-                positions[:, row] = sent(_positions(model, ids[row].cpu(), images), ids.device)
+                positions[:, row] = to_device_async(_positions(model, ids[row].cpu(), images), ids.device)
     masks: Any = mask.long()
     if model.config.model_type in BOTH_WAYS:
         masks = _masks_both_ways(model, embeds, masks, positions, placed)
@@ -266,7 +266,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
             [part.repeat(len(places), 1) for part, places in zip(values.split(counts), times.values(), strict=True)]
         )
 
-    at = sent(torch.cat([each for places in times.values() for each in places]), ids.device)
+    at = to_device_async(torch.cat([each for places in times.values() for each in places]), ids.device)
     order = at.argsort()
     flat = embeds.flatten(0, 1).index_copy(0, at, repeated(features).to(embeds.dtype))
     more: dict[str, Any] = {}
@@ -328,7 +328,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
     for name in sorted(given):
         parts = [of.inputs[name] for of in images]
         value = _joined(parts, tiled)
-        inputs[name] = sent(value.to(dtype) if value.is_floating_point() else value, device)
+        inputs[name] = to_device_async(value.to(dtype) if value.is_floating_point() else value, device)
     output = body.get_image_features(**inputs, return_dict=True)
     pooled = output.pooler_output
     features = torch.cat([*pooled]) if isinstance(pooled, (list, tuple)) else pooled.flatten(0, -2)
@@ -351,7 +351,7 @@ def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
-    for segment, seen in enumerate(layout.sees):
+    for segment, seen in enumerate(layout.attends_to):
         chain, length = (*seen, segment), layout.lengths[segment]
         here = slice(starts[segment], starts[segment] + length)
         if segment in (micro_batch.images or {}):
@@ -360,7 +360,7 @@ def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
         elif seen and seen[0] in (micro_batch.images or {}):
             before = positions[:, 0, starts[seen[0]] : starts[seen[0]] + layout.lengths[seen[0]]]
             positions[:, 0, here] = torch.arange(length) + int(before.max()) + 1
-    return sent(positions, micro_batch.input_ids.device)
+    return to_device_async(positions, micro_batch.input_ids.device)
 
 
 def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
@@ -392,7 +392,9 @@ def _masks_both_ways(
     kinds = _kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long()
     theirs = sys.modules[type(_body(model)).__module__]
     return theirs.create_masks_for_vision_model(
-        block_sequence_ids=theirs.get_block_sequence_ids_for_mask(sent(kinds, embeds.device), device=embeds.device),
+        block_sequence_ids=theirs.get_block_sequence_ids_for_mask(
+            to_device_async(kinds, embeds.device), device=embeds.device
+        ),
         config=model.config.get_text_config(),
         inputs_embeds=embeds,
         attention_mask=mask,

@@ -28,9 +28,9 @@ from . import quantized
 from .images import find_processors, freeze_tower, takes_images
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
-from .packed import packed_weights, settle
 from .quantized import Quantization
-from .replay import make_replaying
+from .quantized_layers import packed_weights, settle
+from .router_replay import make_replaying
 from .routing import num_experts, tells_routing
 from .row_proof import choose_rows
 

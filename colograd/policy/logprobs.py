@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from ..batch import MicroBatch, StepBatch
 from ..parallel import watchdog
-from . import attention, images, padded, replay
+from . import attention, images, padded, router_replay
 from .lora import unwrap
-from .packing import lay_out
+from .packing import collate
 from .routing import Routing, routing_of
 
 # Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
@@ -57,7 +57,7 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
     the sampler had none, and so that a run that goes on finds the same ones."""
     with evaluation_mode(model):
         rows = tuple(
-            dataclasses.replace(row, old_logprobs=policy_logprobs(model, lay_out(row), temperature)[0])
+            dataclasses.replace(row, old_logprobs=policy_logprobs(model, collate(row), temperature)[0])
             for row in step.rows
         )
     return dataclasses.replace(step, rows=rows)
@@ -91,7 +91,7 @@ class PolicyForward:
         states, routers = _states_and_routers(
             model, micro_batch, **({"output_router_logits": True} if self.routing else {})
         )
-        hidden = states[0].index_select(0, micro_batch.predictors)
+        hidden = states[0].index_select(0, micro_batch.logit_positions)
         head = model.get_output_embeddings()
 
         def logprobs(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +156,7 @@ def _states_and_routers(
         with attention.packed_rows():
             return images.packed_hidden_states(model, micro_batch), ()
     body = model.base_model if model.base_model is not model else model.get_decoder()
-    routed = micro_batch.experts if replay.replays(model) else None
+    routed = micro_batch.experts if router_replay.replays(model) else None
     if model.config._attn_implementation != attention.NAME:
         return padded.hidden_states(model, body, micro_batch, routed, **asked)
     if routed is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .images import has_tower, sees
-from .packed import dense_weight
+from .quantized_layers import dense_weight
 
 PREFIX = "base_model.model."  # of every parameter of a PeftModel
 LARGEST_RANK = 512  # that vLLM has slots for

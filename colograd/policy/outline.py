@@ -14,7 +14,7 @@ from ..config import GRPOConfig
 from ..runtime.hub import check_model_name
 from .images import has_tower
 from .lora import adapter_folder, wrap
-from .packed import packed_bytes
+from .quantized_layers import packed_bytes
 
 LARGE = 1.0  # billions of parameters, of which a CPU trains few tokens a second
 

@@ -1,4 +1,4 @@
-"""Groups -> rows -> micro-batches of a token budget. The only place where labels are shifted against predictors.
+"""Groups -> rows -> micro-batches of a token budget. The only place where labels are shifted against logit_positions.
 
 A group is packed as [prompt][completion 1] ... [completion G]: the prompt goes through the model once, and each
 completion sees the prompt and itself. A row holds as many groups as the budget allows; nothing is padded.
@@ -19,15 +19,15 @@ from ..batch import (
     Images,
     MicroBatch,
     ModelInput,
+    PackedGroup,
     PackedRow,
-    Part,
     Rollout,
     RolloutId,
     ScoredGroup,
     SegmentLayout,
 )
-from ..parallel.ranks import gather, together
-from .sending import sent
+from ..parallel.ranks import gather, on_all_ranks
+from .sending import to_device_async
 
 NOBODY = -1  # the position of dummies, which belong to no prompt
 
@@ -61,7 +61,7 @@ def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
 
 def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[PackedRow, ...]:
     """One step's rows on this rank. A collective; with ``equal_counts`` short ranks add dummies."""
-    with together("packing"):
+    with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
     if rules.equal_counts:
         rows += (dummy(rules.device),) * (max(gather(len(rows))) - len(rows))
@@ -88,7 +88,7 @@ def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((
             for n in completions
         )
         ids = tuple(RolloutId(NOBODY, index) for index in range(len(rollouts)))
-        parts.append(Part(ids, rollouts, (nothing,) * len(rollouts)))
+        parts.append(PackedGroup(ids, rollouts, (nothing,) * len(rollouts)))
     return PackedRow(tuple(parts), False, device)
 
 
@@ -112,7 +112,7 @@ def sequences(row: MicroBatch) -> list[PackedSequence]:
     segments, found, at = row.input_ids[0].split(row.layout.lengths), [], 0
     ids = iter(row.rollouts)
     images = row.images or {}
-    for index, (completion, seen) in enumerate(zip(segments, row.layout.sees, strict=True)):
+    for index, (completion, seen) in enumerate(zip(segments, row.layout.attends_to, strict=True)):
         if seen:
             place, pictures = slice(at, at + len(completion)), (images.get(seen[0], ()), images.get(index, ()))
             found.append(PackedSequence(next(ids), segments[seen[0]], completion, place, *pictures))
@@ -135,7 +135,7 @@ def pack(
     share_prompts: bool = True,
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of some groups, all at once; see `plan_rows`."""
-    return tuple(lay_out(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
+    return tuple(collate(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
 
 
 def plan_rows(
@@ -154,7 +154,7 @@ def plan_rows(
     if not share_prompts:
         return tuple(PackedRow(tuple(row), mask_truncated, device) for row in _padded_rows(groups, budget))
     parts = sorted((part for group in groups for part in _parts(group, budget)), key=lambda p: -p.num_tokens)
-    rows: list[list[Part]] = []
+    rows: list[list[PackedGroup]] = []
     room: list[int] = []
     for part in parts:
         for index, free in enumerate(room):
@@ -168,16 +168,16 @@ def plan_rows(
     return tuple(PackedRow(tuple(row), mask_truncated, device) for row in rows)
 
 
-def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Part]]:
+def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[PackedGroup]]:
     """Sequences of similar length together: as many as the budget has room for at the length of the longest."""
     parts = [
-        Part((identity,), (rollout,), (advantage,))
+        PackedGroup((identity,), (rollout,), (advantage,))
         for group in groups
         for identity, rollout, advantage in zip(
             group.group.rollout_ids, group.group.rollouts, _advantages(group), strict=True
         )
     ]
-    rows: list[list[Part]] = []
+    rows: list[list[PackedGroup]] = []
     for part in sorted(parts, key=lambda p: -p.num_tokens):
         if rows and (len(rows[-1]) + 1) * rows[-1][0].num_tokens <= budget:
             rows[-1].append(part)
@@ -194,7 +194,7 @@ def _advantages(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
     return group.advantages.split([len(r.completion_ids) for r in rollouts])
 
 
-def _parts(group: ScoredGroup, budget: int) -> list[Part]:
+def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
     """A group as one part, or as several where it is over the budget, or where environments begin differently."""
     ids, rollouts, advantages = group.group.rollout_ids, group.group.rollouts, _advantages(group)
     starts, tokens = [0], len(rollouts[0].input)
@@ -205,18 +205,18 @@ def _parts(group: ScoredGroup, budget: int) -> list[Part]:
             tokens = len(rollout.input)
         tokens += len(rollout.completion_ids)
     cuts = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(rollouts)], strict=True)]
-    return [Part(ids[cut], rollouts[cut], advantages[cut]) for cut in cuts]
+    return [PackedGroup(ids[cut], rollouts[cut], advantages[cut]) for cut in cuts]
 
 
-def lay_out(row: PackedRow) -> MicroBatch:
+def collate(row: PackedRow) -> MicroBatch:
     """The row's tokens one after the other on its device. Token t of a completion is predicted at the place before it:
     the prompt's last, or t-1."""
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     lengths: list[int] = []
-    sees: list[tuple[int, ...]] = []
+    attends_to: list[tuple[int, ...]] = []
     images: dict[int, tuple[Images, ...]] = {}
-    predictors: list[torch.Tensor] = []
+    logit_positions: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
     at = 0
     for part in row.parts:
@@ -228,7 +228,7 @@ def lay_out(row: PackedRow) -> MicroBatch:
         ids.append(torch.tensor(prompt))
         positions.append(torch.arange(len(prompt)))
         lengths.append(len(prompt))
-        sees.append(())
+        attends_to.append(())
         at += len(prompt)
         for rollout in part.rollouts:
             length = len(rollout.completion_ids)
@@ -238,8 +238,8 @@ def lay_out(row: PackedRow) -> MicroBatch:
             ids.append(labels[-1])
             positions.append(torch.arange(len(prompt), len(prompt) + length))
             lengths.append(length)
-            sees.append((prompt_segment,))
-            predictors.append(torch.cat([torch.tensor([prompt_end]), torch.arange(at, at + length - 1)]))
+            attends_to.append((prompt_segment,))
+            logit_positions.append(torch.cat([torch.tensor([prompt_end]), torch.arange(at, at + length - 1)]))
             at += length
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     given = [advantage for part in row.parts for advantage in part.advantages]
@@ -248,20 +248,20 @@ def lay_out(row: PackedRow) -> MicroBatch:
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
     device, experts = row.device, row.experts()
     return MicroBatch(
-        input_ids=sent(torch.cat(ids)[None], device),
-        position_ids=sent(torch.cat(positions)[None], device),
-        layout=SegmentLayout(tuple(lengths), tuple(sees)),
-        predictors=sent(torch.cat(predictors), device),
-        labels=sent(torch.cat(labels), device),
-        loss_mask=sent(in_loss.float(), device),
-        sequence=sent(torch.cat(sequence), device),
-        sampler_logprobs=sent(torch.cat([rollout.sampler_logprobs for rollout in rollouts]), device),
-        advantages=sent(torch.cat(advantages).float(), device),
+        input_ids=to_device_async(torch.cat(ids)[None], device),
+        position_ids=to_device_async(torch.cat(positions)[None], device),
+        layout=SegmentLayout(tuple(lengths), tuple(attends_to)),
+        logit_positions=to_device_async(torch.cat(logit_positions), device),
+        labels=to_device_async(torch.cat(labels), device),
+        loss_mask=to_device_async(in_loss.float(), device),
+        sequence=to_device_async(torch.cat(sequence), device),
+        sampler_logprobs=to_device_async(torch.cat([rollout.sampler_logprobs for rollout in rollouts]), device),
+        advantages=to_device_async(torch.cat(advantages).float(), device),
         old_logprobs=row.old_logprobs,
         ref_logprobs=row.ref_logprobs,
         rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
-        step_entropy=row.step_entropy,
-        experts=None if experts is None else sent(experts, device),
+        step_constants=row.step_constants,
+        experts=None if experts is None else to_device_async(experts, device),
         images=images or None,
     )

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..batch import UNTOLD, MicroBatch, SegmentLayout
+from ..batch import UNKNOWN, MicroBatch, SegmentLayout
 from . import images
-from .sending import sent
+from .sending import to_device_async
 
 ROUTED = "routed_experts"  # the argument of a layer that has its tokens' experts, see `replay`
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PaddedRows:
     """The sequences of a packed row, one per segment that no other one sees, padded to the right.
 
     Example: the prompt p p p with completions a a and b b b b (see `SegmentLayout`):
@@ -38,20 +38,20 @@ class Rows:
     chains: tuple[tuple[int, ...], ...] = ()  # [B] the segments of each sequence
 
 
-def rows_of(layout: SegmentLayout) -> Rows:
+def rows_of(layout: SegmentLayout) -> PaddedRows:
     """How a layout's sequences lie in padded rows."""
     starts = layout.starts
-    ends = set(range(len(layout.lengths))) - {s for seen in layout.sees for s in seen}
-    chains = [(*layout.sees[end], end) for end in sorted(ends)]
+    ends = set(range(len(layout.lengths))) - {s for seen in layout.attends_to for s in seen}
+    chains = [(*layout.attends_to[end], end) for end in sorted(ends)]
     rows = [torch.cat([torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in chain]) for chain in chains]
     tokens = pad_sequence(rows, batch_first=True)
     places = torch.full((layout.num_tokens,), -1)
     for index, (chain, row) in enumerate(zip(chains, rows, strict=True)):
         for at, segment in enumerate(chain):
-            assert layout.sees[segment] == chain[:at], f"segment {segment} sees another past in {chain}"
+            assert layout.attends_to[segment] == chain[:at], f"segment {segment} sees another past in {chain}"
         new = places[row] < 0
         places[row[new]] = index * tokens.shape[1] + torch.arange(len(row))[new]
-    return Rows(tokens, torch.tensor([len(row) for row in rows]), places, tuple(chains))
+    return PaddedRows(tokens, torch.tensor([len(row) for row in rows]), places, tuple(chains))
 
 
 def hidden_states(
@@ -74,9 +74,9 @@ def hidden_states(
         And of each layer with experts its router's logits, likewise (T, E), if they were asked for.
     """
     rows, device = rows_of(micro_batch.layout), micro_batch.input_ids.device
-    tokens, lengths = sent(rows.tokens, device), sent(rows.lengths, device)
+    tokens, lengths = to_device_async(rows.tokens, device), to_device_async(rows.lengths, device)
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-    places = sent(rows.places, device)
+    places = to_device_async(rows.places, device)
     if micro_batch.images is not None or images.in_each_forward(model):
         ids = micro_batch.input_ids[0][tokens] * mask
         states = images.padded_hidden_states(model, micro_batch, ids, mask, rows.chains)
@@ -90,7 +90,7 @@ def hidden_states(
         **asked,
     }
     if routed is not None:
-        asked[ROUTED] = routed[tokens].masked_fill(~mask[..., None, None], UNTOLD).flatten(0, 1)
+        asked[ROUTED] = routed[tokens].masked_fill(~mask[..., None, None], UNKNOWN).flatten(0, 1)
         inputs[ROUTED] = asked[ROUTED]
     kind: Any = type(decoder)
     accepted = _parameters(kind)

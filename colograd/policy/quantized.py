@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..config import GRPOConfig
-from .packed import is_4bit
+from .quantized_layers import is_4bit
 
 METHOD = "bitsandbytes"  # the one that is available
 FILE = "base_quantization.json"  # beside a saved adapter, whose base must be loaded in the same way

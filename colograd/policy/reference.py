@@ -29,7 +29,7 @@ from ..config import GRPOConfig
 from .loading import Policy
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import base_name
-from .packing import lay_out
+from .packing import collate
 
 FILE = "reference.safetensors"  # in a checkpoint, where the reference follows the policy
 
@@ -63,7 +63,7 @@ def fill(reference: Reference, rows: Sequence[PackedRow], temperature: float) ->
 
 def _unrouted(row: PackedRow) -> MicroBatch:
     """Another model's tokens go to the experts that its own routers choose, whatever the policy's did."""
-    return dataclasses.replace(lay_out(row), experts=None)
+    return dataclasses.replace(collate(row), experts=None)
 
 
 def with_ref_logprobs(reference: Reference, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:

@@ -14,7 +14,7 @@ import torch
 
 from ..batch import MicroBatch
 from .packing import NOBODY
-from .sending import sent
+from .sending import to_device_async
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
     """(T,) float32: of how many of the row's sequences each token is a part. Dummies are none."""
     layout, identities = micro_batch.layout, iter(micro_batch.rollouts)
     counts = [0] * len(layout.lengths)
-    for completion, seen in enumerate(layout.sees):
+    for completion, seen in enumerate(layout.attends_to):
         if seen and next(identities).position != NOBODY:
             for segment in (*seen, completion):
                 counts[segment] += 1
     weights = torch.tensor(counts, dtype=torch.float32).repeat_interleave(torch.tensor(layout.lengths))
-    return sent(weights, micro_batch.input_ids.device)
+    return to_device_async(weights, micro_batch.input_ids.device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..batch import FinishReason, Group, Images, MicroBatch, ModelInput, Rollout, ScoredGroup
-from ..parallel.ranks import gather, together
+from ..parallel.ranks import gather, on_all_ranks
 from . import attention, images
 from .layers import NotCompiled, as_it_trains
 from .logprobs import evaluation_mode, policy_logprobs
@@ -88,11 +88,11 @@ def choose_rows_where_it_trains(
 ) -> str:
     """`choose_rows` for a model in its place; the ranks choose alike, and the ``reference`` is asked in the same rows.
     A collective."""
-    with together("the proof of the rows"):
+    with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
     if why and not found:
-        with together("the proof of the rows"):
+        with on_all_ranks("the proof of the rows"):
             choose_rows(model, device, why, asked)
     if reference is not None:
         images.set_attention(unwrap(reference), unwrap(model).config._attn_implementation)

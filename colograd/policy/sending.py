@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on the device. What is computed with it there comes later on the same stream.
 
     From ordinary memory the host would wait until the device has done all that it was given before.

@@ -14,7 +14,7 @@ from ..runtime.hub import check_model_name
 from . import images
 from .lora import adapter_folder, is_adapted, unwrap
 from .quantized import check_quantized
-from .replay import SHARES
+from .router_replay import SHARES
 from .routing import num_experts
 
 # Model types whose experts the engine has a place for; docs/models.md says what was tried of each.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..batch import Experts, FinishReason, Group, Images, ModelInput, Prompt, Rollout
+from ..batch import FinishReason, Group, Images, ModelInput, Prompt, Rollout, RoutedExperts
 from ..data.images import REFUSALS, images_of, with_own_images
 from ..data.prompts import COLUMNS, PromptRules
 from ..engine.routed import as_written, one_prompt
@@ -45,7 +45,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
     finish_reason: FinishReason | None = None  # once it is over
-    experts: Experts | None = None  # of all up to the last turn's end
+    experts: RoutedExperts | None = None  # of all up to the last turn's end
     images: list[Images] = field(default_factory=list)  # of tools' answers, with places among the ids
 
     def begin(self, asked: ModelInput) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..batch import Experts, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts
 from ..data.images import ImageReader
 from .figures import note_figures
 from .pictures import at_pictures, pictures_bytes, with_pictures
@@ -63,7 +63,7 @@ TABLE = pa.schema(
 )
 
 
-# Behind it, with `router_replay`: see `batch.Experts`. A prompt's are null where they are those of the row before.
+# With `router_replay` (see `batch.RoutedExperts`). A prompt's are null where they are those of the row before.
 EXPERTS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
@@ -406,7 +406,7 @@ def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
     return bytes(pa.record_batch(columns, schema=EXPERTS).serialize().to_pybytes())
 
 
-def _shape_of(experts: Experts) -> list[int]:
+def _shape_of(experts: RoutedExperts) -> list[int]:
     """Layers, experts per token, and bytes of each number."""
     return [*experts.completion.shape[1:], experts.completion.element_size()]
 
@@ -424,7 +424,7 @@ def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]
             if row["prompt"] is not None:
                 prompt = _numbers(row["prompt"], len(rollout.input), *row["shape"])
             assert prompt is not None and len(prompt) == len(rollout.input), "the prompt's experts are missing"
-            experts = Experts(prompt, _numbers(row["completion"], len(rollout.completion_ids), *row["shape"]))
+            experts = RoutedExperts(prompt, _numbers(row["completion"], len(rollout.completion_ids), *row["shape"]))
             rollout = dataclasses.replace(rollout, experts=experts)
         found.append(rollout)
     return tuple(found)

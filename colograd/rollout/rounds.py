@@ -9,7 +9,7 @@ import reprlib
 import time
 from collections.abc import Callable, Sequence
 
-from ..batch import DrawnStep, Group, Prompt, ScoredGroup
+from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
 from .journal import Recorded
@@ -23,7 +23,7 @@ def draw(
     one_call: bool = False,
     max_rounds: int = 0,
     more_prompts: Callable[[int, int], list[Prompt]] | None = None,
-) -> list[DrawnStep]:
+) -> list[SampledStep]:
     """Sample and score the prompts of a round's optimizer steps, in one queue.
 
     With ``max_rounds`` (dynamic sampling, arXiv 2503.14476, section 3.2) a step takes only groups with a reward
@@ -39,7 +39,7 @@ def draw(
     if not max_rounds:
         by_position = {scored.group.position: scored for scored in sampled}
         of_steps = [tuple(by_position[prompt.position] for prompt in step) for step in steps]
-        return [DrawnStep(groups, groups) for groups in of_steps]
+        return [SampledStep(groups, groups) for groups in of_steps]
     assert more_prompts is not None
     for _ in range(max_rounds):
         found = sum(map(has_signal, sampled))
@@ -51,7 +51,7 @@ def draw(
         sampled += roll_out(more, stages, times, one_call, enough=len(prompts) - found)
     kept = filter(has_signal, sampled)
     return [
-        DrawnStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))
+        SampledStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))
         for index, step in enumerate(steps)
     ]
 
@@ -146,7 +146,7 @@ def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:
     return [group for group, signals in zip(groups, before, strict=False) if signals < enough]
 
 
-def unjudged(steps: Sequence[DrawnStep]) -> str:
+def unscored(steps: Sequence[SampledStep]) -> str:
     """A line on the first completion for which every reward function abstained; empty if there is none."""
     for scored in (scored for step in steps for scored in step.sampled):
         nobody = scored.rewards.isnan().all(dim=1).nonzero()

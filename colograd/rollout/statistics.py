@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..batch import DrawnStep, FinishReason, ScoredGroup
+from ..batch import FinishReason, SampledStep, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 
@@ -119,7 +119,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def round_statistics(
-    steps: Sequence[DrawnStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool, dynamic: bool
+    steps: Sequence[SampledStep], counts: Mapping[str, float], combine: Combine, mask_truncated: bool, dynamic: bool
 ) -> list[RolloutStatistics]:
     """The statistics of what was sampled for each of a round's steps.
 

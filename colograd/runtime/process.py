@@ -46,7 +46,7 @@ def tell_briefly() -> None:
     """Have an error that ends the process, and whose message says all (it has ``says_all``), told without the frames of
     the trainer.
 
-    The exception stays uncaught: the end of a process asks whether one ended it (`faults.Watch.leave`, `ranks.part`).
+    The exception stays uncaught: `FailureDetector.leave` and `ranks.part` ask at the end whether one ended the process.
     """
     told_before = sys.excepthook
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..config import GRPOConfig
 from ..parallel.faults import telling
-from ..parallel.ranks import together
+from ..parallel.ranks import on_all_ranks
 from ..policy.images import saved_names
 from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
@@ -151,7 +151,7 @@ class FullySharded(SharedParts):
     @contextmanager
     def agree(self, what: str) -> Iterator[None]:
         self._began = False
-        with together(what):
+        with on_all_ranks(what):
             try:
                 yield
             except Exception as error:
@@ -171,7 +171,7 @@ class FullySharded(SharedParts):
     def _forward(self, blocks: Blocks) -> Iterator[None]:
         """Around each call of a model that is cut: it fails on all ranks or on none."""
         self._began = True
-        with together("the forward"), self._answering(blocks.root, FORWARD):
+        with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
         if not torch.is_grad_enabled():  # no backward comes to forget what the next step will have changed
             for block in blocks.all():

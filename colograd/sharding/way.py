@@ -81,7 +81,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Where ranks meet in the backward: a body that fails on all ranks or on none (see `together`)."""
+        """Where ranks meet in the backward: a body that fails on all ranks or on none (see `on_all_ranks`)."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:

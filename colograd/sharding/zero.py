@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..parallel.ranks import rank, together, world_size
+from ..parallel.ranks import on_all_ranks, rank, world_size
 from .buckets import Bucket, Reduction, buckets_of
 from .parts import SharedParts
 from .way import Owned
@@ -110,7 +110,7 @@ class SharedGradients(SharedOptimizer):
         return "optimizer state and gradients"
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        return together(what)
+        return on_all_ranks(what)
 
     def backward(self, loss: torch.Tensor) -> None:
         """A collective. Should it fail on this rank, the others' exchanges are still answered, with zeros."""

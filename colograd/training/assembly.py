@@ -21,7 +21,7 @@ from ..memory import plan as memory
 from ..memory.choice import Run, auto, least_checkpointing, taken
 from ..memory.device_turns import DeviceTurns
 from ..memory.table import MemoryPlan
-from ..parallel.ranks import together
+from ..parallel.ranks import on_all_ranks
 from ..policy.layers import compile_layers, forget_compiled
 from ..policy.liger import apply_liger
 from ..policy.loading import Policy
@@ -119,13 +119,13 @@ def assemble(
         images=most_images(prompts, policy, tools, context),
     )
     closing.callback(engine.close)
-    with together("the check of the sampling settings"):
+    with on_all_ranks("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)
     if policy.processor is not None:
-        with together("the check of the processor"):
+        with on_all_ranks("the check of the processor"):
             engine.check_processor(policy.processor)
-    with together("the plan of the weights"):
+    with on_all_ranks("the plan of the weights"):
         weights = publisher(
             config.weights,
             policy.model,
@@ -138,7 +138,7 @@ def assemble(
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
-    with together("the reference model"):
+    with on_all_ranks("the reference model"):
         reference = reference_of(config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.model)
     plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
@@ -162,7 +162,7 @@ def assemble_alone(
     engine = NoEngine(config, policy.model.dtype, needed_context(config, policy, prompts, tools))
     if not config.on_cpu:
         policy.model.to(config.device)
-    with together("the reference model"):
+    with on_all_ranks("the reference model"):
         reference = reference_of(config, policy)
     return Assembly(engine, Unpublished(engine), DeviceTurns(engine, config, times), plan, reference)
 
@@ -277,7 +277,7 @@ def choose_kernels(
     Yields lines for people, each before what takes its time."""
     second = reference.model if isinstance(reference, FrozenCopy) else None
     if args.use_liger_kernel:
-        with together("Liger's kernels"), autocast():
+        with on_all_ranks("Liger's kernels"), autocast():
             undo = apply_liger(model, args.device, args.liger_kernel_config, also=second)
         closing.callback(undo)
     if args.torch_compile:

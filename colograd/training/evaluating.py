@@ -13,12 +13,12 @@ from ..batch import ScoredGroup
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..engine.vllm_engine import Engine
-from ..losses.advantages import Estimator
+from ..losses.advantages import AdvantageEstimator
 from ..losses.entropy import EntropyController
 from ..losses.mismatch import SamplerMismatch
 from ..memory.device_turns import DeviceTurns
 from ..parallel.faults import ends_together
-from ..parallel.ranks import together
+from ..parallel.ranks import on_all_ranks
 from ..policy.logprobs import evaluation_mode
 from ..policy.packing import PackingRules
 from ..policy.reference import Reference, with_ref_logprobs
@@ -34,7 +34,7 @@ class EvaluatingTrainer(PackedTrainer):
     """Samples, scores and measures evaluation prompts by the stages of a round."""
 
     engine: Engine
-    estimator: Estimator
+    estimator: AdvantageEstimator
     entropy: EntropyController
     mismatch: SamplerMismatch
     device_turns: DeviceTurns
@@ -79,7 +79,7 @@ class EvaluatingTrainer(PackedTrainer):
 
     def _evaluated(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
         """The metrics of an evaluation of one dataset, or of several by name."""
-        with together("the evaluation's prompts"):
+        with on_all_ranks("the evaluation's prompts"):
             self._follow_datasets()
         given = self.eval_prompts
         if isinstance(eval_dataset, str) and isinstance(given, dict):
@@ -107,12 +107,12 @@ class EvaluatingTrainer(PackedTrainer):
         args: GRPOConfig = self.args
         started = time.perf_counter()
         mine = prompts.prompts(args.layout.data_rank, args.layout.data_size)
-        with together("publishing"):
+        with on_all_ranks("publishing"):
             self.publish()
         self.begin_records(name)
-        with self.device_turns.sampling(self.optimizer), together("the evaluation"):
+        with self.device_turns.sampling(self.optimizer), on_all_ranks("the evaluation"):
             one_call = args.reward_call == "all"
-            groups: list[ScoredGroup] = self.engine.lead(
+            groups: list[ScoredGroup] = self.engine.on_engine_leader(
                 lambda: roll_out(mine, self._stages(), self.times, one_call), others=[]
             )
             counts = self._take_counts()
@@ -131,7 +131,7 @@ class EvaluatingTrainer(PackedTrainer):
         it and it takes too long beside the ``seconds`` of sampling. A collective; no gradients."""
         if self.args.loss_eval is None and self._loss_is_affordable is False:
             return {}
-        with together("the advantages"):
+        with on_all_ranks("the advantages"):
             judged = [
                 dataclasses.replace(scored, advantages=self._advantages(scored.group, scored.rewards))
                 for scored in groups
@@ -150,11 +150,11 @@ class EvaluatingTrainer(PackedTrainer):
             if not self._loss_is_affordable:
                 return {}
         if self.reference is not None:
-            with together("the reference's log-probabilities"), self.compute_loss_context_manager():
+            with on_all_ranks("the reference's log-probabilities"), self.compute_loss_context_manager():
                 (step,) = with_ref_logprobs(self.reference, [step], self.args.temperature)
         with evaluation_mode(self.model):
             step = self._with_entropy(step)
-            with together("the evaluation's forward"), torch.no_grad():
+            with on_all_ranks("the evaluation's forward"), torch.no_grad():
                 metrics = self._loss_pass(self.model, step, backward=False)
         reduced = metrics.reduce()
         self.entropy.show(reduced, reduced["loss"] - self.loss.router_coef * reduced.get("aux_loss", 0.0))

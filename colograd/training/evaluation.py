@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..batch import DrawnStep, ScoredGroup, StepBatch
+from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
-from ..losses.advantages import Estimator
-from ..parallel.ranks import gather, together
+from ..losses.advantages import AdvantageEstimator
+from ..parallel.ranks import gather, on_all_ranks
 from ..policy.logprobs import evaluation_mode, policy_logprobs
-from ..policy.packing import PackingRules, lay_out
+from ..policy.packing import PackingRules, collate
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import Combine, RolloutStatistics
 from .step_batches import scale, step_batch
@@ -74,7 +74,7 @@ def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
 
 def evaluation_step(
     groups: Sequence[ScoredGroup],
-    estimator: Estimator,
+    estimator: AdvantageEstimator,
     rules: PackingRules,
     reward_names: Sequence[str],
     times: PhaseTimes,
@@ -82,7 +82,7 @@ def evaluation_step(
     """What an evaluation sampled, with its advantages, as a step of all of it. A collective."""
     tokens = rules.max_tokens or EVALUATION_TOKENS
     rules = dataclasses.replace(rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-    (drawn,) = scale([DrawnStep(tuple(groups), ())], estimator)
+    (drawn,) = scale([SampledStep(tuple(groups), ())], estimator)
     return step_batch(drawn, RolloutStatistics(), rules, reward_names, times)
 
 
@@ -96,8 +96,8 @@ def loss_share(
     """
 
     def forward() -> None:
-        with together("the evaluation's forward"), torch.no_grad():
-            for row in map(lay_out, step.rows[:1]):
+        with on_all_ranks("the evaluation's forward"), torch.no_grad():
+            for row in map(collate, step.rows[:1]):
                 policy_logprobs(model, row, temperature)[0].cpu()
 
     with evaluation_mode(model):

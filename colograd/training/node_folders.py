@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 
 from ..parallel.layout import RankLayout
-from ..parallel.ranks import gather, together
+from ..parallel.ranks import gather, on_all_ranks
 
 
 def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
@@ -21,7 +21,7 @@ def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
     trial = gather(uuid.uuid4().hex)[0]
     marks = [Path(run_dir) / f".node-{node}-{trial}" for node in range(layout.nodes)]
     try:
-        with together("writing into output_dir"):
+        with on_all_ranks("writing into output_dir"):
             if layout.leads_node:
                 marks[layout.node].parent.mkdir(parents=True, exist_ok=True)
                 marks[layout.node].touch()

@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from .. import __version__
-from ..batch import DrawnStep, MicroBatch, RolloutId, ScoredGroup, StepBatch
+from ..batch import MicroBatch, RolloutId, SampledStep, ScoredGroup, StepBatch
 from ..engine.load import watched
 from ..losses.advantages import group_std
 from ..memory.shape import Shape
@@ -28,10 +28,10 @@ from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
 from ..report import write_report
 from ..reporting.advisor import Advisor
-from ..reporting.lanes import Lanes
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
 from ..reporting.run_record import SAMPLES, RunRecord, events_of, histogram, plain
 from ..reporting.samples import Pieces, chosen_groups, sample_entries
+from ..reporting.timeline import Timeline
 from ..reporting.trackers import Trackers
 from ..rollout.statistics import Combine, RolloutStatistics
 from .utilisation import Matrices, Work, peak_flops
@@ -69,7 +69,7 @@ class Recorder(TrainerCallback):
         self.writes = self.records and is_main
         self.file = RunRecord(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
-        self.lanes = Lanes()
+        self.lanes = Timeline()
         self._rollout: dict[str, Any] | None = None  # of the present round
         self._next = 0  # the step whose statistics are told next
         self._drawn: dict[int, tuple[ScoredGroup, ...]] = {}  # by step, until it is trained
@@ -185,7 +185,7 @@ class Recorder(TrainerCallback):
         return run if self.records else work
 
     @_never_fails
-    def note(self, drawn: Sequence[DrawnStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
+    def note(self, drawn: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
         """This rank's notes on a round, which travel with its statistics; the main process keeps what it may sample."""
         self._next = self.trainer.state.global_step + 1
         if not self.records:
@@ -326,7 +326,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
     if not kept:
         return {}
     values = torch.cat([logprobs.float() for _, logprobs in kept]).cpu()
-    lengths = [n for row, _ in kept for n, seen in zip(row.layout.lengths, row.layout.sees, strict=True) if seen]
+    lengths = [n for row, _ in kept for n, seen in zip(row.layout.lengths, row.layout.attends_to, strict=True) if seen]
     identities = [identity for row, _ in kept for identity in row.rollouts]
     return dict(zip(identities, values.split(lengths), strict=True))
 

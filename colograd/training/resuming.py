@@ -12,7 +12,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
 from ..data import PromptStream
-from ..parallel.ranks import gather, rank, together, world_size
+from ..parallel.ranks import gather, on_all_ranks, rank, world_size
 from ..policy import quantized
 from ..policy.images import load_weights
 from ..sharding.weight_files import load_mixture, stacked_masters
@@ -36,7 +36,7 @@ class ResumableTrainer(SavingTrainer):
 
         A run that had reached its last step is loaded and not trained further.
         """
-        with together("the search for a checkpoint"):
+        with on_all_ranks("the search for a checkpoint"):
             if self.args.should_save:  # first, for it brings back what was about to be replaced
                 checkpoints.sweep(self.args.output_dir)
         found = self._found(resume_from_checkpoint)
@@ -68,13 +68,13 @@ class ResumableTrainer(SavingTrainer):
         A damaged one is passed over in a search, with a line, and an error where it was named.
         """
         layout, run_dir = self.args.layout, str(self.args.output_dir)
-        with together("the search for a checkpoint"):
+        with on_all_ranks("the search for a checkpoint"):
             steps = checkpoints.complete_steps(run_dir)
         of_ranks = gather(steps)
         of_nodes = of_ranks[:: layout.ranks_per_node] if self.nodes_are_apart else of_ranks[:1]
         self._refused.clear()
         while True:
-            with together("the search for a checkpoint"):
+            with on_all_ranks("the search for a checkpoint"):
                 found = checkpoints.find_resume(wanted, run_dir, of_nodes, self._refused)
             # A shared file system may show ranks different folders: rank 0 has looked for all.
             found = found if self.nodes_are_apart else gather(found)[0]
@@ -131,12 +131,12 @@ class ResumableTrainer(SavingTrainer):
         if not isinstance(prompts, PromptStream):
             return
         skipped = checkpoint is not None and not self.args.ignore_data_skip
-        with together("the checkpoint's prompts"):
+        with on_all_ranks("the checkpoint's prompts"):
             prompts.expect(checkpoints.read_prompts(str(checkpoint)) if skipped else {})
 
     def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
         line, problem, resumes = "", "", checkpoints.is_wanted(wanted)
-        with together("the journal"):
+        with on_all_ranks("the journal"):
             if self.journal is not None:
                 step = checkpoints.step_of(checkpoint) if checkpoint else 0
                 line = open_journal(self.journal, resumes, step, self.args.should_save)
@@ -149,7 +149,7 @@ class ResumableTrainer(SavingTrainer):
         """Open the journal of the round, or of an evaluation in between, and read what it has of it. A collective."""
         if not self.args.keeps_journal or not self.is_in_train:
             return
-        with together("the journal"), self.times.phase("journal"):
+        with on_all_ranks("the journal"), self.times.phase("journal"):
             problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
         self.console.warn_of_all(gather(problem))
 
@@ -184,7 +184,7 @@ class ResumableTrainer(SavingTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """As in transformers; of a policy that is cut, each rank reads its part."""
-        with together("loading the weights"), reading.reading(resume_from_checkpoint, "the model"):
+        with on_all_ranks("loading the weights"), reading.reading(resume_from_checkpoint, "the model"):
             if self.policy.adapter is not None:
                 quantized.check_fits(self.policy.quantization, resume_from_checkpoint)
             if not self._read_weights(Path(resume_from_checkpoint)):
@@ -193,7 +193,7 @@ class ResumableTrainer(SavingTrainer):
     def _load_best_model(self) -> None:
         """Likewise."""
         best = str(self.state.best_model_checkpoint)
-        with together("loading the best model"), reading.reading(best, "the model"):
+        with on_all_ranks("loading the best model"), reading.reading(best, "the model"):
             if not self._read_weights(Path(best)):
                 super()._load_best_model()
 
@@ -212,7 +212,7 @@ class ResumableTrainer(SavingTrainer):
         if checkpoint is None:
             return
         optimizer = self._plain_optimizer
-        with together("loading the optimizer"), reading.reading(checkpoint, "the optimizer's state"):
+        with on_all_ranks("loading the optimizer"), reading.reading(checkpoint, "the optimizer's state"):
             if not self.sharding.load_optimizer(optimizer, Path(checkpoint)):
                 # Through the CPU: transformers reads it on the device, which on several ranks of a CPU torch refuses.
                 optimizer.load_state_dict(_read(checkpoint, OPTIMIZER_NAME))
@@ -228,7 +228,7 @@ class ResumableTrainer(SavingTrainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As in transformers."""
-        with together("loading the random state"), reading.reading(str(checkpoint), "the random state"):
+        with on_all_ranks("loading the random state"), reading.reading(str(checkpoint), "the random state"):
             super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:

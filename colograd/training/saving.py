@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..parallel.notes import Board
+from ..parallel.rank_notes import RankNotes
 from ..parallel.ranks import rank, time_limit, world_size
 from . import checkpoints, manifest
-from .file_images import Image, write_bytes, write_image
+from .host_files import Image, write_bytes, write_image
 from .manifest import Entry
 
 ALONE = 5.0  # seconds that are left to other ranks where this one ends by an error
@@ -63,7 +63,7 @@ class Saves:
 
     def __init__(self) -> None:
         self.present: Save | None = None
-        self._board = Board()
+        self._board = RankNotes()
         self._count = 0
         self._left: list[str] = []  # subjects of this rank's notes
         self._gives_up_at = float("inf")

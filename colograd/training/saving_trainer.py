@@ -24,13 +24,13 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..data import PromptDataset, PromptStream
-from ..parallel.ranks import gather, rank, together, world_size
+from ..parallel.ranks import gather, on_all_ranks, rank, world_size
 from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rollout.journal import Journal
 from ..sharding import Sharding
 from . import checkpoints, saving
-from .file_images import Images
+from .host_files import HostFiles
 from .journaling import prune_journal
 from .save_mode import why_now
 from .saving import Save, Saves, Source
@@ -53,7 +53,7 @@ class SavingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.stop_signal = checkpoints.StopSignal()
         self.saves = Saves()
-        self._images = Images()
+        self._images = HostFiles()
         self._beside = False  # whether the checkpoint that is being put together is written beside the training
         self._told_why = ""  # checkpoints are waited for
         self._failures = 0  # in a row
@@ -94,7 +94,7 @@ class SavingTrainer(Trainer):
         push, self.args.push_to_hub = self.args.push_to_hub, False  # only of what is complete
         self._beside, self._best_before = not why, self.state.best_model_checkpoint
         try:
-            with together("saving"):
+            with on_all_ranks("saving"):
                 save = self._put_together(model, trial)
         except Exception as error:  # a full disk, say; the other ranks have it too
             self._failed(self.state.global_step, f"{type(error).__name__}: {error}".splitlines()[0])
@@ -269,7 +269,7 @@ class SavingTrainer(Trainer):
         if unknown is None:
             self._tidy(save.aside.parent)
         else:
-            self._images = Images()  # whose memory is still being written from
+            self._images = HostFiles()  # whose memory is still being written from
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
         if error:
             self._failed(save.step, error)
@@ -287,7 +287,7 @@ class SavingTrainer(Trainer):
 
     def _finish_alone(self) -> None:
         if not self.saves.finish_alone():
-            self._images = Images()
+            self._images = HostFiles()
 
     def _failed(self, step: int, error: str) -> None:
         self._images.take()

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..batch import DrawnStep, ScoredGroup, StepBatch
+from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
-from ..losses.advantages import Estimator, divided, step_std
+from ..losses.advantages import AdvantageEstimator, divided, step_std
 from ..losses.objective import Objective
 from ..parallel.balance import balance, pair_cost
 from ..parallel.ranks import gather
@@ -38,7 +38,7 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
     )
 
 
-def scale(steps: Sequence[DrawnStep], estimator: Estimator) -> list[DrawnStep]:
+def scale(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
     """The steps with advantages divided by a deviation over the step, where the run scales them so. A collective.
 
     What was sampled and not kept is divided by the deviation of the step that counts it.
@@ -69,7 +69,7 @@ class _Share(NamedTuple):
 
 
 def step_batch(
-    step: DrawnStep,
+    step: SampledStep,
     statistics: RolloutStatistics,
     rules: PackingRules,
     reward_names: Sequence[str],

@@ -2,7 +2,7 @@
 
 The ways are `shared`, `copied`, `gathered`, `adapter` and `merged`; `selection` picks one, or takes a class of the
 user's. Without an engine the weights stay `unpublished`. `mapping` says which engine tensor holds which parameter,
-`proof` shows that it does, of most parameters at once by the changes that `signs` makes.
+`proof` shows that it does, of most parameters at once by the changes that `sign_probe` makes.
 """
 
 from .mapping import Slice, packed_parts

@@ -17,7 +17,7 @@ import torch
 
 from ..policy.images import in_tower
 from ..policy.lora import base_name
-from ..policy.packed import PackedWeight, packed_weights
+from ..policy.quantized_layers import PackedWeight, packed_weights
 
 # All experts of a block, (E, 2I, H) and (E, H, I) and their biases, as transformers and as vLLM name them. A policy may
 # have them transposed: (E, H, 2I) and (E, I, H).

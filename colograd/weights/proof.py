@@ -26,13 +26,13 @@ import torch
 
 from ..batch import ModelInput
 from ..engine.vllm_engine import Engine
-from ..parallel.ranks import gather, together
+from ..parallel.ranks import gather, on_all_ranks
 from ..policy.images import own_inputs, sees
 from ..policy.logprobs import evaluation_mode
 from ..policy.lora import is_adapted
 from ..policy.row_proof import allowed, completion_logprobs
 from .mapping import Slice
-from .signs import EMBEDDING, cancelling, plain_name, with_signs
+from .sign_probe import EMBEDDING, cancelling, plain_name, with_signs
 
 PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer one
 # What one parameter's change does to the output must be so many times what is left of all changes together. By its
@@ -76,7 +76,7 @@ def check_equal(slices: Sequence[Slice]) -> None:
     Raises:
         RuntimeError: naming the parameters that differ.
     """
-    with together("the comparison of the weights"):
+    with on_all_ranks("the comparison of the weights"):
         differing = [part.name for part in slices if not (part.equal() if part.packed is None else _near(part))]
         if differing:
             raise RuntimeError(
@@ -105,7 +105,7 @@ def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None 
     """
     ids = probe_ids(engine, PROBE_TOKENS[-1])
     theirs = engine.prompt_logprobs(ids)
-    with together("the comparison of policy and engine"):
+    with on_all_ranks("the comparison of policy and engine"):
         with base_alone(policy), torch.no_grad():
             tokens = torch.tensor([ids], device=policy.device)
             logits = policy(tokens).logits[0, :-1].float()
@@ -119,7 +119,7 @@ def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None 
         return
     behind = ids[: min(PROBE_TOKENS[0], room)]
     theirs = engine.prompt_logprobs(seen.followed_by(behind))[-len(behind) :]
-    with together("the comparison of policy and engine"):
+    with on_all_ranks("the comparison of policy and engine"):
         with base_alone(policy), torch.no_grad():
             ours = completion_logprobs(policy, seen, behind).cpu()
         _check_differences(ours - theirs, engine, " behind images")
@@ -158,7 +158,7 @@ def check_read(
     shown = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)])
     silent = unread([part for part in text if part.name not in shown], engine)
     silent += eyes if seen is None else unread(eyes, engine, seen)
-    with together("the proof of the weights"):
+    with on_all_ranks("the proof of the weights"):
         rest = [part for part in silent if not added_by_the_first(part, engine)]
         elsewhere = [part.name for part in rest if not inert(part, policy, engine, seen)]
         if elsewhere:
@@ -184,7 +184,7 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
     if not slices:
         return set()
     probe = Probe.of(engine, PROBE_TOKENS[0])
-    with together("the gradients for the proof of the weights"):
+    with on_all_ranks("the gradients for the proof of the weights"):
         effects = effects_on(probe_ids(engine, PROBE_TOKENS[0]), slices, policy)
     visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
     shown: set[str] = set()

@@ -11,11 +11,11 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.vllm_engine import Engine
-from ..parallel.ranks import together
+from ..parallel.ranks import on_all_ranks
 from ..policy.images import sees
 from ..policy.loading import Policy
 from ..policy.lora import Adapter
-from ..policy.packed import packed_weights
+from ..policy.quantized_layers import packed_weights
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
@@ -156,7 +156,7 @@ def publisher(
             "the resized model with save_pretrained and give its folder."
         )
     layout = engine.layout
-    with together("the map of the weights"):
+    with on_all_ranks("the map of the weights"):
         served = engine.served.weights
         slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine, served)
     equal = untouched and not engine.blank and engine.dtype == policy.dtype

@@ -12,7 +12,7 @@ import torch
 
 from ..engine.vllm_engine import Engine
 from ..parallel import watchdog
-from ..policy.packed import packed_weights
+from ..policy.quantized_layers import packed_weights
 from .copied import CopiedWeights
 from .mapping import Slice
 

@@ -31,11 +31,11 @@ from figures import machine, table, write  # noqa: E402
 from phases import versions  # noqa: E402
 
 from colograd import GRPOTrainer  # noqa: E402
-from colograd.batch import UNTOLD, MicroBatch, ScoredGroup  # noqa: E402
+from colograd.batch import UNKNOWN, MicroBatch, ScoredGroup  # noqa: E402
 from colograd.engine.sampling import Sampling  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
 from colograd.policy.packing import pack  # noqa: E402
-from colograd.policy.replay import replay_figures, routers_of  # noqa: E402
+from colograd.policy.router_replay import replay_figures, routers_of  # noqa: E402
 
 DTYPES = ("bfloat16", "float32")
 
@@ -97,7 +97,7 @@ def asked(model: Any, row: MicroBatch, replay: bool) -> tuple[torch.Tensor, floa
         strange, count = replay_figures(model, row)["router/disagreement"]
         return difference, float(strange), float(count)
     assert row.experts is not None
-    told = row.experts[:, 0, 0] != UNTOLD
+    told = row.experts[:, 0, 0] != UNKNOWN
     chosen, theirs = torch.stack(own, 1)[told], row.experts[told].long()
     strange = (theirs[..., :, None] != chosen[..., None, :]).all(-1).sum()
     return difference, float(strange), float(theirs.numel())

@@ -100,10 +100,10 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
     """This rank's part of a step: its prompts are those from ``first``."""
     import torch
 
-    from colograd.batch import DrawnStep, Group, ModelInput, ScoredGroup
+    from colograd.batch import Group, ModelInput, SampledStep, ScoredGroup
     from colograd.engine.vllm_engine import _sampled
     from colograd.losses.advantages import group_advantages
-    from colograd.policy.packing import PackingRules, lay_out
+    from colograd.policy.packing import PackingRules, collate
     from colograd.reporting.completion_log import write_log
     from colograd.reporting.completion_table import as_utf8, completion_rows
     from colograd.reporting.metrics import PhaseTimes
@@ -146,13 +146,13 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
             ScoredGroup(group, of_group, group_advantages(of_group[:, 0], "group"))
             for group, of_group in zip(groups, rewards, strict=True)
         )
-        step = DrawnStep(scored, scored)
+        step = SampledStep(scored, scored)
         (statistics,) = round_statistics([step], {}, lambda rewards: rewards[:, 0], False, False)
     with stages.stage("balance and packing"):
         rules = PackingRules(BUDGET, False, True, True, options.ranks > 1, False, 1e-5, device)
         batch = step_batch(step, statistics, rules, ["odd_length"], PhaseTimes())
     with stages.stage("to the device"):
-        through = sum(lay_out(row).input_ids.numel() for row in batch.rows)
+        through = sum(collate(row).input_ids.numel() for row in batch.rows)
     if options.log:
         with stages.stage("log"), tempfile.TemporaryDirectory() as folder:
             rows = completion_rows(scored, kept, 1)

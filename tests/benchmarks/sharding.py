@@ -33,7 +33,7 @@ from colograd.memory.token_budget import dummy_row  # noqa: E402
 from colograd.parallel.ranks import gather, rank, world_size  # noqa: E402
 from colograd.policy import attention  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
-from colograd.policy.packing import lay_out  # noqa: E402
+from colograd.policy.packing import collate  # noqa: E402
 from colograd.sharding.selection import WAYS  # noqa: E402
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # noqa: E402
 
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     process.prepare_ranks()
     dist.init_process_group("gloo")
     contestants = [Contestant(name, options.model) for name in options.ways]
-    rows = [lay_out(dummy_row(options.tokens, SHAPE, torch.device("cpu")))] * options.rows
+    rows = [collate(dummy_row(options.tokens, SHAPE, torch.device("cpu")))] * options.rows
     for _ in range(options.steps):
         for contestant in contestants:
             contestant.step(rows)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from colograd.parallel import faults
 from colograd.parallel.faults import ends_together
-from colograd.parallel.ranks import RankError, join, rank, together, world_size
+from colograd.parallel.ranks import RankError, join, on_all_ranks, rank, world_size
 from colograd.runtime import process
 
 FAULT = sys.argv[1]
@@ -60,7 +60,7 @@ def begin() -> None:
 @ends_together("training")
 def train() -> None:
     if FAULT == "caught":
-        with together("the forward"):
+        with on_all_ranks("the forward"):
             if is_failing():
                 raise torch.OutOfMemoryError("no room on the last rank")
     if is_failing():

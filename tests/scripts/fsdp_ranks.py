@@ -36,7 +36,7 @@ from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.layers import compile_layers
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import dummy, lay_out, plan_rows
+from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.sharding import Sharding
 from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.whole import WholeCopies
@@ -197,7 +197,7 @@ def frozen(model: Any, way: Sharding) -> float:
     """How far a second model that is cut likewise is from the policy it was made from."""
     reference = fresh().eval()
     way.share_frozen(reference)
-    row = lay_out(rows()[rank()])
+    row = collate(rows()[rank()])
     with torch.no_grad():
         return float((policy_logprobs(model, row, 1.0)[0] - policy_logprobs(reference, row, 1.0)[0]).abs().max())
 

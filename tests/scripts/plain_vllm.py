@@ -17,7 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 def gemma3() -> contextlib.AbstractContextManager[None]:
     """What an engine of Gemma 3 is built with on a CPU."""
-    from colograd.engine.both_ways import both_ways
+    from colograd.engine.bidirectional_images import both_ways
     from colograd.engine.images import find_gemma3
 
     find_gemma3()

@@ -70,7 +70,7 @@ def parity(trainer: GRPOTrainer) -> tuple[float, list[list[int]]]:
     def sample() -> Any:
         return [*trainer.engine.generate(prompts, sampling, version=trainer.state.global_step, seed=5)]
 
-    groups: list[Any] = [group for part in gather(trainer.engine.lead(sample, others=[])) for group in part]
+    groups: list[Any] = [group for part in gather(trainer.engine.on_engine_leader(sample, others=[])) for group in part]
     scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
     worst = 0.0
     for row in pack(scored, 4096, False, torch.device("cpu")):

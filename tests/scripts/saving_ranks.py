@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from colograd.parallel.ranks import gather, rank, world_size
 from colograd.training import checkpoints, saving
-from colograd.training.file_images import Images
+from colograd.training.host_files import Images
 from colograd.training.saving import Save, Saves
 
 

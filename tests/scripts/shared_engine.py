@@ -28,7 +28,7 @@ from colograd.batch import Group, Prompt, ScoredGroup
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import Engine
-from colograd.parallel.ranks import together
+from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.conversations import Conversations
@@ -187,8 +187,8 @@ def main() -> None:
         before, found = steps, {}
         work: Callable[[], Groups | None] = getattr(cases, name)
         try:
-            with together(f"the case {name}"):
-                led = engine.lead(work, others=None)
+            with on_all_ranks(f"the case {name}"):
+                led = engine.on_engine_leader(work, others=None)
             found["tokens"] = None if led is None else tokens(led)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             if fault:

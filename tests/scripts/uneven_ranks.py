@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.batch import DrawnStep, FinishReason, Group, Prompt, Rollout, ScoredGroup, StepBatch
+from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep, ScoredGroup, StepBatch
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import SAPOLoss
@@ -24,7 +24,7 @@ from colograd.parallel.gradients import sum_gradients
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import PackingRules, lay_out
+from colograd.policy.packing import PackingRules, collate
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
 from colograd.rollout.rounds import draw
@@ -59,7 +59,7 @@ class Outcomes:
     def judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         return ScoredGroup(group, rewards, rewards[:, 0] - rewards.mean())
 
-    def collect(self, prompts: list[Prompt], rules: PackingRules) -> tuple[StepBatch, DrawnStep]:
+    def collect(self, prompts: list[Prompt], rules: PackingRules) -> tuple[StepBatch, SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
         (drawn,) = draw([prompts], stages, PhaseTimes())
         statistics = RolloutStatistics.of(drawn.sampled, lambda rewards: rewards[:, 0], rules.mask_truncated)
@@ -77,7 +77,7 @@ def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -
     batch, drawn = Outcomes().collect(prompts, rules)
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
-    for row in map(lay_out, batch.rows):
+    for row in map(collate, batch.rows):
         logprobs, _ = policy_logprobs(model, row, 1.0)
         weight = (logprobs.detach() - row.sampler_logprobs).exp()
         loss = -(weight * row.advantages * row.loss_mask * logprobs).sum().double() / batch.num_loss_tokens
@@ -107,7 +107,7 @@ def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
     batch = with_step_entropy(batch, objective, 0.1, lambda row: policy_logprobs(model, row, 1.0)[1])
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
-    for row in map(lay_out, batch.rows):
+    for row in map(collate, batch.rows):
         loss = objective(*policy_logprobs(model, row, 1.0, objective.needs_entropy_gradient(row)), row).loss
         (loss / objective.denominator(batch)).backward()
         total += loss.detach() / objective.denominator(batch)
@@ -115,7 +115,7 @@ def entropy_step(model: Any, max_tokens: int) -> dict[str, Any]:
     if world_size() > 1:
         dist.all_reduce(total)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
-    return {"loss": total.item(), "gradient": gradient, "tokens": batch.rows[0].step_entropy.tokens}
+    return {"loss": total.item(), "gradient": gradient, "tokens": batch.rows[0].step_constants.tokens}
 
 
 def main() -> None:

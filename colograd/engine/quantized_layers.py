@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..policy.packed import PackedWeight
+from ..policy.quantized_layers import PackedWeight
 from .building import replaced
 
 # The policy's weights behind each layer of vLLM's model, by its name. What is fused there has several.

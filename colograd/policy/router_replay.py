@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..batch import UNTOLD, MicroBatch
+from ..batch import UNKNOWN, MicroBatch
 from .layers import decoder_layers
 from .lora import unwrap
 from .packing import NOBODY
@@ -108,7 +108,7 @@ def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: 
     if router.replayed is None:
         return None
     logits, shares, own = output
-    known = router.replayed[:, :1] != UNTOLD
+    known = router.replayed[:, :1] != UNKNOWN
     chosen = torch.where(known, router.replayed.long(), own)
     with torch.no_grad():
         strange = (chosen[:, :, None] != own[:, None, :]).all(-1)
@@ -126,5 +126,5 @@ def replay_figures(model: Any, micro_batch: MicroBatch) -> dict[str, tuple[Any, 
     if micro_batch.experts is None:
         return {"router/replayed": (0.0, tokens)}
     strange, choices = torch.stack([router.apart for router in routers_of(unwrap(model))]).sum(0)
-    told = (micro_batch.experts[:, 0, 0] != UNTOLD).sum()
+    told = (micro_batch.experts[:, 0, 0] != UNKNOWN).sum()
     return {"router/replayed": (told, tokens), "router/disagreement": (strange, choices)}

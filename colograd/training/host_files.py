@@ -56,7 +56,7 @@ class Image:
         return memoryview(self._buffer)
 
 
-class Images:
+class HostFiles:
     """The images of one rank's files, by name."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ CALLS = 64  # of rewards, and of tools
 KEPT = 4096  # looks until every other one is dropped
 
 
-class Lanes:
+class Timeline:
     """Collects between `begin` and `take`; at other times it hears nothing."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ EVERY = 0.05  # seconds between two looks
 _numbers = itertools.count(1)  # of the boards of this process: all ranks make theirs in the same order
 
 
-class Board:
+class RankNotes:
     """Where each rank leaves one note under a subject, and may read the others'."""
 
     def __init__(self) -> None:
