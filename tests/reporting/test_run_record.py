@@ -23,6 +23,7 @@ from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, load_of, watched
 from colograd.policy.logprobs import policy_logprobs
 from colograd.reporting import timeline as lanes_module
+from colograd.reporting.group_views import chosen_groups, sample_entries
 from colograd.reporting.run_record import (
     EVENTS,
     FOLDER,
@@ -34,8 +35,8 @@ from colograd.reporting.run_record import (
     json_line,
     samples_of,
 )
-from colograd.reporting.samples import Pieces, chosen_groups, sample_entries
 from colograd.reporting.timeline import CALLS, POINTS, Timeline, curve, merged, tail
+from colograd.reporting.token_texts import TokenTexts
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.tool_format import ToolCall
 from colograd.rollout.toolbox import Toolbox
@@ -248,10 +249,10 @@ def scored(position: int, rewards: list[float], lengths: list[int], **changes: A
 def test_the_pieces_of_a_completion_join_to_it() -> None:
     tokenizer = tiny.make_tokenizer()
     ids = tokenizer.encode(" grün\n✓") + [tokenizer.eos_token_id]
-    pieces = Pieces(tokenizer)(ids)
+    pieces = TokenTexts(tokenizer)(ids)
     assert pieces[:3] == [" ", "g", "r"] and pieces[-1] == "<end>"
     assert pieces[3:5] == ["\\xc3", "\\xbc"], "bytes that are no UTF-8 alone"
-    plain = Pieces(tokenizer)(tokenizer.encode("1 + 1\t= 2"))
+    plain = TokenTexts(tokenizer)(tokenizer.encode("1 + 1\t= 2"))
     assert "".join(plain) == "1 + 1\t= 2"
 
 
@@ -262,7 +263,7 @@ def test_pieces_of_a_vocabulary_that_marks_spaces() -> None:
     words = {"▁the": 0, "▁c": 1, "at": 2, "<0xE2>": 3, "</s>": 4}
     backend = Tokenizer(models.BPE(vocab=words, merges=[]))
     backend.decoder = decoders.Metaspace()
-    pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    pieces = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
     assert pieces([0, 1, 2, 3, 4]) == [" the", " c", "at", "\\xe2", "</s>"]
 
 
@@ -286,7 +287,7 @@ def test_a_long_completion_is_cut_and_says_so() -> None:
     group = scored(5, [0.0, math.nan], [6000, 2], advantages=torch.arange(6002) / 10)
     known = {RolloutId(5, 0): torch.zeros(6000)}
     long, short = sample_entries(
-        [(group, [0.0, math.nan])], 3, "train", ["right"], known, Pieces(tokenizer), mask_truncated=False
+        [(group, [0.0, math.nan])], 3, "train", ["right"], known, TokenTexts(tokenizer), mask_truncated=False
     )
     assert long["cut"] and "cut" not in short
     for name in ("tokens", "sampler", "trainer", "advantage", "mask", "sampled"):
@@ -298,7 +299,7 @@ def test_a_long_completion_is_cut_and_says_so() -> None:
 def test_what_is_recorded_of_a_step_is_bounded() -> None:
     """Two groups of 16 completions of 4,096 tokens: a megabyte, in some hundredths of a second."""
     tokenizer, groups = tiny.make_tokenizer(), [(scored(p, [0.0] * 16, [4096] * 16), [0.0] * 16) for p in (0, 1)]
-    pieces, started = Pieces(tokenizer), time.process_time()
+    pieces, started = TokenTexts(tokenizer), time.process_time()
     lines = [json_line(entry) for entry in sample_entries(groups, 1, "train", ["f"], {}, pieces, False)]
     assert len(lines) == 32 and sum(map(len, lines)) < 2**20
     assert time.process_time() - started < 2

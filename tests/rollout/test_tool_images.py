@@ -43,8 +43,9 @@ from colograd.engine.sampling import Sampling
 from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
+from colograd.reporting.group_views import sample_entries
 from colograd.reporting.run_record import json_line
-from colograd.reporting.samples import Pieces, sample_entries
+from colograd.reporting.token_texts import TokenTexts
 from colograd.rollout import journal
 from colograd.rollout.conversations import Conversations
 from colograd.rollout.journal import Recorded
@@ -333,7 +334,7 @@ def test_reward_functions_get_the_pictures(trained: Any) -> None:
 @pytest.mark.engine
 def test_samples_show_small_pictures_and_no_large_ones(trained: Any) -> None:
     trainer, groups, _ = trained
-    pieces = Pieces(trainer.policy.tokenizer)
+    pieces = TokenTexts(trainer.policy.tokenizer)
     told = [(scored(group), [0.0] * len(group.rollouts)) for group in groups[:2]]
     for entry in sample_entries(told, 1, "train", ["r"], {}, pieces, False):
         rollout = groups[[g.position for g in groups].index(entry["position"])].rollouts[entry["index"]]
