@@ -5,9 +5,7 @@ It looks at the gradient's norm before the weights change, casts, logs, saves, a
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,16 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..config import GRPOConfig
 from ..engine.queue_order import LengthHistory
+from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..policy.loading import Policy
-from ..reporting.console import Console, Timekeeper
+from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
 from ..weights import state_dict_on_host
+from .learner import Learner
+from .reading import reading
 from .recording import Recorder
 from .resuming import ResumableTrainer
 
@@ -32,6 +33,7 @@ class PackedTrainer(ResumableTrainer):
 
     policy: Policy
     rewards: list[RewardFunction]
+    learner: Learner
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -42,16 +44,13 @@ class PackedTrainer(ResumableTrainer):
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self._logs: list[dict[str, float]] = []  # one entry per step since the last log
-        self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
-        self._step_started = 0.0
+        self._unlogged: list[dict[str, float]] = []  # the metrics of each step since the last log
         self._gathered: dict[str, torch.Tensor] | None = None  # the weights to be saved, of a policy that is cut
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         self.add_callback(self.console)
-        self.add_callback(Timekeeper(self.times, self._finish_step))
-        self.run_record = Recorder(self, self.is_world_process_zero())
-        self.add_callback(self.run_record)
+        self.recorder = Recorder(self, self.is_world_process_zero())
+        self.add_callback(self.recorder)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """And this rank's history of lengths, which says what the engine's batches will be."""
@@ -59,27 +58,25 @@ class PackedTrainer(ResumableTrainer):
         if self.args.layout.engine_place == 0:  # which has seen them
             self.lengths.save(output_dir, self.args.layout.data_rank)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """And a reference that has moved, which a resumed run needs too."""
+        watchdog.progress("saving the optimizer")
+        super()._save_optimizer_and_scheduler(output_dir)
+        watchdog.progress()
+        if self.learner.reference is not None and self.args.should_save:
+            self.learner.reference.save(output_dir, self.write_tensors)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:  # here and not with the random state, which comes after the first generation
-            self.lengths.load(checkpoint, self.args.layout.data_rank)
+        if checkpoint is None:
+            return
+        self.lengths.load(checkpoint, self.args.layout.data_rank)
+        if self.learner.reference is not None:
+            with reading(checkpoint, "the reference"):
+                self.learner.reference.load(checkpoint)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not before the engine is built: the policy then moves into its memory (see `weights.publisher`)."""
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> float:
-        with self.times.phase("optimizer"):
-            return self.sharding.clip(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
-        """The norm of the whole gradient; and the last look before the weights change."""
-        norm = self.figures["grad_norm"] = self.sharding.clip(math.inf) if grad_norm is None else grad_norm
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
-                "weights are touched. Lower learning_rate, or train with dtype: float32."
-            )
-        return norm
 
     def compute_loss_context_manager(self) -> Any:
         """bfloat16 autocast where it is asked for. (accelerate would put it into the model, which stays unwrapped.)"""
@@ -94,13 +91,13 @@ class PackedTrainer(ResumableTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means of the steps since the last log; at the end of training, of those that were never logged."""
-        if self._logs and ("loss" in logs or "train_loss" in logs):
-            names = dict.fromkeys(name for entry in self._logs for name in entry)
+        if self._unlogged and ("loss" in logs or "train_loss" in logs):
+            names = dict.fromkeys(name for entry in self._unlogged for name in entry)
             for name in names:
-                values = [entry[name] for entry in self._logs if name in entry]
+                values = [entry[name] for entry in self._unlogged if name in entry]
                 logs[name] = sum(values) / len(values)
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
-            self._logs = []
+            self._unlogged = []
         super().log(logs, start_time)
 
     # -- saving
@@ -166,22 +163,6 @@ class PackedTrainer(ResumableTrainer):
             base_dtype=str(self.model.dtype).removeprefix("torch."),
         )
         write_card(folder, run=facts)
-
-    def _finish_step(self) -> None:
-        """After the optimizer: the step's times, its line, and whether SIGTERM asks for the end."""
-        entry = self._logs[-1]
-        entry |= self.times.take() | self.sharding.traffic.take()
-        entry["step_time"] = time.perf_counter() - self._step_started
-        explained = sum(value for name, value in entry.items() if name.startswith("time/"))
-        entry["time/other"] = entry["step_time"] - explained
-        self.tell_step(entry)
-
-    def tell_step(self, entry: Mapping[str, float]) -> None:
-        """Say what became of the step that has ended, and note its figures beside what it was trained on."""
-        if self.journal is not None and self.args.layout.is_main:
-            self.journal.note(self.state.global_step, self.figures)
-        self.console.step(self.state.global_step, self.state.max_steps, entry)
-        self.run_record.step(entry)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
