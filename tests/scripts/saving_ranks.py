@@ -1,4 +1,4 @@
-"""Two ranks save together. Started by tests/test_saving.py.
+"""Two ranks save together. Started by tests/training/test_saving.py.
 
 torchrun --nproc-per-node 2 saving_ranks.py FOLDER
 """
@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from colograd.parallel.ranks import gather, rank, world_size
 from colograd.training import checkpoints, saving
-from colograd.training.host_files import Images
+from colograd.training.host_files import HostFiles
 from colograd.training.saving import Save, Saves
 
 
 def save_of(run_dir: Path, step: int, apart: bool = False) -> Save:
-    images, name = Images(), f"part-{rank()}.safetensors"
+    images, name = HostFiles(), f"part-{rank()}.safetensors"
     images.put({"w": torch.full((1000,), float(rank()))}, name)
     leads = apart or rank() == 0
     return Save(
