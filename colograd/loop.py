@@ -72,9 +72,8 @@ class Loop:
             groups = sampler.collect(batch)
             for work in learner.schedule(groups):
                 self._tell("on_step_begin")
-                trainer._tr_loss += trainer.training_step(
-                    trainer.model, work
-                )  # `learner.train(work)`, and what wraps it
+                # `learner.train(work)`, in a method that a subclass may wrap.
+                trainer._tr_loss += trainer.training_step(trainer.model, work)
                 self._update(epoch)
                 trainer.report_step(learner.finish_step())
                 self._log_evaluate_save()
