@@ -25,6 +25,7 @@ from .data import PromptLoader, StreamLoader
 from .engine.arguments import compiles
 from .loop import Loop
 from .losses.advantages import AdvantageEstimator
+from .losses.objective import Objective
 from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import on_all_ranks
@@ -219,6 +220,11 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def replaces(self, stage: str) -> bool:
         """Whether a subclass, or this object, has a stage of its own."""
         return getattr(getattr(self, stage), "__func__", None) is not getattr(GRPOTrainer, stage)
+
+    @property
+    def loss(self) -> Objective:
+        """The objective that `compute_loss` applies, for a subclass with a term of its own."""
+        return self.learner.objective
 
     @property
     def evaluating(self) -> bool:
