@@ -204,7 +204,7 @@ def _fsdp(sizes: PolicySizes, ranks: int, engine: int, reshard: bool) -> Held:
     """Everything is cut, and owned by ``ranks``; 0: by their hosts.
 
     And of the largest block (a layer, the head, the embedding) there is what a pass makes of it: of a bfloat16 policy
-    tests/test_fsdp.py finds 13 to 15.5 bytes per element.
+    tests/sharding/test_fsdp.py finds 13 to 15.5 bytes per element.
     """
     largest = max(sizes.block, sizes.largest)
     kept = 0 if reshard else sizes.itemsize * (sizes.elements - sizes.rest)

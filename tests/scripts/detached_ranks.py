@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 detached_ranks.py MODEL OUT_DIR
 
-Started by tests/test_tensor_parallel.py. Each rank writes what was shown of the whole engine at once, and of each
-parameter that the last rank had a copy of, whether all at once or one by one it was found.
+Started by tests/engine/test_tensor_parallel.py. Each rank writes what was shown of the whole engine at once, and of
+each parameter that the last rank had a copy of, whether all at once or one by one it was found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path += [str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()]
 
 import tiny
 import torch

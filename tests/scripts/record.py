@@ -1,4 +1,6 @@
-"""Train the tiny model and record every step; die by SIGKILL at a given moment. Started by tests/test_resume.py.
+"""Train the tiny model and record every step; die by SIGKILL at a given moment.
+
+Started by tests/training/test_resume.py.
 
     python record.py MODEL RUN_DIR RECORD.jsonl [KILL_AT]
 
@@ -16,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 same_rollouts.py MODEL OUT_DIR '{"vllm_tensor_parallel_size": 2}' [FAULT]
 
-Started by tests/test_tensor_parallel.py. The third argument changes the configuration, and
+Started by tests/engine/test_tensor_parallel.py. The third argument changes the configuration, and
 `{"lora": true}` trains an adapter, `{"sampled": true}` what the engine samples. After training, each rank's
 weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.
 FAULT: `reward` (rank 0's raises in the second step), `loss` (a NaN on the last rank), `memory` (the last rank runs out
@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path += [str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()]
 
 import tiny
 import tiny_images

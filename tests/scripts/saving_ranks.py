@@ -1,4 +1,4 @@
-"""Two ranks save together. Started by tests/test_saving.py.
+"""Two ranks save together. Started by tests/checkpoint/test_saving.py.
 
 torchrun --nproc-per-node 2 saving_ranks.py FOLDER
 """
