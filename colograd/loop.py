@@ -129,8 +129,9 @@ class Loop:
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
-            trainer._save_checkpoint(trainer.model, None)
-            self._tell("on_save")
+            if trainer.checkpointer.save():
+                self._tell("on_save")
+            trainer.control.should_save = False
 
     def _log(self) -> None:
         """The mean loss since the last log, to which `GRPOTrainer.log` adds the other metrics."""

@@ -2,7 +2,7 @@
 
     sampler        rollout/sampler.py       prompts -> scored groups: generate, score, compute_advantages
     learner        training/learner.py      scored groups -> optimizer steps -> gradients: compute_loss
-    checkpointer   training/...             checkpoints, resuming, the end on SIGTERM
+    checkpointer   training/checkpointer.py  checkpoints, resuming, the end on SIGTERM
     recorder       training/recording.py    what the run's report is made of
 
 `loop.py` is the training loop that calls them. To change one stage, override `generate`, `score`,
@@ -44,13 +44,13 @@ from .training.learner import Learner
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
 from .training.step_batches import packing_rules
 from .training.task import Given, Task, prepare, prepared_config
-from .training.transformers_seam import PackedTrainer
+from .training.transformers_seam import SeamTrainer
 from .training.trl_names import TRLNames
 
 S = TypeVar("S", bound=Sampler)
 
 
-class GRPOTrainer(TRLNames, PackedTrainer):
+class GRPOTrainer(TRLNames, SeamTrainer):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
@@ -130,8 +130,8 @@ class GRPOTrainer(TRLNames, PackedTrainer):
     def _build(self, task: Task) -> None:
         """Put the parts together: the engine beside the policy, the sampler, the learner. A collective."""
         args: GRPOConfig = self.args
-        self.closing.callback(self.stop_signal.remove)
-        self.closing.callback(self._finish_alone)
+        self.closing.callback(self.checkpointer.stop_signal.remove)
+        self.closing.callback(self.checkpointer.finish_alone)
         if args.optim == "adamw_split" and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
         names = [reward.name for reward in task.rewards]
@@ -244,7 +244,7 @@ class GRPOTrainer(TRLNames, PackedTrainer):
 
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
+        """As in transformers; `SeamTrainer.train` resumes and stops."""
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self.learner.pending, self._unlogged = [], []
         self.sampler.take_counts()  # drop what a step counted before it failed

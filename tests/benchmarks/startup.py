@@ -44,7 +44,7 @@ STAGES = {
         "assemble": "engine and policy brought together",
         "choose_kernels": "kernels",
         "resolve_by_memory": "memory plan",
-        "PackedTrainer.__init__": "transformers.Trainer",
+        "SeamTrainer.__init__": "transformers.Trainer",
         "GRPOTrainer.train": "train: until the first generation",
     },
     "colograd.training.task": {

@@ -445,9 +445,9 @@ def test_how_a_run_ends_is_told_also_where_it_fails_or_is_stopped(recorded: Any,
     failed = ends(ValueError(f"the file {tmp_path}/a is missing"))
     assert failed["status"] == "failed" and failed["error"] == "ValueError: the file a is missing"
     assert ends(KeyboardInterrupt())["status"] == "stopped"
-    trainer.stop_signal.received = True
+    trainer.checkpointer.stop_signal.received = True
     assert ends(None)["status"] == "stopped"
-    trainer.stop_signal.received = False
+    trainer.checkpointer.stop_signal.received = False
 
 
 class Reinforce(GRPOTrainer):
