@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from paths import ROOT, TESTS
 
 PACKAGE = ROOT / "colograd"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -118,6 +118,27 @@ def test_no_module_is_named_like_a_package() -> None:
     taken = others | sys.stdlib_module_names
     names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert not (names - {"__init__"}) & taken
+
+
+@pytest.mark.parametrize("folder", [path.parent for path in FILES if path.name == "__init__.py"], ids=lambda p: p.name)
+def test_each_folder_says_what_it_is_for(folder: Path) -> None:
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+def test_the_tests_lie_where_the_packages_folders_are() -> None:
+    """`tests/engine` tests `colograd/engine`; `tests/house` has the tests of the whole."""
+    others = {"house", "helpers", "scripts", "benchmarks", "soak"}
+    there = {path.name for path in TESTS.iterdir() if any(path.glob("*.py"))}
+    assert there - others <= {path.name for path in PACKAGE.iterdir()}
+    assert not list(TESTS.glob("test_*.py"))
+
+
+def test_no_test_imports_another() -> None:
+    """Pieces that several tests use lie in tests/helpers."""
+    tests = {path.stem for path in TESTS.rglob("test_*.py")}
+    for path in TESTS.rglob("*.py"):
+        named = {name.split(".")[0] for name in imports(path)}
+        assert not named & tests, path
 
 
 @each_file
