@@ -23,7 +23,7 @@ from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rewards import Ready, Scorer, Scoring
 from .journal import Journal
-from .rounds import draw, roll_out, unscored
+from .rounds import roll_out, sample_steps, unscored
 from .stages import RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
 from .tool_format import with_messages
@@ -148,14 +148,16 @@ class Sampler:
             return extra_prompts(dataset, config, self.hooks.state.global_step, drawn, count)
 
         rounds = config.dynamic_sampling_max_rounds if config.dynamic_sampling else 0
-        return draw(prompts, self.stages(), self.times, config.reward_call == "all", rounds, more_prompts)
+        return sample_steps(prompts, self.stages(), self.times, config.reward_call == "all", rounds, more_prompts)
 
     # -- the stages
 
     def stages(self) -> Stages:
         """The stages from prompts to scored groups, as the trainer's hooks have them."""
         journal = self.journal if self.hooks.is_in_train else None
-        return Stages(self.hooks.generate, self._begin_score, self._judge, self.scorer.take_logged, journal)
+        return Stages(
+            self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged, journal
+        )
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
         """Sample each prompt's group for the present purpose; yield groups as they finish."""
@@ -191,7 +193,7 @@ class Sampler:
         """The group with its rewards and the advantages that the trainer's hook computes."""
         return ScoredGroup(group, rewards, checked_advantages(self.hooks.compute_advantages(group, rewards), group))
 
-    def _judge(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
+    def _advantages_for_purpose(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         if self.purpose is Purpose.EVALUATION:  # its loss, if one is wanted, asks for advantages later
             return ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))
         return self.add_advantages(group, rewards)

@@ -23,7 +23,7 @@ from colograd.losses.advantages import (
 from colograd.policy.packing import PackingRules, collate, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import draw
+from colograd.rollout.rounds import sample_steps
 from colograd.rollout.stages import Stages
 from colograd.training.step_batches import trainable
 
@@ -257,7 +257,7 @@ class Made:
 
     def draw(self, max_rounds: int = 0) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
-        drawn = draw(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
+        drawn = sample_steps(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
         return scale_over_steps(drawn, self.estimator)
 
 
