@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # for the tests and what they start
-sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]
 
 from families import pytest_addoption, pytest_runtest_makereport, pytest_sessionfinish, tried  # noqa: F401
 

@@ -1,7 +1,7 @@
 """A run's folder as plain data: its events, or the history in `trainer_state.json` of a run without events.
 
-`RecordedRun.refresh` reads only new lines, and numbers each change: `colograd watch` sends a page all that changed after
-the number that the page has. Memory is bounded by steps, not by completions; a rollout's curves are kept packed.
+`RecordedRun.refresh` reads only new lines, and numbers each change: `colograd watch` sends a page the changes after the
+number that it has. Memory is bounded by steps, not by completions; a rollout's curves are kept packed.
 """
 
 from __future__ import annotations
@@ -335,4 +335,4 @@ def _histogram(value: Any) -> dict[str, list[float]]:
     edges, counts = _numbers(given.get("edges"), 129, 4), [whole(count) for count in items(given.get("counts"))[:128]]
     if edges is None or len(edges) != len(counts) + 1 or not counts or None in counts:
         return {}
-    return {"edges": edges, "counts": counts}  # type: ignore[dict-item]
+    return {"edges": edges, "counts": counts}

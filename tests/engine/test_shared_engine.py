@@ -6,22 +6,11 @@ without a leader, is the same, so the engines agree.
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
-import launcher
 import pytest
 import tiny
-from paths import SCRIPTS
-
-
-def start(script: str, ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return launcher.run(SCRIPTS / script, *arguments, ranks=ranks)
-
-
-def results(folder: Path, ranks: int) -> list[dict]:
-    return [json.loads((folder / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
+from engine_ranks import results, start
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,11 @@ import pytest
 import tiny
 import tiny_images
 import torch
-from test_images import OTHERS
-from test_shared_engine import results, start
+from engine_ranks import TWO, results, run, start
+from image_cases import OTHERS
 from torch import nn
 
 from colograd.weights.mapping import Slice, UnmappedParameter, map_parameters
-
-TWO = {"vllm_tensor_parallel_size": 2}
-
-
-def run(model: Path, folder: Path, ranks: int, **changes: Any) -> list[dict]:
-    done = start("same_rollouts.py", ranks, model, folder, json.dumps(changes))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return results(folder, ranks)
 
 
 def weights(folder: Path, ranks: int) -> list[dict[str, torch.Tensor]]:

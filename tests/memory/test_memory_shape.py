@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from saved_tensors import kept
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
@@ -41,24 +41,6 @@ def test_an_engine_s_ranks_have_a_part_of_each_layer_and_a_key_head_at_least() -
     assert (two.keys, four.keys) == (HEAD, HEAD), "two key heads on four ranks: each is there twice"
     assert (four.queries, four.intermediate, four.vocabulary) == (HEAD, INNER // 4, VOCABULARY // 4)
     assert (four.hidden, four.layers) == (HIDDEN, LAYERS) and shape.split(1) == shape
-
-
-def kept(model: Any, forward: Callable[[], Any]) -> int:
-    """Bytes that autograd holds for the backward pass, each storage once, without the parameters."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
-    alive: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            found[storage.data_ptr()] = storage.nbytes()
-        alive.append(tensor)  # so that no address is used twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert forward().requires_grad
-    return sum(found.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import attention_cases
 import pytest
-import test_attention
 import torch
 from loss_cases import KNOBS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +74,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
 
 
 def row_on(place: torch.device) -> MicroBatch:
-    (row,) = pack(test_attention.make_groups(), 1000, False, place)
+    (row,) = pack(attention_cases.make_groups(), 1000, False, place)
     return row
 
 
@@ -85,7 +85,7 @@ def loss_of(name: str) -> TokenLoss:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2, window in one layer", "gemma3", "phi3"])
 def test_forward_loss_and_backward_of_a_row(family: str, device: Sent) -> None:
-    model, row = test_attention.packed_copy(test_attention.make_model(family)).to(META), row_on(META)
+    model, row = attention_cases.packed_copy(attention_cases.make_model(family)).to(META), row_on(META)
     device.copies.clear()
     logprobs, entropy = policy_logprobs(model, row, 0.9)
     (Objective(loss_of("dapo"))(logprobs, entropy, row).loss / 3).backward()
@@ -119,7 +119,7 @@ def test_a_step_s_losses_are_read_once_when_all_is_on_its_way(monkeypatch: pytes
     monkeypatch.setattr(
         "colograd.training.loss_pass.numbers", lambda losses: reads.append(len(losses)) or numbers(losses)
     )
-    (row,) = plan_rows(test_attention.make_groups(), 1000, False, torch.device("cpu"))
+    (row,) = plan_rows(attention_cases.make_groups(), 1000, False, torch.device("cpu"))
     values = iter((1.0, float("nan"), 2.0))
     step = StepBatch((row,) * 3, 1, 1, {}, (), version=4)
     weight = torch.ones((), requires_grad=True)
@@ -144,7 +144,7 @@ def test_numbers_come_in_their_order_from_wherever_they_are() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2, window in one layer", "gemma3"])
 def test_a_gpu_is_waited_for_nowhere(family: str, checkpointing: bool) -> None:
     """By torch's own watch over synchronisations, rows on their way to the device included."""
-    model = test_attention.packed_copy(test_attention.make_model(family), checkpointing).to("cuda", torch.bfloat16)
+    model = attention_cases.packed_copy(attention_cases.make_model(family), checkpointing).to("cuda", torch.bfloat16)
     objective, where = Objective(loss_of("dapo"), **(EVERYTHING | {"beta": 0.0})), torch.device("cuda", 0)
     for mode in ("default", "error"):  # the first pass makes what is kept
         torch.cuda.set_sync_debug_mode(mode)

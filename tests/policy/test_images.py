@@ -3,7 +3,6 @@ and runs with the real vLLM, where torchvision is there."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import time
@@ -19,9 +18,19 @@ import tiny
 import tiny_images
 import torch
 from datasets import Dataset
-from paths import RECIPES, SCRIPTS
+from image_cases import (
+    GEMMA3,
+    OTHERS,
+    PACKED,
+    RANKS,
+    groups_of,
+    logprobs_of_transformers,
+    loss_and_gradients,
+    weights_after,
+)
+from paths import RECIPES
 from PIL import ExifTags, Image
-from test_memory_shape import kept
+from saved_tensors import kept
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
@@ -37,14 +46,7 @@ from colograd.policy.supported import check_supported
 from colograd.weights.adapter import AdapterWeights
 from colograd.weights.merged import MergedWeights
 
-RANKS = SCRIPTS / "two_ranks.py"
-PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
 WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
-
-
-def needs(*libraries: str) -> Any:
-    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"the family's processor needs {' and '.join(missing)}")
 
 
 # -- data
@@ -153,34 +155,6 @@ def test_thumbnails_are_few_and_small_and_a_report_takes_nothing_else() -> None:
 # -- the policy's rows
 
 
-def groups_of(model: Any, family: str, completions: int = 3) -> list[ScoredGroup]:
-    """Two prompts with one and two pictures and one without; one completion has an image token that was sampled."""
-    asked = [tiny_images.made_up(model, family, 1, 1), tiny_images.made_up(model, family, 2, 2), ModelInput((3, 4, 5))]
-    draw, found = torch.Generator().manual_seed(0), []
-    for position, prompt in enumerate(asked):
-        rollouts = []
-        for index in range(completions):
-            ids = torch.randint(5, 250, (3 + index + position,), generator=draw).tolist()
-            ids[1] = model.config.image_token_id if index == 1 and position == 0 else ids[1]
-            rollouts.append(
-                Rollout(prompt, ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
-            )
-        advantages = torch.tensor([1.0, -0.5, 0.25][:completions])
-        found.append(ScoredGroup(Group({}, tuple(rollouts), position), torch.zeros(completions, 1), advantages))
-    return found
-
-
-def loss_and_gradients(model: Any, groups: list[ScoredGroup], share: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    total = 0.0
-    for row in pack(groups, 400, False, torch.device("cpu"), share_prompts=share):
-        logprobs, _ = policy_logprobs(model, row, 1.0)
-        loss = (logprobs * row.advantages).sum()
-        loss.backward()
-        total += float(loss)
-    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tried: Callable[..., None]) -> None:
     model, _ = tiny_images.random_model(family)
@@ -191,7 +165,7 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, trie
     images.set_attention(model, "sdpa")
     padded = loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
-    assert packed[1].keys() == padded[1].keys() and any(images.attends_to(name) for name in packed[1])
+    assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
     worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
     assert worst < 1e-4, worst
     tried(family, "packed", padded="where forced")
@@ -263,19 +237,13 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does() -> None:
     for family in PACKED:
         model, _ = tiny_images.random_model(family)
         assert images.freeze_tower(model) > 0
-        trained = {name for name, p in model.named_parameters() if p.requires_grad and images.attends_to(name)}
+        trained = {name for name, p in model.named_parameters() if p.requires_grad and images.sees(name)}
         assert trained and all({*name.split(".")} & {*images.PROJECTORS} for name in trained), trained
 
 
 # -- runs
 
 
-# Processors that read videos too need more than the environment of the tests has.
-OTHERS = [
-    pytest.param("smolvlm", marks=[needs("torchvision", "num2words"), pytest.mark.slow]),
-    *(pytest.param(family, marks=[needs("torchvision"), pytest.mark.slow]) for family in ("qwen2_5_vl", "qwen3_vl")),
-]
-GEMMA3 = pytest.param("gemma3_vl", marks=pytest.mark.slow)
 COPIED = pytest.param("copied", marks=pytest.mark.slow)
 
 
@@ -305,7 +273,7 @@ def test_a_family_trains(
 
     assert trainer.engine.vllm_config.scheduler_config.disable_chunked_mm_input == (family == "gemma3_vl")
     trainer.weights.publish = publish_and_compare
-    tower = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.attends_to(name)}
+    tower = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.sees(name)}
     trainer.train()
     trainer.publish()
     assert trainer.policy.why_padded == "" and all(len(of) == 2 for of in pictures)
@@ -353,14 +321,6 @@ def compare_with_what_was_saved(trainer: GRPOTrainer, saved: Path, scratch: Path
     torch.testing.assert_close(plain[-12:], ours, rtol=0, atol=1e-4)
 
 
-@torch.no_grad()
-def logprobs_of_transformers(model: Any, asked: ModelInput, completion: list[int]) -> torch.Tensor:
-    ids = torch.tensor([[*asked.ids, *completion]])
-    seen = images.own_inputs(asked.images, len(completion))
-    rows = model(input_ids=ids, attention_mask=torch.ones_like(ids), **seen).logits[0, len(asked.ids) - 1 : -1]
-    return rows.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-
-
 def check_log(run: Path, steps: int, images: int) -> None:
     """Each row of each step has its prompt's pictures, as `datasets` reads them."""
     files = sorted(str(path) for path in (run / "completions").glob("completions_*.parquet"))
@@ -387,10 +347,6 @@ def check_export(run: Path, folder: Path, adapted: Any, family: str) -> None:
             base = adapted(**inputs).logits
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
     assert float((ours - base).abs().mean()) > 1e-3, "the adapter is in it"
-
-
-def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 @pytest.mark.engine

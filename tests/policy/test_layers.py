@@ -11,55 +11,22 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from layer_cases import make_rows, trained
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup
 from colograd.policy import layers
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import pack
 from colograd.policy.row_proof import choose_rows
 from colograd.training.adamw_split import accumulate_in_float32
 
-CPU = torch.device("cpu")
 COMPILER = os.environ.get("CXX", "g++")
 SHAPE: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0,
 }  # fmt: skip
-# Tokens of prompts and of their completions: rows of 1 to 3 groups, one of them as long as a layer is wide.
-ROWS = (
-    [[7, 3, 9, 4]],
-    [[5, 4, 3], [3, 2, 5]],
-    [[2, 2], [3, 3], [4, 4]],
-    [[24, 20, 20]],
-    [[20, 10], [3, 30, 1]],
-    [[6, 58, 64]],
-)
 # Before and after attention, each with what surrounds it in the layer.
 GRAPHS = 4
-
-
-def make_rows(device: torch.device = CPU) -> list[MicroBatch]:
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(length: int) -> list[int]:
-        return torch.randint(1, 128, (length,), generator=generator).tolist()
-
-    made = []
-    for groups in ROWS:
-        scored = []
-        for place, (prompt, *completions) in enumerate(groups):
-            asked = tuple(tokens(prompt))
-            rollouts = tuple(
-                Rollout(asked, tokens(n), torch.zeros(n), torch.ones(n).bool(), FinishReason.STOP, 0)
-                for n in completions
-            )
-            scored.append(
-                ScoredGroup(Group({}, rollouts, place), torch.zeros(len(rollouts), 1), torch.ones(len(rollouts)))
-            )
-        made += pack(scored, 1000, False, device)
-    return made
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> Any:
@@ -67,14 +34,6 @@ def make_model(dtype: torch.dtype = torch.float32) -> Any:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
     assert choose_rows(model) == ""
     return model.train()
-
-
-def trained(model: Any, row: MicroBatch) -> torch.Tensor:
-    """Log-probabilities and the gradients of a weighted sum of them, in one vector."""
-    model.zero_grad()
-    logprobs, _ = policy_logprobs(model, row, 0.7)
-    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-    return torch.cat([logprobs.detach(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -229,7 +188,7 @@ def test_a_run(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[st
     trainer = Counting(str(tiny_model), tiny.vowels, config, tiny.prompts())
     try:
         assert "torch compiles its layers" in capfd.readouterr().out
-        assert layers.is_compiled(trainer.model) and layers.is_compiled(trainer.reference.model)
+        assert layers.is_compiled(trainer.model) and layers.is_compiled(trainer.learner.reference.model)
         assert trainer.weights.describe().startswith("weights: shared") and not trainer.weights.differing()
         trainer.train()
         assert seen[0] > GRAPHS and seen == [seen[0]] * 3

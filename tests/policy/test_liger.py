@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_layers import make_rows, trained
+from layer_cases import make_rows, trained
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 

@@ -9,14 +9,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-import launcher
 import lora_cases
 import peft
 import plain_vllm
 import pytest
 import tiny
 import torch
-from paths import ROOT, SCRIPTS
+from paths import ROOT
+from quantized_cases import (
+    INT8,
+    KINDS,
+    NESTED,
+    NF4,
+    adapter_bytes,
+    check_two_ranks,
+    config,
+    same_on_both_sides,
+    steps,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mxfp4Config
 
@@ -37,24 +47,12 @@ from colograd.weights.shared import SharedWeights
 
 bnb = pytest.importorskip("bitsandbytes")
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-NESTED = {**NF4, "bnb_4bit_use_double_quant": True}
-FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
-INT8 = {"load_in_8bit": True}
-KINDS = {"NF4": NF4, "nested": NESTED, "FP4": FP4, "int8": INT8}
 MODEL, RECIPE = ROOT / "models" / "SmolLM2-135M-Instruct", ROOT / "recipes" / "grpo_qlora_smollm2_cpu.yaml"
-RANKS = SCRIPTS / "quantized_ranks.py"
 PROJECTIONS = 2 * 7  # of two layers
 
 
 def adapter(**changes: Any) -> peft.LoraConfig:
     return peft.LoraConfig(**({"r": 4, "lora_alpha": 12, "target_modules": "all-linear"} | changes))
-
-
-def config(folder: Path, settings: dict[str, Any] | None = None, dtype: str = "float32", **changes: Any) -> Any:
-    asked = {} if settings is None else {"quantization_config": settings}
-    given = {"learning_rate": 1e-2, "max_steps": 3, "model_init_kwargs": {"dtype": dtype, **asked}}
-    return tiny.config(folder, **(given | changes))
 
 
 def policy_of(model: Path, folder: Path, settings: dict[str, Any], dtype: str = "float32", **changes: Any) -> Any:
@@ -66,19 +64,6 @@ def build(
 ) -> lora_cases.Counting:
     args = config(folder, settings, **changes)
     return lora_cases.Counting(str(model), tiny.vowels, args, tiny.prompts(), peft_config=lora or adapter())
-
-
-def steps(trainer: GRPOTrainer) -> list[dict[str, float]]:
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
-
-
-def adapter_bytes(trainer: GRPOTrainer) -> int:
-    return sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
-
-
-def same_on_both_sides(trainer: GRPOTrainer) -> None:
-    found = [step["sampling/sampling_logp_difference/mean"] for step in steps(trainer)]
-    assert len(found) == 3 and max(found) < 1e-5, found
 
 
 def exported(trainer: GRPOTrainer, folder: Path) -> Path:
@@ -322,16 +307,6 @@ def test_other_families_agree_too(family, weights, tmp_path, closing, tried) -> 
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "one engine"])
 def test_two_ranks_have_the_same_base_and_the_same_adapter(sharding, tiny_model, tmp_path) -> None:
     check_two_ranks(tiny_model, tmp_path, sharding)
-
-
-def check_two_ranks(model: Path, folder: Path, *arguments: str) -> None:
-    """They have one base and one adapter, and their sampler's log-probabilities. arguments: of the script."""
-    done = launcher.run(RANKS, model, folder / "run", folder, *arguments, ranks=2)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first["base"] == second["base"] and first["adapter"] == second["adapter"]
-    assert all(difference < 1e-5 for rank in (first, second) for difference in rank["differences"])
-    assert len(first["differences"]) == 3 and not first["differing"] and not second["differing"]
 
 
 @pytest.mark.slow

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import image_cases
 import lora_cases
 import peft
 import plain_vllm
 import pytest
-import test_images
-import test_quantized
+import quantized_cases
 import tiny
 import tiny_images
 import torch
@@ -36,9 +36,9 @@ from colograd.weights.merged import MergedWeights
 
 pytest.importorskip("bitsandbytes")
 
-KINDS = test_quantized.KINDS
+KINDS = quantized_cases.KINDS
 TEXT = r".*(language|text)_model.*\.(q|v|gate)_proj"  # of the language model alone
-GEMMA3, OTHERS = test_images.GEMMA3, test_images.OTHERS
+GEMMA3, OTHERS = image_cases.GEMMA3, image_cases.OTHERS
 
 
 WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 128}  # of a tower: no row of a matrix ends within a block
@@ -52,7 +52,7 @@ def adapter(targets: Any = TEXT, **changes: Any) -> peft.LoraConfig:
 
 
 def build(model: Path, folder: Path, kind: str | None, lora: Any = None, **changes: Any) -> lora_cases.Counting:
-    args = test_quantized.config(folder, None if kind is None else KINDS[kind], **changes)
+    args = quantized_cases.config(folder, None if kind is None else KINDS[kind], **changes)
     return lora_cases.Counting(
         str(model), tiny.vowels, args, tiny_images.prompts(8, images=2), peft_config=lora or adapter()
     )
@@ -88,20 +88,20 @@ def test_a_family_trains_an_adapter_on_a_base_of_4_bits(
     assert f"{len(packed)} matrices" in trainer.weights.describe()
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     trainer.train()
-    test_quantized.same_on_both_sides(trainer)
+    quantized_cases.same_on_both_sides(trainer)
     assert all(torch.equal(trainer.model.get_parameter(name), value) for name, value in before.items())
-    assert trainer.moved[1:] == [test_quantized.adapter_bytes(trainer)] * 2
-    assert [step["kl"] > 0 for step in test_quantized.steps(trainer)] == [False, True, True]
+    assert trainer.moved[1:] == [quantized_cases.adapter_bytes(trainer)] * 2
+    assert [step["kl"] > 0 for step in quantized_cases.steps(trainer)] == [False, True, True]
     check_values(trainer)
 
     trainer.publish()
     again = closing(build(model, tmp_path / "again", "NF4", **(SETTINGS | {"save_strategy": "no"})))
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    ours, theirs = (test_images.weights_after(of) for of in (trainer, again))
+    ours, theirs = (image_cases.weights_after(of) for of in (trainer, again))
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
     check_saved(trainer, tmp_path / "run" / "checkpoint-3")
-    policy = load_policy(str(tmp_path / "run" / "checkpoint-3"), None, test_quantized.config(tmp_path / "run"))
+    policy = load_policy(str(tmp_path / "run" / "checkpoint-3"), None, quantized_cases.config(tmp_path / "run"))
     assert policy.quantization.name == "NF4" and policy.processor is not None
     assert all(torch.equal(policy.model.get_parameter(name), value) for name, value in ours.items())
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
@@ -136,10 +136,10 @@ def check_saved(trainer: Any, saved: Path, as_it_is: bool = True) -> None:
     )
     loaded = peft.PeftModel.from_pretrained(loaded, saved).eval()
     if as_it_is:
-        ours = test_images.logprobs_of_transformers(copy.deepcopy(loaded), asked, completion)
+        ours = image_cases.logprobs_of_transformers(copy.deepcopy(loaded), asked, completion)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05)
     settle(loaded.get_base_model())
-    ours = test_images.logprobs_of_transformers(loaded, asked, completion)
+    ours = image_cases.logprobs_of_transformers(loaded, asked, completion)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
@@ -156,10 +156,10 @@ def check_exported(trainer: Any, folder: Path, scratch: Path | None) -> None:
     reads = asked.followed_by(completion)
     theirs = trainer.engine.prompt_logprobs(reads)[-12:]
     plain = AutoModelForImageTextToText.from_pretrained(folder)
-    ours = test_images.logprobs_of_transformers(plain, asked, completion)
+    ours = image_cases.logprobs_of_transformers(plain, asked, completion)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     base = AutoModelForImageTextToText.from_pretrained(trainer.policy.path)
-    assert float((test_images.logprobs_of_transformers(base, asked, completion) - theirs).abs().mean()) > 1e-3
+    assert float((image_cases.logprobs_of_transformers(base, asked, completion) - theirs).abs().mean()) > 1e-3
     if scratch is not None:
         pictures = tiny_images.prompts(2, images=2)[1]["images"]
         found = plain_vllm.prompt_logprobs(folder, reads.images.engine_ids, scratch, pictures=pictures)
@@ -180,8 +180,8 @@ def test_one_packed_base_serves_both_its_tower_too(
     assert served == {id(weight.layer) for weight in packed.values()} and towers(packed)
     assert "one memory with the engine's" in trainer.weights.describe()
     trainer.train()
-    test_quantized.same_on_both_sides(trainer)
-    assert trainer.moved == [test_quantized.adapter_bytes(trainer)] * 3
+    quantized_cases.same_on_both_sides(trainer)
+    assert trainer.moved == [quantized_cases.adapter_bytes(trainer)] * 3
     tried(family, "qlora")
 
 
@@ -196,7 +196,7 @@ def test_an_adapter_on_the_tower_too_is_merged_on_its_way(family: str, kind: str
     assert isinstance(trainer.weights, MergedWeights)
     assert "vLLM doesn't serve a LoRA on what sees" in trainer.weights.describe()
     trainer.train()
-    test_quantized.same_on_both_sides(trainer)
+    quantized_cases.same_on_both_sides(trainer)
     trainer.publish()
     check_saved(trainer, tmp_path / "run" / "checkpoint-3", as_it_is=False)
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
@@ -220,11 +220,11 @@ def test_a_packed_checkpoint_is_trained(family: str, skipped: list[str] | None, 
     assert trainer.policy.quantization.in_checkpoint and trainer.engine.blank
     assert bool(towers(packed_weights(trainer.model))) == (skipped is None)
     trainer.train()
-    test_quantized.same_on_both_sides(trainer)
+    quantized_cases.same_on_both_sides(trainer)
     trainer.publish()
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
     asked, completion = asked_of(trainer), list(range(40, 52))
-    ours = test_images.logprobs_of_transformers(
+    ours = image_cases.logprobs_of_transformers(
         AutoModelForImageTextToText.from_pretrained(tmp_path / "exported"), asked, completion
     )
     theirs = trainer.engine.prompt_logprobs(asked.followed_by(completion))[-12:]
@@ -242,7 +242,7 @@ def test_a_packed_checkpoint_is_trained(family: str, skipped: list[str] | None, 
 def test_two_ranks_have_the_same_base_and_the_same_adapter(
     family: str, sharding: str, targets: str, tmp_path: Path
 ) -> None:
-    test_quantized.check_two_ranks(tiny_images.make_model(tmp_path / "model", family), tmp_path, sharding, targets)
+    quantized_cases.check_two_ranks(tiny_images.make_model(tmp_path / "model", family), tmp_path, sharding, targets)
 
 
 @pytest.mark.slow
@@ -276,12 +276,12 @@ def loaded(family: str, kind: str, folder: Path, targets: Any = TEXT) -> tuple[A
 def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tmp_path: Path) -> None:
     model = lora_cases.doing_something(loaded(family, "NF4", tmp_path, "all-linear")[0])
     assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""
-    groups = test_images.groups_of(model, family)
-    packed = test_images.loss_and_gradients(model, groups, share=True)
+    groups = image_cases.groups_of(model, family)
+    packed = image_cases.loss_and_gradients(model, groups, share=True)
     images.set_attention(model.get_base_model(), "sdpa")
-    padded = test_images.loss_and_gradients(model, groups, share=False)
+    padded = image_cases.loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
-    assert packed[1].keys() == padded[1].keys() and any(images.attends_to(name) for name in packed[1])
+    assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
     for name, ours in packed[1].items():
         torch.testing.assert_close(ours, padded[1][name], rtol=1e-4, atol=1e-4)
 
@@ -327,13 +327,13 @@ def test_one_regular_expression_names_the_layers_of_the_language_model(tmp_path:
 def test_what_a_quantised_base_cant_do_is_said_from_the_configuration_alone(tmp_path: Path) -> None:
     model, _ = tiny_images.random_model("gemma3_vl")
     model.config.save_pretrained(tmp_path)
-    check_supported(str(tmp_path), test_quantized.config(tmp_path, KINDS["NF4"]), adapter())
+    check_supported(str(tmp_path), quantized_cases.config(tmp_path, KINDS["NF4"]), adapter())
     with pytest.raises(ValueError, match=r"quantised to 4 bits.*use_peft: true"):
-        check_supported(str(tmp_path), test_quantized.config(tmp_path, KINDS["NF4"]))
+        check_supported(str(tmp_path), quantized_cases.config(tmp_path, KINDS["NF4"]))
     model.config.quantization_config = {"quant_method": "awq"}
     model.config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has quant_method 'awq'.*bitsandbytes"):
-        check_supported(str(tmp_path), test_quantized.config(tmp_path), adapter())
+        check_supported(str(tmp_path), quantized_cases.config(tmp_path), adapter())
 
 
 def test_a_plan_of_a_quantised_base_is_smaller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@ import tiny
 import tool_cases
 import torch
 import transformers as hf
-from test_conversations import written
-from test_padded import PACKED, SHAPE, make, make_groups
-from test_tensor_parallel import TWO, run
+from conversation_cases import written
+from engine_ranks import TWO, run
+from row_cases import PACKED, SHAPE, make, make_groups
 
 from colograd import GRPOTrainer
 from colograd.batch import UNKNOWN, MicroBatch, Prompt, RoutedExperts, ScoredGroup

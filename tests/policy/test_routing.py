@@ -12,7 +12,7 @@ import tiny
 import torch
 import transformers as hf
 import trl_oracle
-from test_padded import PACKED, SHAPE, make, make_groups
+from row_cases import PACKED, SHAPE, make, make_groups
 
 from colograd.batch import LossOutput, StepBatch, StepConstants
 from colograd.losses.entropy import with_step_entropy

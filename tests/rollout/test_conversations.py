@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,28 @@ import pytest
 import tiny
 import tool_cases
 import torch
+from conversation_cases import EachTurnCalls, asked, rows, written
 from datasets import Dataset
 from tool_cases import Counter
 
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
-from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.reporting.completions import logged_steps, read_log
 from colograd.rollout.conversations import Conversations
-from colograd.rollout.tool_format import ToolCall, ToolFormat
+from colograd.rollout.tool_format import ToolFormat
 from colograd.rollout.toolbox import Toolbox
 
 CALL = r'<tool_call>\{"name": "(add|subtract)", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    made = tiny.make_tokenizer()
+    made.chat_template = tiny.TOOL_TEMPLATE
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +49,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def rows(size: int = 8) -> Dataset:
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": f"{'so ' * (i % 3)}{i}"}], "start": i} for i in range(size)]
-    )
-
-
 def pieces(rollout: Rollout) -> list[tuple[bool, list[int]]]:
     """The completion cut where it changes hands: (whether the model wrote it, its tokens)."""
     found: list[tuple[bool, list[int]]] = []
@@ -61,17 +61,6 @@ def pieces(rollout: Rollout) -> list[tuple[bool, list[int]]]:
 
 def scored(group: Group) -> ScoredGroup:
     return ScoredGroup(group, torch.zeros(len(group.rollouts), 1), torch.ones(len(group.rollouts)))
-
-
-class EachTurnCalls(ToolFormat):
-    """Reads a call out of whatever a random model writes. How calls are read is tested by itself."""
-
-    def __init__(self, tokenizer: Any, name: str = "add") -> None:
-        super().__init__(tokenizer, {})
-        self.name = name
-
-    def read(self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Any) -> tuple[dict, list[ToolCall]]:
-        return {"role": "assistant", "content": ""}, [ToolCall(self.name, {"a": ids[0] % 10, "b": len(ids)})]
 
 
 # -- a trainer with a tool, whose model is made to call it
@@ -114,7 +103,7 @@ def trained(talker: Path, template: str, tmp_path_factory: pytest.TempPathFactor
 
 def test_masks_and_tokens_are_the_turns_and_the_answers_token_by_token(trained: Any) -> None:
     trainer, groups, _ = trained
-    tokenizer, form = trainer.processing_class, trainer.source.form
+    tokenizer, form = trainer.processing_class, trainer.sampler.source.form
     end, answered = tokenizer.eos_token_id, 0
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         cut = pieces(rollout)
@@ -165,23 +154,6 @@ def test_answers_are_no_part_of_the_loss(trained: Any) -> None:
 
 
 # -- the same engine, with calls read from anything
-
-
-def asked(trainer: Any, size: int) -> tuple[PromptRules, list[Prompt]]:
-    rules = PromptRules(trainer.processing_class, 900, "drop", {}, "rows")
-    inputs = map(ModelInput, rules.encode({"prompt": [row["prompt"] for row in rows(size)]}, 0))
-    return rules, [Prompt(row, read, i) for i, (row, read) in enumerate(zip(rows(size), inputs, strict=True))]
-
-
-def written(trainer: Any, box: Toolbox, name: str = "add", iterations: int = 2, tokens: int = 60) -> list[Group]:
-    form = EachTurnCalls(trainer.processing_class, name)
-    sampling = Sampling(3, tokens, 1.0, {"stop_token_ids": list(range(40))})  # turns of a few tokens
-    rules, prompts = asked(trainer, 3)
-    talks = Conversations(trainer.engine, box, form, rules, iterations)
-    trainer.engine.stamp(77)
-    groups = list(talks.generate(prompts, sampling, version=77, seed=1))
-    trainer.engine.version = None
-    return sorted(groups, key=lambda group: group.position)
 
 
 def ids_of(groups: list[Group]) -> list[Any]:
@@ -309,13 +281,6 @@ def test_a_function_may_write_the_rollouts(trained: Any) -> None:
 
 
 # -- how calls are read
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    made = tiny.make_tokenizer()
-    made.chat_template = tiny.TOOL_TEMPLATE
-    return made
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import image_cases
 import launcher
 import picture_tools
 import pyarrow as pa
 import pytest
-import test_images
 import tiny
 import tiny_images
 import tool_cases
@@ -92,7 +92,7 @@ def test_an_image_token_that_a_tool_wrote_is_a_token_but_not_beside_a_picture(fo
         form.answer([{**message, "content": beside}])
 
 
-@test_images.needs("torchvision")
+@image_cases.needs("torchvision")
 def test_the_template_of_qwen3_vl_writes_pictures_and_that_of_qwen2_5_vl_no_calls() -> None:
     """Of TRL's copies."""
     import trl
@@ -212,16 +212,16 @@ def answered(model: Any, family: str) -> list[ScoredGroup]:
     return found
 
 
-@pytest.mark.parametrize("family", test_images.PACKED)
+@pytest.mark.parametrize("family", image_cases.PACKED)
 def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str) -> None:
     model, _ = tiny_images.random_model(family)
     assert row_proof.choose_rows(model, asked=[tiny_images.made_up(model, family, 2)]) == ""
     groups = answered(model, family)
-    packed = test_images.loss_and_gradients(model, groups, share=True)
+    packed = image_cases.loss_and_gradients(model, groups, share=True)
     images.set_attention(model, "sdpa")
-    padded = test_images.loss_and_gradients(model, groups, share=False)
+    padded = image_cases.loss_and_gradients(model, groups, share=False)
     assert packed[0] == pytest.approx(padded[0], abs=1e-4)
-    assert packed[1].keys() == padded[1].keys() and any(images.attends_to(name) for name in packed[1])
+    assert packed[1].keys() == padded[1].keys() and any(images.sees(name) for name in packed[1])
     worst = max(float((packed[1][name] - padded[1][name]).abs().max()) for name in packed[1])
     assert worst < 1e-4, worst
 
@@ -243,10 +243,10 @@ def test_what_a_picture_shows_reaches_what_is_written_behind_it() -> None:
     """Else all of the above would hold of rows without any."""
     model, _ = tiny_images.random_model("idefics3")
     groups = answered(model, "idefics3")[1:]
-    before = test_images.loss_and_gradients(model, groups, share=True)[0]
+    before = image_cases.loss_and_gradients(model, groups, share=True)[0]
     for of in groups[0].group.rollouts[0].images:
         of.inputs["pixel_values"].neg_()
-    assert abs(test_images.loss_and_gradients(model, groups, share=True)[0] - before) > 1e-3
+    assert abs(image_cases.loss_and_gradients(model, groups, share=True)[0] - before) > 1e-3
 
 
 # -- runs
@@ -280,7 +280,7 @@ def seeing_trainer(folder: Path, family: str, reward: Any, **changes: Any) -> GR
 
 @pytest.fixture(
     scope="module",
-    params=["idefics3", test_images.GEMMA3, *test_images.OTHERS],
+    params=["idefics3", image_cases.GEMMA3, *image_cases.OTHERS],
 )
 def trained(request: Any, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Iterator[Any]:
     told: list[Any] = []
@@ -473,7 +473,7 @@ def test_a_resumed_run_takes_pictures_from_the_journal(trained: Any, tmp_path: P
 def test_two_ranks_move_groups_with_pictures_and_train_to_the_same_weights(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "idefics3")
     done = launcher.run(
-        test_images.RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "look", "none", ranks=2
+        image_cases.RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "look", "none", ranks=2
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"rank{rank}-of-2.json").read_text()) for rank in range(2)]

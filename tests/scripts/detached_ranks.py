@@ -15,11 +15,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-sys.path += [str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()]
 
 import tiny
 import torch
-from test_weights import detached
+from detached import detached
 from transformers import AutoModelForCausalLM
 
 from colograd.engine.vllm_engine import Engine

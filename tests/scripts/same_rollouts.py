@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-sys.path += [str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()]
 
 import tiny
 import tiny_images
 import torch
+from fixed_rollouts import STEPS, Rollouts
 from peft import LoraConfig
-from test_same_rollouts import STEPS, Rollouts
 
 from colograd import GRPOTrainer
 from colograd.batch import ScoredGroup

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import plain_vllm
 import pytest
 import tiny
 import torch
+from detached import detached
 from paths import MODEL
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +21,7 @@ from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import Engine
 from colograd.runtime import process
 from colograd.weights import proof, publisher, sign_probe, state_dict_on_host
-from colograd.weights.mapping import Slice, UnmappedParameter, map_parameters
+from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.shared import SharedWeights
 
 FAMILIES = [
@@ -373,39 +372,6 @@ def test_signs_that_cancel_are_known_for_names_like_llamas_alone() -> None:
     assert torch.equal(found["lm_head.weight"][0], stream * found["model.norm.weight"])
     del shapes["lm_head.weight"]  # tied: the embedding's own signs are the head's, so that the norm between has none
     assert "model.norm.weight" not in sign_probe.cancelling(shapes, norms=True)
-
-
-@contextlib.contextmanager
-def detached(engine: Engine, *parts: Slice) -> Iterator[None]:
-    """While it lasts, the engine computes with copies of its own of these parameters, and of no others."""
-    of_storages: dict[int, list[Slice]] = {}
-    for part in parts:
-        of_storages.setdefault(part.destination.untyped_storage().data_ptr(), []).append(part)
-    with contextlib.ExitStack() as ends:
-        for storage, fused in of_storages.items():
-            readers = [  # a tied embedding has two
-                (layer, name)
-                for layer in engine.model.modules()
-                for name, own in layer.named_parameters(recurse=False)
-                if own.untyped_storage().data_ptr() == storage
-            ]
-            live = getattr(*readers[0])
-            private = torch.nn.Parameter(live.detach().clone(), requires_grad=False)
-            follow = functools.partial(_follow, live, private.detach(), [part.destination for part in fused])
-            for layer, name in readers:
-                ends.callback(layer.register_forward_pre_hook(follow).remove)
-                ends.callback(layer._parameters.__setitem__, name, live)
-                layer._parameters[name] = private
-        yield
-
-
-def _follow(live: torch.Tensor, private: torch.Tensor, gone: list[torch.Tensor], *_: Any) -> None:
-    """Bring what else is fused in a tensor up to date."""
-    copies = [private.as_strided(place.shape, place.stride(), place.storage_offset()) for place in gone]
-    kept = [copy.clone() for copy in copies]
-    private.copy_(live)
-    for copy, values in zip(copies, kept, strict=True):
-        copy.copy_(values)
 
 
 def test_a_state_dict_on_the_host_has_whole_tensors_and_keeps_ties() -> None:
