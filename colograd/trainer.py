@@ -33,10 +33,10 @@ from .reporting.completion_log import completion_log_of
 from .rewards import weighted_sum
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process
+from .runtime.closing import closes_if_it_fails
 from .sharding import way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
-from .training.closing import closes_if_it_fails
 from .training.evaluation import evaluate_prompts
 from .training.journaling import journal_of
 from .training.learner import Learner
