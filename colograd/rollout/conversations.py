@@ -19,9 +19,9 @@ import torch
 from ..batch import FinishReason, Group, Images, ModelInput, Prompt, Rollout, RoutedExperts
 from ..data.images import REFUSALS, images_of, with_own_images
 from ..data.prompts import COLUMNS, PromptRules
+from ..engine.protocol import Engine, Sampled
 from ..engine.routed import as_written, one_prompt
 from ..engine.sampling import Sampling, request_seed
-from ..engine.vllm_engine import Engine, Sampled
 from .tool_calls import Answers, shown_content, text_of
 from .tool_format import ToolFormat
 from .toolbox import Session, Toolbox

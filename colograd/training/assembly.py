@@ -14,8 +14,9 @@ import torch
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..engine.building import check_experts
+from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
-from ..engine.vllm_engine import Engine
+from ..engine.vllm_engine import Needs, VLLMEngine
 from ..memory import plan as memory
 from ..memory.choice import Run, auto, least_checkpointing, taken
 from ..memory.device_turns import DeviceTurns
@@ -125,7 +126,7 @@ def assemble(
         process.give_back_freed_memory()  # the policy's former place
     with on_all_ranks("the reference model"):
         reference = reference_of(config, policy)
-    apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.model)
+    apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
     plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
     return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
 
@@ -133,12 +134,7 @@ def assemble(
 def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: ExitStack) -> Engine:
     policy, context = task.policy, needed_context(config, task)
     end = policy.tokenizer.eos_token_id
-    engine = Engine(
-        policy.path,
-        config,
-        policy.model.dtype,
-        context,
-        plan.kv_bytes,
+    needs = Needs(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, task.prompts),
@@ -146,6 +142,7 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
         parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
         images=most_images(task.prompts, policy, task.toolbox, context),
     )
+    engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, needs)
     closing.callback(engine.close)
     with on_all_ranks("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):

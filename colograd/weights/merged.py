@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 from ..policy.lora import adapted_layers, base_name, trained_copies
 from .copied import Copies
 from .mapping import Slice

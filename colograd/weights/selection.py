@@ -10,7 +10,7 @@ import torch
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 from ..parallel.ranks import on_all_ranks
 from ..policy.images import sees
 from ..policy.loading import Policy
@@ -158,7 +158,7 @@ def publisher(
     layout = engine.layout
     with on_all_ranks("the map of the weights"):
         served = engine.served.weights
-        slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine, served)
+        slices = map_parameters(policy, engine.tensors, layout.engine_place, layout.ranks_per_engine, served)
     equal = untouched and not engine.blank and engine.dtype == policy.dtype
     if equal:
         proof.check_equal(slices)

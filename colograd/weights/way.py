@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 
 
 class Publisher(Protocol):
@@ -71,5 +71,5 @@ class PlannedWay(Publisher):
         """Bring the engine's tensors up to date. Returns the bytes written."""
 
     def _addresses(self) -> dict[str, int]:
-        sides = (("policy", self._policy), ("engine", self.engine.model))
-        return {f"{side} {name}": p.data_ptr() for side, model in sides for name, p in model.named_parameters()}
+        sides = (("policy", dict(self._policy.named_parameters())), ("engine", self.engine.tensors.parameters()))
+        return {f"{side} {name}": p.data_ptr() for side, tensors in sides for name, p in tensors.items()}

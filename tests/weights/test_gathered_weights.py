@@ -16,7 +16,7 @@ import torch
 from paths import DOCS
 
 from colograd import GRPOTrainer
-from colograd.engine.vllm_engine import Engine
+from colograd.engine.vllm_engine import VLLMEngine
 from colograd.weights import Slice, check_choice
 from colograd.weights.selection import expects_sharing, find_way
 
@@ -38,7 +38,7 @@ def split(flat: torch.Tensor, parts: Sequence[Slice]) -> list[tuple[Slice, torch
 class GatheredWeights:
     """As ZeRO-3, with both ranks in one process: the parameters of a block live in the halves of a flat tensor."""
 
-    def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
+    def __init__(self, policy: torch.nn.Module, engine: VLLMEngine, slices: Sequence[Slice]) -> None:
         self.engine = engine
         self.blocks: dict[str, list[Slice]] = defaultdict(list)
         for part in slices:

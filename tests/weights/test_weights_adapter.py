@@ -193,7 +193,7 @@ def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, ca
         str(tiny_model), tmp_path, lora_cases.Counting, ALL_LINEAR | {"use_dora": True, "modules_to_save": ["norm"]}
     )
     try:
-        assert isinstance(trainer.weights, MergedWeights) and not trainer.engine.lora_modules
+        assert isinstance(trainer.weights, MergedWeights) and not trainer.engine.tensors.lora_layers()
         said = capfd.readouterr().out
         assert (
             "vLLM doesn't serve DoRA, modules_to_save (input_layernorm, norm, post_att" in said
