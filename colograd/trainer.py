@@ -151,18 +151,19 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.device_turns: Any = built.device_turns
         self.sharding = way.for_run(self.model, args)
         self.closing.callback(self._release)
-        if isinstance(built.reference, FrozenCopy):
-            if not built.reference.offload:
-                self.sharding.share_frozen(built.reference.model)
-            if args.sync_ref_model:
-                self.add_callback(FollowPolicy(built.reference, self.model))
+        for second in built.second_models.values():
+            if isinstance(second, FrozenCopy):
+                if not second.offload:
+                    self.sharding.share_frozen(second.model)
+                if second.follows:
+                    self.add_callback(FollowPolicy(second, self.model))
         self.learner = Learner(
-            self, args, task.policy, self.model, task.objective, task.entropy, rules, self.sharding, built.reference,
-            self.estimator, names, built.memory, self.recorder, self.times, self.console,
+            self, args, task.policy, self.model, task.objective, task.entropy, rules, self.sharding,
+            built.second_models, self.estimator, names, built.memory, self.recorder, self.times, self.console,
         )  # fmt: skip
         self.rollout_func = task.rollout_func
         self.sampler = self._make_sampler(task)
-        kernels = choose_kernels(args, self.model, built.reference, self.closing, self.compute_loss_context_manager)
+        kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
         for line in kernels:
             self.console.say(line)
         if not args.on_cpu or args.bf16 or args.torch_compile:  # else the rows were proved as they will run
@@ -367,5 +368,5 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def _release(self) -> None:
         """Drop the engine's tensors, and undo the sharding's changes to the model."""
         self.sharding.close()
-        self.learner.reference = None
+        self.learner.second_models = {}
         del self.weights, self.sharding, self.learner.sharding

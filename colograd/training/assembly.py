@@ -26,8 +26,8 @@ from ..policy.layers import compile_layers, forget_compiled
 from ..policy.liger import apply_liger
 from ..policy.loading import Policy
 from ..policy.lora import unwrap
-from ..policy.reference import FrozenCopy, Reference, reference_bytes, reference_of
 from ..policy.routing import num_experts
+from ..policy.second_models import SecondModels, second_model_bytes, second_models
 from ..reporting.metrics import PhaseTimes
 from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
@@ -59,7 +59,7 @@ class Assembly:
     weights: Publisher | None  # gives the engine the policy's weights
     device_turns: DeviceTurns | None  # says who has the device's memory when
     memory: MemoryPlan
-    reference: Reference | None  # of the KL term; None where `beta` is 0
+    second_models: SecondModels
 
     def describe(self) -> Iterator[str]:
         """What the user should know of it, in lines."""
@@ -71,8 +71,8 @@ class Assembly:
         yield from self.memory.table().splitlines()
         if self.device_turns is not None:
             yield from self.device_turns.notes
-        if self.reference is not None:
-            yield self.reference.describe()
+        for second in self.second_models.values():
+            yield second.describe()
 
     def warnings(self, config: GRPOConfig, task: Task) -> Iterator[str]:
         """What the user should look at, in lines."""
@@ -105,8 +105,8 @@ def assemble(
         plan = taken(run.without_engine(), name_of(config))
         if not config.on_cpu:
             policy.model.to(config.device)
-        with on_all_ranks("the reference model"):
-            return Assembly(None, None, None, plan, reference_of(config, policy))
+        with on_all_ranks("the second models"):
+            return Assembly(None, None, None, plan, second_models(task.objective.needs, config, policy))
     with on_all_ranks("the engine's experts"):
         check_experts(num_experts(policy.model.config), config.on_cpu)
     plan = taken(run, name_of(config))
@@ -124,11 +124,11 @@ def assemble(
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
-    with on_all_ranks("the reference model"):
-        reference = reference_of(config, policy)
+    with on_all_ranks("the second models"):
+        others = second_models(task.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
     plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
-    return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
+    return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, others)
 
 
 def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: ExitStack) -> Engine:
@@ -173,7 +173,7 @@ def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> Run:
         sequences=sampled_together(config),
         tokens=max_tokens,
         shared=expects_sharing(config, policy),
-        reference=reference_bytes(config, policy),
+        reference=second_model_bytes(task.objective.needs, config, policy),
         prompt=max(part.longest for part in task.prompts),
         packed=not policy.why_padded,
         served=serves_packed(config, policy),
@@ -231,19 +231,21 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
 def choose_kernels(
     args: GRPOConfig,
     model: torch.nn.Module,
-    reference: Any,
+    second_models: SecondModels,
     closing: ExitStack,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[str]:
-    """Put Liger's kernels or compiled layers into the policy and its reference, where they are asked for: a collective.
-    Yields lines for people, each before what takes its time."""
-    second = reference.model if isinstance(reference, FrozenCopy) else None
+    """Put Liger's kernels or compiled layers into the policy and the second models, if asked for. A collective.
+
+    Yields lines for people, each before a slow part.
+    """
+    others = [second.model for second in second_models.values() if unwrap(second.model) is not unwrap(model)]
     if args.use_liger_kernel:
         with on_all_ranks("Liger's kernels"), autocast():
-            undo = apply_liger(model, args.device, args.liger_kernel_config, also=second)
+            undo = apply_liger(model, args.device, args.liger_kernel_config, also=others)
         closing.callback(undo)
     if args.torch_compile:
         yield "policy: torch compiles its layers: a minute or more, less the next time"
-        for each in filter(None, (unwrap(model), second)):
+        for each in (unwrap(model), *others):
             compile_layers(each, args.torch_compile_backend or "inductor", args.torch_compile_mode)
             closing.callback(forget_compiled, each)

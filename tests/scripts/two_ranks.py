@@ -109,8 +109,8 @@ class Watching(GRPOTrainer):
         self.seen.append(
             {"version": self.engine.version, "differing": self.weights.differing(), "weights": digest(self.model)}
         )
-        if self.learner.reference is not None:
-            self.seen[-1]["reference"] = digest(self.learner.reference.model)
+        for second in self.learner.second_models.values():
+            self.seen[-1]["reference"] = digest(second.model)
 
     def generate(self, prompts):
         groups = []

@@ -129,12 +129,12 @@ def test_an_adapter_changed_without_a_publish_is_named_and_not_sampled_from(trai
 
 def test_a_slot_that_moved_or_another_adapter_in_it_raises(trained) -> None:
     holder = trained.weights.slots[0].holder
-    kept = holder.lora_b_stacked
-    holder.lora_b_stacked = tuple(stack.clone() for stack in kept)
+    kept = holder.layer.lora_b_stacked
+    holder.layer.lora_b_stacked = tuple(stack.clone() for stack in kept)
     with pytest.raises(RuntimeError, match="slot of the engine lies elsewhere"):
         trained.weights.publish(3)
     assert trained.engine.version is None, "nothing is sampled afterwards"
-    holder.lora_b_stacked = kept
+    holder.layer.lora_b_stacked = kept
     manager = trained.engine.model.lora_manager
     manager.lora_index_to_id[0] = 2
     with pytest.raises(RuntimeError, match="another adapter"):
