@@ -1,8 +1,7 @@
-"""Who has how much of the device's memory: `plan` says it before the start (and with it the KV cache's size),
-`token_budget` for each micro-batch, `device_turns` while sampling and training take turns. `segments` keeps torch's
-allocator from leaving holes.
+"""The device's memory: a plan of all parts before anything is built, a token budget for micro-batches, and turns between
+sampling and training.
 
-A plan's arithmetic is in pure functions of numbers: `shape` has what follows from a decoder's shape, `tower` from that
-of what sees pictures, `ways` what a policy takes in each way of sharding, `table` puts them together (`MemoryPlan`),
-`choice` picks a way (`auto`) and says what would fit.
+A plan follows from numbers alone. `description` has a run's numbers, of `shape`, `tower` and `policy_sizes`; `estimate`
+adds them up for a strategy of sharding as a `table`; `choice` picks the strategy. `token_budget` is of micro-batches,
+`device_turns` of the turns; `segments` keeps torch's allocator from leaving holes.
 """

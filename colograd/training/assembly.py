@@ -17,8 +17,8 @@ from ..data import PromptDataset, PromptStream
 from ..engine.absent import NoEngine
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
-from ..memory import plan as memory
-from ..memory.choice import Run, auto, least_checkpointing, taken
+from ..memory.choice import auto, least_checkpointing, plan_or_raise
+from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
@@ -103,7 +103,7 @@ def assemble(
         RuntimeError: the engine doesn't read a parameter where it should be.
     """
     context = needed_context(config, policy, prompts, tools)
-    plan = taken(read_run(config, policy, prompts, tools, max_tokens), name_of(config))
+    plan = plan_or_raise(read_run(config, policy, prompts, tools, max_tokens), name_of(config))
     end = policy.tokenizer.eos_token_id
     engine = Engine(
         policy.path,
@@ -158,7 +158,7 @@ def assemble_alone(
     Raises:
         ValueError: no room for training.
     """
-    plan = taken(read_run(config, policy, prompts, tools, max_tokens).without_engine(), name_of(config))
+    plan = plan_or_raise(read_run(config, policy, prompts, tools, max_tokens).without_engine(), name_of(config))
     engine = NoEngine(config, policy.model.dtype, needed_context(config, policy, prompts, tools))
     if not config.on_cpu:
         policy.model.to(config.device)
@@ -179,19 +179,22 @@ def settle_by_memory(config: GRPOConfig, policy: Policy, prompts: Sequence[Promp
 
 def read_run(
     config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None, max_tokens: int
-) -> Run:
+) -> RunDescription:
     """The run in numbers, from which its memory follows."""
-    return memory.read(
-        config,
-        policy.model,
-        needed_context(config, policy, prompts, tools),
+    work = Workload(
+        length=needed_context(config, policy, prompts, tools),
         sequences=sampled_together(config),
         tokens=max_tokens,
+        prompt=max(part.longest for part in prompts),
+        shares_prompts=not policy.why_padded,
+    )
+    return describe_run(
+        config,
+        policy.model,
+        own_devices(config.device, policy.model),
+        work,
         shared=expects_sharing(config, policy),
         reference=reference_bytes(config, policy),
-        prompt=max(part.longest for part in prompts),
-        packed=not policy.why_padded,
-        served=serves_packed(config, policy),
     )
 
 
