@@ -23,7 +23,8 @@ PIP := $(PY) -m pip --disable-pip-version-check -qq
 STAMP := $(VENV)/.colograd-setup
 REQUIREMENTS := requirements/cpu.txt requirements/cuda.txt requirements/nodeps.txt
 # What another vLLM may break.
-VLLM_TESTS := $(addprefix tests/test_,$(addsuffix .py,engine weights weights_adapter lora trainer))
+VLLM_TESTS := $(addprefix tests/,$(addsuffix .py,engine/test_engine weights/test_weights weights/test_weights_adapter \
+	policy/test_lora training/test_trainer))
 VLLM_VENV = .venv-vllm-$(VERSION)
 SITE_VENV := .venv-site
 

@@ -13,14 +13,16 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
+from .checkpoint.folders import step_of
+from .checkpoint.search import find_damage
 from .config import GRPOConfig
 from .parallel.ranks import gather, on_all_ranks
 from .reporting.tracing import StepProfile
 from .rewards.functions import as_list
 from .rollout.journal import Journal
 from .trainer import GRPOTrainer
-from .training import checkpoints
 from .training.assembly import Assembly, Prompts, assemble_alone
+from .training.checkpointer import Checkpointer
 from .training.journaling import settings_of
 from .training.replaying import Comparison, RecordedRounds, Replay
 from .training.task import image_reader_of
@@ -114,27 +116,37 @@ class Replayer(GRPOTrainer):
 
     # -- where it begins
 
-    def _settle_folders(self) -> bool:
-        """Nothing is written, and all ranks read the run's folder."""
-        return False
-
-    def _found(self, wanted: str | bool | None) -> str | None:
-        """The last checkpoint before the first step that isn't damaged; None: the model."""
-        for start in gather(self.replay.starts())[0]:
-            if not start:
-                break
-            folder = str(self.replay.run / f"checkpoint-{start}")
-            if (damage := self._damage(folder)) is None:
-                return folder
-            self.console.warn(f"checkpoints: {folder} is damaged and isn't taken: {damage}")
-        return None
+    def make_checkpointer(self) -> Checkpointer:
+        return RecordedCheckpoints(self, self.replay)
 
     def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
-        start = checkpoints.step_of(checkpoint) if checkpoint else 0
+        start = step_of(checkpoint) if checkpoint else 0
         with on_all_ranks("the journal"):
             self.rounds.check_settings(start)
             self.rounds.check_recorded(start, self.args)
         self.console.say(self.replay.plan(start))
+
+
+class RecordedCheckpoints(Checkpointer):
+    """The checkpoints of the run that is replayed: read by all ranks from its folder, never written."""
+
+    def __init__(self, trainer: GRPOTrainer, replay: Replay) -> None:
+        super().__init__(trainer)
+        self.replay = replay
+
+    def _resolve_folders(self) -> bool:
+        return False
+
+    def find(self, wanted: str | bool | None) -> str | None:
+        """The last undamaged checkpoint before the first step to replay; None: it starts from the model."""
+        for start in gather(self.replay.starts())[0]:
+            if not start:
+                break
+            folder, console = str(self.replay.run / f"checkpoint-{start}"), self.trainer.console
+            if (damage := find_damage(folder, self.args.layout, self.nodes_are_apart, console)) is None:
+                return folder
+            console.warn(f"checkpoints: {folder} is damaged and isn't taken: {damage}")
+        return None
 
 
 def _check_end(replay: Replay, args: GRPOConfig) -> None:

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from .batch import Group, LossOutput, MicroBatch, PackedRow, Prompt, SampledStep, ScoredGroup, StepBatch, StepConstants
+from .checkpoint.reading import reading
 from .config import GRPOConfig
 from .data import PromptDataset, PromptLoader, StreamLoader, extra_prompts
 from .engine.arguments import check_split, compiles
@@ -79,7 +80,6 @@ from .training.closing import closes_if_it_fails
 from .training.evaluating import EvaluatingTrainer
 from .training.journaling import journal_of
 from .training.loss_pass import loss_pass
-from .training.reading import reading
 from .training.step_batches import packing_rules, scale, schedule, step_batch
 from .training.task import (
     check_rewards,
@@ -198,8 +198,8 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
         )
-        self.closing.callback(self.stop_signal.remove)
-        self.closing.callback(self._finish_alone)
+        self.closing.callback(self.checkpointer.stop_signal.remove)
+        self.closing.callback(self.checkpointer.finish_alone)
         # Callbacks look at the datasets as they were given.
         self.train_dataset = self.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
@@ -559,7 +559,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
 
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in transformers; see `ResumableTrainer.train` for resuming and stopping."""
+        """As in transformers; see `CheckpointedTrainer.train` for resuming and stopping."""
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self._round, self._logs = [], []
         self._take_counts()  # drop what a step counted before it failed
@@ -577,7 +577,7 @@ class GRPOTrainer(TRLNames, EvaluatingTrainer):
         super()._save_optimizer_and_scheduler(output_dir)
         watchdog.progress()
         if self.reference is not None and self.args.should_save:
-            self.reference.save(output_dir, self.write_tensors)
+            self.reference.save(output_dir, self.checkpointer.write_tensors)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py, for the tests and the scripts they start
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # for the tests and what they start
 
 from families import pytest_addoption, pytest_runtest_makereport, pytest_sessionfinish, tried  # noqa: F401
 

@@ -100,9 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--completion", dest="max_completion_length", **size, help="tokens; default: half of the context")
     add("--group", dest="num_generations", **size, default=8, help="completions per prompt; default: 8")
     add("--sequences", **size, help="completions of a generation, over all GPUs; default: 64 for each engine")
-    add(
-        "--max-tokens", dest="max_tokens_per_microbatch", **size, default=0, help="of a micro-batch; default: what fits"
-    )
+    add("--max-tokens", dest="max_tokens_per_microbatch", **size, default=0, help="in a row; default: what fits")
     add("--lora-rank", dest="lora_r", **size, default=0, help="train an adapter on all linear layers")
     add("--bits", type=int, choices=(4, 8), help="quantise the base below the adapter (load_in_4bit, load_in_8bit)")
     add("--nested", dest="use_bnb_nested_quant", action="store_true", help="with --bits 4, quantise the scales too")
@@ -114,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sleep",
         dest="vllm_enable_sleep_mode",
         action="store_true",
-        help="the KV cache is away while the policy trains",
+        help="the KV cache makes room for training",
     )
     add("--offload-optimizer", action="store_true", help="its state is on the host while the engine samples")
     add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")

@@ -64,7 +64,7 @@ def _buckets(sizes: PolicySizes, ranks: int) -> int:
 
 def _fsdp(run: RunDescription, engine: int) -> RankBytes:
     """Each rank, or its host, owns a part of everything; the largest block (a layer, the head, the embedding) is
-    gathered whole. A pass takes 13 to 15.5 bytes per element of a bfloat16 block (tests/test_fsdp.py)."""
+    gathered whole. A pass takes 13 to 15.5 bytes per element of a bfloat16 block (tests/sharding/test_fsdp.py)."""
     sizes, ranks = run.sizes, run.devices.ranks
     on_host = run.offloads_parts and run.devices.on_gpu
     largest = max(sizes.block, sizes.largest)

@@ -100,7 +100,7 @@ class Recorder(TrainerCallback):
         try:
             yield
             state = self.trainer.state
-            if self.trainer.stop_signal.received or state.global_step < state.max_steps:
+            if self.trainer.checkpointer.stop_signal.received or state.global_step < state.max_steps:
                 status = "stopped"
         except KeyboardInterrupt:
             status = "stopped"

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.folders import complete_steps
 from ..config import GRPOConfig
 from ..data.images import ImageReader
 from ..rollout.figures import read_figures
 from ..rollout.journal import About, Journal, JournalError
-from . import checkpoints
 from .journaling import OF_GROUPS
 
 
@@ -27,7 +27,7 @@ class Replay:
 
     def starts(self) -> list[int]:
         """After which steps it may begin, the nearest first: those of checkpoints, and 0, which is the model."""
-        before = {step for step in checkpoints.complete_steps(str(self.run)) if 0 < step < self.first}
+        before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
     def name_of(self, start: int) -> str:
@@ -82,7 +82,7 @@ class RecordedRounds(Journal):
         is_there = f"has {found} of its {wanted} groups" if found else "isn't recorded"
         rounds = list(self.rounds())
         recorded = f"{len(rounds)} round(s), those from step {rounds[0]} to {rounds[-1]}" if rounds else "nothing"
-        later = [step for step in checkpoints.complete_steps(str(self.replay.run)) if step > start]
+        later = [step for step in complete_steps(str(self.replay.run)) if step > start]
         others = f" (there are those of steps {', '.join(map(str, sorted(later)))})" if later else ""
         origin = self.replay.name_of(start) if start else f"the model, as no checkpoint is before it{others},"
         return (

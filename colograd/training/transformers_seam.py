@@ -1,4 +1,4 @@
-"""`ResumableTrainer` for a model that sees packed rows: what transformers asks a trainer on the way, answered for them.
+"""`CheckpointedTrainer` for a model that sees packed rows: transformers' other hooks.
 
 It looks at the gradient's norm before the weights change, casts, logs, saves, and writes the model card.
 """
@@ -23,11 +23,11 @@ from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
 from ..weights import state_dict_on_host
+from .checkpointed_trainer import CheckpointedTrainer
 from .recording import Recorder
-from .resuming import ResumableTrainer
 
 
-class PackedTrainer(ResumableTrainer):
+class PackedTrainer(CheckpointedTrainer):
     """Does for packed rows what `transformers.Trainer` would do as for padded batches."""
 
     policy: Policy
@@ -119,15 +119,10 @@ class PackedTrainer(ResumableTrainer):
         if state_dict is None and self.policy.adapter is None:
             state_dict = self._gathered
             if state_dict is None:
-                state_dict = state_dict_on_host(self.model, self.weight_places())
-        # transformers would have rank 0 alone write the weights, also where each node writes its own.
-        self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
-        try:
-            super()._save(output_dir, state_dict)
-            if self.policy.quantization is not None:
-                self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
-        finally:
-            del self.model.should_save_on_this_rank
+                state_dict = state_dict_on_host(self.model, self.checkpointer.weight_places())
+        super()._save(output_dir, state_dict)
+        if self.policy.quantization is not None:
+            self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
 
     def create_model_card(
         self,

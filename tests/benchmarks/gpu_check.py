@@ -176,7 +176,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
 
 def gpu_tests(only_collect: bool) -> tuple[str, ...]:
     """The tests marked `gpu`. Without the project's own options, which ask for plugins that a machine may lack."""
-    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu\n" in path.read_text()]
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu\n" in path.read_text()]
     options = ("-o", "addopts=", "-m", "gpu", "-q", "-p", "no:cacheprovider")
     return ("-m", "pytest", *options, *(["--collect-only"] if only_collect else []), *map(str, marked))
 

@@ -86,7 +86,7 @@ def make_model(folder: Path, layers: int) -> int:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
     import tiny
 
     tokenizer = tiny.make_tokenizer()

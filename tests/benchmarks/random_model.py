@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/tiny.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))  # tests/helpers/tiny.py
 
 import tiny
 import torch

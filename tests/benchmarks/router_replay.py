@@ -22,7 +22,7 @@ from typing import Any
 from colograd.runtime import process
 
 process.prepare_threads()
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/tiny.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))  # tests/helpers/tiny.py
 
 import tiny  # noqa: E402
 import torch  # noqa: E402

@@ -3,7 +3,7 @@
     python checkout_run.py JOB.json ANSWER.json
 
 It must run with any version of the package, so it takes nothing but `GRPOTrainer` and `GRPOConfig` from it, nor
-anything from tests/tiny.py, which follows the package: the tiny model and its task are made here.
+anything from tests/helpers/tiny.py, which follows the package: the tiny model and its task are made here.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def settings(folder: str, **changes: Any) -> GRPOConfig:
 
 
 def make_model(folder: Path) -> str:
-    """Save a random Llama of two layers with a tokenizer of bytes; as tests/tiny.py does."""
+    """Save a random Llama of two layers with a tokenizer of bytes; as tests/helpers/tiny.py does."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>", "<pad>"]

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 detached_ranks.py MODEL OUT_DIR
 
-Started by tests/test_tensor_parallel.py. Each rank writes what was shown of the whole engine at once, and of each
-parameter that the last rank had a copy of, whether all at once or one by one it was found.
+Started by tests/engine/test_tensor_parallel.py. Each rank writes what was shown of the whole engine at once, and of
+each parameter that the last rank had a copy of, whether all at once or one by one it was found.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
 import torch
-from test_weights import detached
+from detached import detached
 from transformers import AutoModelForCausalLM
 
 from colograd.engine.vllm_engine import Engine

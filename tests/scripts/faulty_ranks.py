@@ -1,4 +1,6 @@
-"""Ranks of which the last fails while the others wait for it. Started by tests/test_faults.py and tests/test_nodes.py.
+"""Ranks of which the last fails while the others wait for it.
+
+Started by tests/parallel/test_faults.py and tests/training/test_nodes.py.
 
     faulty_ranks.py FAULT [FOLDER]
 

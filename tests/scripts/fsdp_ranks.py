@@ -1,4 +1,4 @@
-"""FSDP2 through the policy's own passes, with failures on one rank. Started by tests/test_fsdp.py.
+"""FSDP2 through the policy's own passes, with failures on one rank. Started by tests/sharding/test_fsdp.py.
 
     torchrun --nproc-per-node N fsdp_ranks.py OUT_DIR
 

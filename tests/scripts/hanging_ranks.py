@@ -1,4 +1,4 @@
-"""Ranks of which one makes no progress while the others wait for it. Started by tests/test_watchdog.py.
+"""Ranks of which one makes no progress while the others wait for it. Started by tests/parallel/test_watchdog.py.
 
     hanging_ranks.py FAULT LIMIT
 

@@ -1,4 +1,6 @@
-"""Train the tiny model on several nodes and write down what each rank ended with. Started by tests/test_nodes.py.
+"""Train the tiny model on several nodes and write down what each rank ended with.
+
+Started by tests/training/test_nodes.py.
 
     torchrun --nnodes 2 --nproc-per-node 2 ... node_ranks.py MODEL RUN_DIR OUT_DIR STOP_AT
 
@@ -16,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
 import torch

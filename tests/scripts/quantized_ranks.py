@@ -1,5 +1,6 @@
-"""Train an adapter on a quantised base on several ranks and write down what each had. For tests/test_quantized.py, and
-with prompts that have images for tests/test_quantized_images.py.
+"""Train an adapter on a quantised base on several ranks and write down what each had.
+
+For tests/policy/test_quantized.py, and with prompts that have images for tests/policy/test_quantized_images.py.
 
 torchrun --nproc-per-node 2 quantized_ranks.py MODEL RUN_DIR OUT_DIR SHARDING [TARGETS-FOR-IMAGES]
 
@@ -14,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import peft
 import tiny

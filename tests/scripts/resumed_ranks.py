@@ -1,4 +1,6 @@
-"""Two steps, a checkpoint, and two steps more: at once, and resumed in another way. Started by tests/test_ranks.py.
+"""Two steps, a checkpoint, and two steps more: at once, and resumed in another way.
+
+Started by tests/training/test_ranks.py.
 
     torchrun --nproc-per-node 2 resumed_ranks.py MODEL RUN_DIR OUT_FILE DTYPE STEPS SHARDING
 
@@ -12,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
 import tiny_images

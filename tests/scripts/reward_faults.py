@@ -1,5 +1,5 @@
 """Train on two ranks, several times over, with a reward that goes wrong on rank 1 only. Started by
-tests/test_reward_faults.py under torchrun.
+tests/rewards/test_reward_faults.py under torchrun.
 
     torchrun --nproc-per-node 2 reward_faults.py MODEL RUN_DIR OUT_DIR CASE...
 
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
 from reward_cases import faulty

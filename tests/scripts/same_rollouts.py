@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 same_rollouts.py MODEL OUT_DIR '{"vllm_tensor_parallel_size": 2}' [FAULT]
 
-Started by tests/test_tensor_parallel.py. The third argument changes the configuration, and
+Started by tests/engine/test_tensor_parallel.py. The third argument changes the configuration, and
 `{"lora": true}` trains an adapter, `{"sampled": true}` what the engine samples. After training, each rank's
 weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.
 FAULT: `reward` (rank 0's raises in the second step), `loss` (a NaN on the last rank), `memory` (the last rank runs out
@@ -17,13 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
 import tiny_images
 import torch
+from fixed_rollouts import STEPS, Rollouts
 from peft import LoraConfig
-from test_same_rollouts import STEPS, Rollouts
 
 from colograd import GRPOTrainer
 from colograd.batch import ScoredGroup

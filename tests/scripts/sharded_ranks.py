@@ -1,4 +1,6 @@
-"""Six optimizer steps in each way of sharding, on gradients whose sums are exact. Started by tests/test_sharding.py.
+"""Six optimizer steps in each way of sharding, on gradients whose sums are exact.
+
+Started by tests/sharding/test_sharding.py.
 
     torchrun --nproc-per-node N sharded_ranks.py OUT_DIR [CHECKPOINTS]
 

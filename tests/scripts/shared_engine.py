@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 shared_engine.py MODEL OUT_DIR [FAULT]
 
-Started by tests/test_shared_engine.py. Each rank writes what every case returned, how many steps its engine took in it,
-and what both ranks sample afterwards without a leader, which shows that their engines agree. FAULT `leader` or
+Started by tests/engine/test_shared_engine.py. Each rank writes what every case returned, how many steps its engine took
+in it, and what both ranks sample afterwards without a leader, which shows that their engines agree. FAULT `leader` or
 `follower`: the engine of the first or of the last rank fails in its third step.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
 import tool_cases

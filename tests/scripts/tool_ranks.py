@@ -1,4 +1,4 @@
-"""Two steps with a tool that hangs on rank 1 only. Started by tests/test_environments.py.
+"""Two steps with a tool that hangs on rank 1 only. Started by tests/rollout/test_environments.py.
 
 torchrun --nproc-per-node 2 tool_ranks.py MODEL TEMPLATE OUT_DIR
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
 import tool_cases

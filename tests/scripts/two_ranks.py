@@ -1,4 +1,6 @@
-"""Train the tiny model on several ranks and write down what each saw. Started by tests/test_ranks.py under torchrun.
+"""Train the tiny model on several ranks and write down what each saw.
+
+Started by tests/training/test_ranks.py under torchrun.
 
     torchrun --nproc-per-node 2 two_ranks.py MODEL RUN_DIR OUT_DIR DTYPE [FAULT [SHARDING]]
 
@@ -20,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import picture_tools
 import tiny

@@ -1,4 +1,6 @@
-"""Draw, pack and differentiate one step whose lengths differ wildly between ranks. Started by tests/test_balance.py.
+"""Draw, pack and differentiate one step whose lengths differ wildly between ranks.
+
+Started by tests/parallel/test_balance.py.
 
     torchrun --nproc-per-node 2 uneven_ranks.py OUT_DIR
 

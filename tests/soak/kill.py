@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 
 import launcher  # noqa: E402
 import tiny  # noqa: E402

@@ -1,0 +1,129 @@
+"""A checkpoint that isn't what was written is refused, with the file and the reason."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colograd.checkpoint import manifest
+from colograd.checkpoint.folders import aside_folder, check, commit, complete_steps
+from colograd.checkpoint.manifest import MANIFEST, Damaged, shares
+
+FILES = {
+    "model.safetensors": b"w" * 1000,
+    "optimizer-00000-of-00002.safetensors": b"o" * 500,
+    "optimizer-00001-of-00002.safetensors": b"p" * 500,
+    "rng_state_0.pth": b"r" * 50,
+    "trainer_state.json": b"{}",
+    "below/config.json": b"{}",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint as it is committed."""
+    aside = aside_folder(tmp_path) / "checkpoint-3"
+    for name, content in FILES.items():
+        (aside / name).parent.mkdir(parents=True, exist_ok=True)
+        (aside / name).write_bytes(content)
+    commit(aside, tmp_path / "checkpoint-3")
+    return tmp_path / "checkpoint-3"
+
+
+def test_all_files_but_itself_are_in_it(folder: Path) -> None:
+    files = manifest.read(folder)
+    assert files is not None and files.keys() == FILES.keys()
+    assert {name: entry.size for name, entry in files.items()} == {name: len(data) for name, data in FILES.items()}
+    assert check(folder)
+    (folder / "added.txt").write_text("somebody's notes")
+    assert check(folder), "what was added later is nobody's business"
+
+
+def test_a_checkpoint_that_lost_its_state_is_still_one_that_can_be_refused(folder: Path) -> None:
+    (folder / "trainer_state.json").unlink()
+    assert complete_steps(str(folder.parent)) == [3]
+    with pytest.raises(ValueError, match=r"trainer_state\.json is missing"):
+        check(folder)
+
+
+def test_without_one_nothing_is_checked(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    assert manifest.read(folder) is None and not check(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: bytes([data[0] ^ 1]) + data[1:], "was changed after it was written"),
+        (lambda data: data[:-1], "has .* bytes, and .* were written"),
+        (lambda data: data + b" ", "has .* bytes, and .* were written"),
+        (None, "is missing"),
+    ],
+    ids=["flipped", "truncated", "longer", "missing"],
+)
+def test_a_damaged_file_is_named(folder: Path, name: str, damage: Any, said: str) -> None:
+    if damage is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(damage((folder / name).read_bytes()))
+    with pytest.raises(ValueError, match=f"checkpoint-3 is damaged: {name} {said}") as caught:
+        check(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_in_a_file_s_place_is_no_file(folder: Path) -> None:
+    (folder / "rng_state_0.pth").unlink()
+    (folder / "rng_state_0.pth").mkdir()
+    with pytest.raises(ValueError, match=r"rng_state_0\.pth is missing"):
+        check(folder)
+
+
+GOOD = {"size": 2, "xxh3_128": "0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "can't be read"),
+        ("\xff", "can't be read"),
+        ("[" * 100_000, "can't be read"),
+        ("[]", "has no list of files"),
+        (json.dumps({"version": 1, "files": []}), "has no list of files"),
+        (json.dumps({"version": 2, "files": {}}), "has version 2, and this Colograd reads version 1"),
+        (json.dumps({"version": 1, "files": {"../../etc/passwd": GOOD}}), "which is no file of the folder"),
+        (json.dumps({"version": 1, "files": {"/etc/passwd": GOOD}}), "which is no file of the folder"),
+        (json.dumps({"version": 1, "files": {"a/../../b": GOOD}}), "which is no file of the folder"),
+        (json.dumps({"version": 1, "files": {"": GOOD}}), "which is no file of the folder"),
+        (json.dumps({"version": 1, "files": {"a\0b": GOOD}}), "which is no file of the folder"),
+        (json.dumps({"version": 1, "files": {"a": 3}}), "has no size and checksum of a"),
+        (json.dumps({"version": 1, "files": {"a": GOOD | {"size": -1}}}), "has no size and checksum of a"),
+        (json.dumps({"version": 1, "files": {"a": GOOD | {"size": True}}}), "has no size and checksum of a"),
+        (json.dumps({"version": 1, "files": {"a": GOOD | {"xxh3_128": 7}}}), "has no size and checksum of a"),
+        (" " * (manifest.LARGEST + 1), "more than any checkpoint's"),
+    ],
+)
+def test_a_hostile_manifest_is_one_clear_error(folder: Path, text: str, said: str) -> None:
+    (folder / MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(Damaged, match=f"{MANIFEST} .*{said}"):
+        manifest.read(folder)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_share_the_work_and_leave_nothing_out(apart: bool) -> None:
+    """On each node what its ranks read; a rank's own file by itself, where the folder has those of all."""
+    names = [*FILES, "rng_state_1.pth", "rng_state_2.pth", "rng_state_3.pth", "lengths_1.json"]
+    of_ranks = [shares(names, rank, 4, 2, apart) for rank in range(4)]
+    for node in (of_ranks[:2], of_ranks[2:]):
+        together = sorted(chain.from_iterable(node))
+        assert len(together) == len(set(together))
+        assert {"model.safetensors", "trainer_state.json", "below/config.json"} <= set(together)
+        assert not apart or together == sorted(names)
+    assert set(chain.from_iterable(of_ranks)) == set(names)
+    if not apart:
+        for rank in range(4):
+            assert [name for name in of_ranks[rank] if name.startswith("rng")] == [f"rng_state_{rank}.pth"]

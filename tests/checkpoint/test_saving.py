@@ -1,0 +1,445 @@
+"""Checkpoints are written beside the training, whole or not at all; one that can't be written doesn't end the run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from paths import SCRIPTS
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+
+from colograd.checkpoint import folders, manifest, writing
+from colograd.checkpoint.background import why_in_foreground
+from colograd.checkpoint.host_files import BLOCK, HostFiles, Image, write_bytes, write_image
+from colograd.checkpoint.writing import Save, Writer
+from colograd.runtime import process
+from colograd.training import checkpointer
+
+# -- images of files
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Of every width, odd sizes, empty ones and scalars; some lie in one storage."""
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randn(6, 5, generator=generator)
+    return {
+        "b.bf16": torch.randn(7, 3, generator=generator).bfloat16(),
+        "a.upper": both[:3],
+        "a.lower": both[3:].T,
+        "step": torch.tensor(float(seed)),
+        "empty": torch.empty(0, 4),
+        "remainder": torch.randint(-99, 99, (2051,), generator=generator).short(),
+        "mask": torch.tensor([True, False, True]),
+        "count": torch.tensor([seed + 5]),
+    }
+
+
+def test_an_image_is_the_file_that_safetensors_reads(tmp_path: Path) -> None:
+    images, path = HostFiles(), tmp_path / "model.safetensors"
+    for seed in (1, 2):
+        images.put(tensors(seed), path, {"format": "pt"})
+        ((found, image),) = images.take().items()
+        entry = write_image(image, path)
+        assert found == path and entry == manifest.entry_of(path) and entry.size == image.size
+        read = load_file(path)
+        assert read.keys() == tensors().keys()
+        assert all(torch.equal(read[name], value) for name, value in tensors(seed).items())
+    assert images.take() == {}
+
+
+def test_buffers_are_kept_while_tensors_have_the_same_shapes(tmp_path: Path) -> None:
+    images, path = HostFiles(), tmp_path / "f.safetensors"
+    images.put(tensors(1), path)
+    first = images.kept["f.safetensors"]
+    images.put(tensors(2), path)
+    assert images.kept["f.safetensors"] is first and images.nbytes == first.size
+    place = images.places("f.safetensors")["b.bf16"]
+    place.fill_(3.0)  # as `state_dict_on_host` does: the copy is spared
+    images.put(tensors(2) | {"b.bf16": place}, path)
+    assert bool((images.places("f.safetensors")["b.bf16"] == 3).all())
+    images.put(tensors(3) | {"new": torch.ones(1)}, path)
+    assert images.kept["f.safetensors"] is not first and images.places("other") == {}
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_bytes_are_written_as_they_are(tmp_path: Path, size: int) -> None:
+    content = os.urandom(size)
+    entry = write_bytes(content, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == content and entry == manifest.entry_of(tmp_path / "file")
+
+
+@pytest.mark.parametrize("refuses", ["open", "write", "short"])
+def test_where_nothing_goes_past_the_page_cache_it_goes_through_it(tmp_path: Path, monkeypatch, refuses: str) -> None:
+    image = Image({"a": {"dtype": "U8", "shape": [9000]}}, {"a": torch.zeros(9000, dtype=torch.uint8)})
+    image.fill({"a": torch.arange(9000).to(torch.uint8)})
+    opened, written = os.open, os.write
+
+    def no_open(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *mode)
+
+    def no_write(descriptor: int, data: Any) -> int:
+        import fcntl
+
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            if refuses == "write":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return written(descriptor, bytes(data)[:0]) or _through(descriptor, data)
+        return written(descriptor, data)
+
+    def _through(descriptor: int, data: Any) -> int:  # the file system took a part that isn't whole blocks
+        import fcntl
+
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        count = written(descriptor, data[:1000])
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        return count
+
+    monkeypatch.setattr(os, "open" if refuses == "open" else "write", no_open if refuses == "open" else no_write)
+    entry = write_image(image, tmp_path / "f.safetensors")
+    monkeypatch.undo()
+    assert entry == manifest.entry_of(tmp_path / "f.safetensors")
+    assert torch.equal(load_file(tmp_path / "f.safetensors")["a"], torch.arange(9000).to(torch.uint8))
+
+
+# -- one save
+
+
+def save_of(run_dir: Path, step: int, **changes: Any) -> Save:
+    """Of one rank: an image, and a file that lies ready."""
+    images, name = HostFiles(), f"checkpoint-{step}"
+    images.put({"w": torch.full((300_000,), float(step))}, "model.safetensors")
+    ready = run_dir / "ready" / "trainer_state.json"
+    with contextlib.suppress(OSError):  # on a full disk
+        ready.parent.mkdir(parents=True, exist_ok=True)
+        ready.write_text("{}")
+    sources = {"model.safetensors": images.take()[Path("model.safetensors")], "trainer_state.json": b"{}"}
+    settings: dict[str, Any] = {
+        "step": step,
+        "final": run_dir / name,
+        "aside": folders.aside_folder(run_dir) / f"{name}.1",
+        "sources": sources | ({"ready.json": ready} if ready.exists() else {}),
+        "leads": True,
+        "leaders": (0,),
+        "members": (0,),
+        "afterwards": lambda: None,
+    }
+    return Save(**(settings | changes))
+
+
+def finished(writer: Writer) -> str | None:
+    assert writer.present is not None and writer.present.done.wait(tiny.PATIENCE)
+    state, writer.present = writer.state(), None
+    return state
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_save_ends_as_a_whole_checkpoint(tmp_path: Path, in_background: bool) -> None:
+    writer, rotated = Writer(), []
+    writer.begin(
+        save_of(tmp_path, 3, afterwards=lambda: rotated.append((tmp_path / "checkpoint-3").is_dir())), in_background
+    )
+    assert finished(writer) == "" and rotated == [True]
+    assert folders.check(tmp_path / "checkpoint-3")
+    files = manifest.read(tmp_path / "checkpoint-3")
+    assert files is not None and files.keys() == {"model.safetensors", "trainer_state.json", "ready.json"}
+    assert not list(folders.aside_folder(tmp_path).iterdir())
+
+
+def test_a_damaged_one_of_the_same_step_stays_under_another_name(tmp_path: Path) -> None:
+    writer = Writer()
+    for keeps in (False, True):
+        writer.begin(save_of(tmp_path, 3, keeps_old=keeps), in_background=False)
+        assert finished(writer) == ""
+    assert folders.check(tmp_path / "checkpoint-3") and folders.check(tmp_path / "refused-checkpoint-3")
+    assert folders.complete_steps(str(tmp_path)) == [3]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own; skips the test where that isn't allowed."""
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a small tmpfs isn't allowed here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_leaves_the_older_one_and_nothing_else(tmp_path: Path) -> None:
+    writer = Writer()
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        writer.begin(save_of(disk, 1), in_background=True)
+        assert finished(writer) == ""
+        writer.begin(save_of(disk, 2), in_background=True)
+        assert "No space left on device" in str(finished(writer))
+        assert folders.complete_steps(str(disk)) == [1] and folders.check(disk / "checkpoint-1")
+        assert not list(folders.aside_folder(disk).iterdir())
+        folders.discard(disk / "checkpoint-1")  # there is room again
+        writer.begin(save_of(disk, 3), in_background=True)
+        assert finished(writer) == "" and folders.check(disk / "checkpoint-3")
+
+
+def test_a_read_only_folder_is_an_error_of_the_save(tmp_path: Path) -> None:
+    writer = Writer()
+    with small_disk(tmp_path / "disk", "9m") as disk:
+        writer.begin(save_of(disk, 1), in_background=True)
+        assert finished(writer) == ""
+        save = save_of(disk, 2)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        writer.begin(save, in_background=True)
+        assert "Read-only file system" in str(finished(writer))
+        assert folders.complete_steps(str(disk)) == [1] and folders.check(disk / "checkpoint-1")
+
+
+# -- whether it may be beside
+
+
+class Reader(TrainerCallback):
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+
+def named(name: str, **switches: Any) -> Any:
+    return type(name, (Reader,), switches)()
+
+
+@pytest.mark.parametrize(
+    ("changes", "callbacks", "copies", "said"),
+    [
+        ({}, [TrainerCallback()], 100, ""),
+        ({"save_in_background": False}, [], 100, "save_in_background is false"),
+        ({"push_to_hub": True, "hub_strategy": "end"}, [], 100, ""),
+        ({"push_to_hub": True, "hub_strategy": "every_save"}, [], 100, "pushed to the Hub (hub_strategy: every_save)"),
+        ({}, [Reader()], 100, "Reader.on_save may read it"),
+        ({}, [named("WandbCallback", _log_model="end"), named("TrackioCallback")], 100, ""),
+        ({}, [named("WandbCallback", _log_model="checkpoint")], 100, "WandbCallback.on_save may read it"),
+        ({}, [named("MLflowCallback", _log_artifacts=False)], 100, ""),
+        ({}, [named("MLflowCallback", _log_artifacts=True)], 100, "MLflowCallback.on_save may read it"),
+        ({}, [], 2**60, "of host memory, of which"),
+    ],
+)
+def test_what_makes_training_wait(tmp_path: Path, changes: Any, callbacks: Any, copies: int, said: str) -> None:
+    config = tiny.config(tmp_path, **changes)
+    found = why_in_foreground(config, callbacks, optimizer_is_cut=True, copies=copies, held=0)
+    assert said in found if said else not found
+    assert not said or why_in_foreground(config, callbacks, True, copies, held=copies) == (
+        found if copies < 2**60 else ""
+    )
+
+
+def test_an_optimizer_with_other_state_is_waited_for(tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, optim="adafactor")
+    assert "optim: adafactor isn't made of tensors" in why_in_foreground(config, [], False, 0, 0)
+    assert why_in_foreground(tiny.config(tmp_path, save_only_model=True), [], False, 0, 0) == ""
+
+
+# -- a run
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Saves after each of its four steps. Tests give it an output_dir each."""
+    from colograd import GRPOTrainer
+
+    config = tiny.config(tmp_path_factory.mktemp("run"), save_strategy="steps", save_steps=1)
+    trainer = GRPOTrainer(str(tiny_model), tiny.vowels, config, tiny.prompts())
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def run(trainer: Any, tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
+    """The trainer with fresh weights, in a folder of this test's."""
+    weights = load_file(tiny_model / "model.safetensors")
+    trainer.model.load_state_dict(weights, strict=False)
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.args.output_dir = str(tmp_path / "run")
+    before = dict(vars(trainer.args)), list(trainer.callback_handler.callbacks)
+    yield trainer
+    vars(trainer.args).update(before[0])
+    trainer.callback_handler.callbacks = before[1]
+
+
+def steps_left(trainer: Any) -> list[int]:
+    """Of checkpoints, each of which is whole."""
+    found = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"), key=folders.step_of)
+    assert all(folders.check(folder) for folder in found)
+    return [folders.step_of(folder) for folder in found]
+
+
+engine = pytest.mark.engine
+
+
+@engine
+def test_what_is_written_beside_is_what_would_be_written_at_once(run: Any, tiny_model: Path, capfd) -> None:
+    run.train()
+    assert steps_left(run) == [1, 2, 3, 4] and not list(Path(run.args.output_dir).glob(".*"))
+    beside = Path(run.args.output_dir)
+    assert "training waits" not in capfd.readouterr().out
+    run.model.load_state_dict(load_file(tiny_model / "model.safetensors"), strict=False)
+    run.optimizer = run.lr_scheduler = None
+    run.args.output_dir += "-at-once"
+    run.args.save_in_background = False
+    run.train()
+    at_once = Path(run.args.output_dir)
+    assert steps_left(run) == [1, 2, 3, 4] and not list(at_once.glob(".*"))
+    for step in (1, 4):
+        names = manifest.files_of(beside / f"checkpoint-{step}")
+        assert names == manifest.files_of(at_once / f"checkpoint-{step}") and "rng_state.pth" in names
+        for name in ("model.safetensors", "optimizer-00000-of-00001.safetensors"):
+            mine, theirs = (load_file(folder / f"checkpoint-{step}" / name) for folder in (beside, at_once))
+            assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    first, last = (load_file(beside / f"checkpoint-{step}" / "model.safetensors") for step in (1, 4))
+    assert any(not torch.equal(first[key], last[key]) for key in first), "each is of its own step"
+
+
+@engine
+def test_training_goes_on_over_a_full_disk_and_ends_when_it_stays_full(run: Any, tmp_path: Path, capfd) -> None:
+    with small_disk(tmp_path / "disk", "2500k") as disk:
+        run.args.output_dir = str(disk)
+        run.args.save_failures = 9
+        run.train()
+        said = capfd.readouterr().out
+        left = steps_left(run)
+        assert run.state.global_step == 4 and 0 < len(left) < 4 and left == list(range(1, len(left) + 1))
+        assert f"checkpoints: that of step {len(left) + 1} couldn't be written (OSError: [Errno 28] No space" in said
+        assert "1 in a row; 9 end the run, save_failures" in said
+        assert not [path for path in disk.rglob("*") if ".incomplete" in path.name]
+        run.args.save_failures = 2
+        with pytest.raises(RuntimeError, match=r"The last 2 checkpoints couldn't be written .*No space left on device"):
+            run.train(resume_from_checkpoint=str(disk / "checkpoint-1"))
+        assert steps_left(run) == left, "what was there still is"
+
+
+@engine
+def test_a_write_that_hangs_is_not_waited_for(run: Any, monkeypatch, capfd) -> None:
+    go_on, write = threading.Event(), writing.write_image
+
+    def hang(image: Any, path: Path) -> Any:
+        if "checkpoint-1." in str(path):
+            assert go_on.wait(tiny.PATIENCE)
+        return write(image, path)
+
+    class Release(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                go_on.set()
+                assert run.checkpointer.writer.present.done.wait(tiny.PATIENCE)
+
+    monkeypatch.setattr(writing, "write_image", hang)
+    monkeypatch.setattr(checkpointer, "PATIENCE", 0.1)
+    run.add_callback(Release())
+    run.train()
+    said = capfd.readouterr().out
+    assert "checkpoints: step 2 isn't saved, as checkpoint-1 is still being written after" in said
+    assert "step 3 isn't saved" in said and "step 4" not in said.replace("step 4/4", "")
+    assert steps_left(run) == [1, 4]
+
+
+@engine
+def test_the_one_before_a_damaged_one_is_taken(run: Any, capfd) -> None:
+    run.args.save_total_limit = 2
+    run.train()
+    folder = Path(run.args.output_dir)
+    assert steps_left(run) == [3, 4]
+    path = folder / "checkpoint-4" / "optimizer-00000-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"checkpoint-4', which is damaged: optimizer-00000-of-00001.* was changed"):
+        run.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    (folder / "checkpoint-3" / "manifest.json").unlink()
+    capfd.readouterr()
+    run.train(resume_from_checkpoint="auto")
+    said = capfd.readouterr().out
+    assert "checkpoint-4 is damaged and isn't taken: optimizer-00000-of-00001.safetensors was changed after" in said
+    assert "checkpoint-3 has no manifest.json (an older version wrote it): it is taken unchecked" in said
+    assert run.state.global_step == 4 and "step 4/4" in said and "step 3/4" not in said
+    assert path.read_bytes() != data and (folder / "refused-checkpoint-4" / path.name).read_bytes() == data
+    assert folders.complete_steps(str(folder)) == [3, 4]
+
+
+@engine
+def test_a_callback_that_reads_the_files_finds_them(run: Any, monkeypatch, capfd) -> None:
+    found = []
+
+    class Look(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            found.append((state.global_step, folders.check(folder)))
+
+    commit = folders.commit
+
+    def fail_once(aside: Path, final: Path, *rest: Any) -> None:
+        if final.name == "checkpoint-2":
+            raise OSError(errno.EIO, "Input/output error")
+        commit(aside, final, *rest)
+
+    monkeypatch.setattr(folders, "commit", fail_once)
+    run.add_callback(Look())
+    run.train()
+    assert found == [(1, True), (3, True), (4, True)], "and isn't asked of one that isn't there"
+    said = capfd.readouterr().out
+    assert said.count("checkpoints: training waits while one is written, as Look.on_save may read it") == 1
+    assert "that of step 2 couldn't be written (OSError: [Errno 5] Input/output error)" in said
+
+
+# -- several ranks
+
+
+def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
+    script = SCRIPTS / "saving_ranks.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(process.free_port()), str(script), str(tmp_path)]
+    environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    leader, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    run_dir = tmp_path / "run"
+    assert leader["whole"] == other["whole"] == ["", ""]
+    files = manifest.read(run_dir / "checkpoint-1")
+    assert files is not None and files.keys() == {"trainer_state.json", "part-0.safetensors", "part-1.safetensors"}
+    assert folders.check(run_dir / "checkpoint-1")
+    full = "OSError: [Errno 28] No space left on device"
+    assert leader["one disk is full"] == [f"rank 1: {full}", full] == other["one disk is full"]
+    assert leader["again"] == ["", ""] and folders.complete_steps(str(run_dir)) == [1, 3, 5]
+    assert [sorted(manifest.files_of(tmp_path / f"node{n}" / "checkpoint-5")) for n in range(2)] == [
+        [f"part-{n}.safetensors", "trainer_state.json"] for n in range(2)
+    ]
+    assert leader["apart"] == ["", ""] and leader["seconds alone"] < writing.ALONE + 5
+    assert "rank 1 hasn't said that its part is written: this one ends by an error" in leader["alone"]
+
+
+def test_a_safetensors_file_of_the_library_has_the_same_tensors(tmp_path: Path) -> None:
+    """Readers see no difference: names, shapes, dtypes, metadata."""
+    from safetensors import safe_open
+
+    values = {name: value.contiguous().clone() for name, value in tensors().items()}
+    save_file(values, tmp_path / "theirs", {"format": "pt"})
+    images = HostFiles()
+    images.put(values, "ours", {"format": "pt"})
+    write_image(images.take()[Path("ours")], tmp_path / "ours")
+    with safe_open(tmp_path / "ours", "pt") as ours, safe_open(tmp_path / "theirs", "pt") as theirs:
+        assert ours.metadata() == theirs.metadata() and sorted(ours.keys()) == sorted(theirs.keys())
+        for name in ours.keys():  # noqa: SIM118
+            assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
+            assert ours.get_slice(name).get_dtype() == theirs.get_slice(name).get_dtype()

@@ -1,0 +1,281 @@
+"""`colograd plan`: a model's needs in each strategy of sharding, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import large
+import pytest
+import tiny
+import torch
+from paths import DOCS, RECIPES
+
+from colograd.commands import cli
+from colograd.commands import plan as command
+from colograd.commands.recipe_options import recipe_options
+from colograd.memory.choice import auto, best_plan, fits
+from colograd.memory.description import STRATEGIES
+from colograd.memory.estimate import ALIVE
+from colograd.memory.table import GIB, MARGIN
+from colograd.policy.outline import note_on_cpu
+from colograd.sharding.buckets import ELEMENTS
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return large.folder(tmp_path_factory.mktemp("Qwen2.5-7B"))
+
+
+def planned(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tuple[str, dict[str, list[str]], str]:
+    """What comes before the table, its lines by their first word, and what comes after it."""
+    status = cli.main(["plan", "--model", str(model), *flags])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    before, table, after = said.out.split("\n\n")
+    lines = [line.rsplit(None, 11) for line in table.splitlines()[1:]]
+    assert len({len(line) for line in table.splitlines()}) == 1, "aligned"
+    return before, {name.strip(): cells for name, *cells in lines}, after.strip()
+
+
+def test_a_7b_model_on_8_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes per parameter as docs/scaling.md has them: 6 + 10/N, 2 + 14/N and 2 + 16/N; what is there for a while
+    besides."""
+    before, strategies, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80")
+    assert "7.62 billion parameters, bfloat16, adamw_split; on 8 GPU(s) of 80 GiB, an engine each" in before
+    assert tuple(strategies) == STRATEGIES
+    embedding = large.VOCABULARY * large.HIDDEN
+    buckets = (ALIVE * ELEMENTS + embedding) * 4 * 9 / 8
+    gathered = (4 * 2 + 2 * 4) * embedding
+    parts = {  # engine, policy, gradients, optimizer: bytes per parameter; exchange: bytes
+        "none": (2, 0, 4, 10, 0),
+        "optimizer": (2, 0, 4, 10 / 8, buckets),
+        "gradients": (2, 0, 4 / 8, 10 / 8, buckets),
+        "fsdp": (2, 2 / 8, 4 / 8, 10 / 8, gathered),
+    }
+    per_token = 2 * large.LAYERS * large.KEYS * large.HEAD * 2
+    for strategy, (*per_parameter, exchange) in parts.items():
+        *found, activations, tokens, free, room, cache_tokens, fits = strategies[strategy]
+        state = [count * large.PARAMETERS / GIB for count in per_parameter] + [exchange / GIB]
+        assert [float(cell) for cell in found] == pytest.approx(state, abs=0.06), strategy
+        assert float(free) == pytest.approx(80 * MARGIN, abs=0.06)
+        left = 80 * (1 - MARGIN) - sum(state) - float(activations)
+        assert float(room) == pytest.approx(left, abs=0.15), strategy
+        assert int(cache_tokens.replace(",", "")) == pytest.approx(max(left, 0) * GIB / per_token, rel=0.02)
+        assert fits == ("no" if strategy == "none" else "yes")
+        assert tokens == ("8,192" if strategy == "none" else "16,384")
+    assert after == "sharding: auto takes 'optimizer'"
+
+
+def test_one_gpu_has_nothing_to_share_and_is_told_what_would_fit(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, strategies, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80")
+    assert [*strategies] == ["none"] and strategies["none"][-1] == "no"
+    assert after.startswith("sharding: auto finds none that fits; what would fit: use_peft: true (LoRA, rank 16); or ")
+    _, strategies, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80", "--lora-rank", "16")
+    assert strategies["none"][-1] == "yes" and after == "sharding: auto takes 'none'"
+
+
+def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, strategies, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80", "--tensor-parallel", "2")
+    assert "an engine for 2 of them" in before
+    assert [*strategies] == [*STRATEGIES] and strategies["gradients"][:2] == ["7.1", "14.2"]
+    assert after == "sharding: auto takes 'gradients'"
+
+
+def test_a_tiny_model_as_a_run_would_plan_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.make_model(tmp_path / "tiny")
+    (model / "model.safetensors").unlink()  # only its configuration is read
+    _, strategies, after = planned(capsys, model, "--gpus", "2", "--gpu-memory", "16", "--context", "256", "--sleep")
+    assert all(cells[-1] == "yes" for cells in strategies.values()) and after == "sharding: auto takes 'none'"
+    assert torch.cuda.is_available() or not torch.cuda.is_initialized()
+
+
+def test_figures_are_those_of_a_run(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--gpus", "8", "--gpu-memory", "80", "--completion", "7168")
+    _, strategies, _ = planned(capsys, qwen, *flags)
+    for strategy in STRATEGIES:
+        plan = best_plan(large.run(qwen), strategy)
+        assert strategies[strategy][8] == f"{plan.room / GIB:.1f}" and strategies[strategy][6] == f"{plan.tokens:,}"
+
+
+# -- recipes
+
+
+RECIPE = """
+model_name_or_path: {model}
+reward_funcs: [last_number]
+prompts_per_step: 64
+num_generations: 8
+max_completion_length: 1024
+"""
+
+
+def test_a_recipe_says_what_options_say(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=qwen) + "max_prompt_tokens: 512\nbeta: 0.1\nvllm_enable_sleep_mode: true\n")
+    gpus = ["--gpus", "8", "--gpu-memory", "80"]
+    shape = ["--context", "1536", "--completion", "1024", "--sequences", "512"]
+    assert cli.main(["plan", "--config", str(recipe), *gpus]) == 0
+    by_recipe = capsys.readouterr().out
+    assert cli.main(["plan", "--model", str(qwen), *gpus, *shape, "--reference", "--sleep"]) == 0
+    assert by_recipe == capsys.readouterr().out
+    flags = ["--max_prompt_tokens", "64", "--use_peft", "true", "--lora_r", "8"]  # as of training
+    assert cli.main(["plan", "--config", str(recipe), *gpus, *flags, "--completion", "256"]) == 0
+    said = capsys.readouterr().out
+    assert "sequences of up to 1,088 tokens, 64 per engine" in said and "(LoRA)" in said
+    assert "the adapter is planned on all linear layers, whichever the recipe names" in said
+
+
+def test_a_recipe_without_a_limit_of_prompts_is_told_which_is_assumed(
+    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=qwen))
+    asked = ["plan", "--config", str(recipe), "--gpus", "8", "--gpu-memory", "80"]
+    line = "prompts are planned with up to 1,024 tokens, as no limit is given (--context)"
+    assert cli.main(asked) == 0 and line in capsys.readouterr().out
+    assert cli.main([*asked, "--context", "4096"]) == 0 and "prompts are planned" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompts_per_step": 6},
+        {"prompts_per_step": 6, "steps_per_generation": 3},
+        {"prompts_per_step": 6, "generation_batch_size": 48},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 3},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        {"per_device_train_batch_size": 8, "generation_batch_size": 32},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "generation_batch_size": 8},
+    ],
+)
+def test_a_recipes_generation_is_that_of_its_run(changes: dict[str, int], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"model_name_or_path": "m", "num_generations": 4} | changes))
+    found, _ = recipe_options(["--config", str(recipe)])
+    config = tiny.config(tmp_path, **({"prompts_per_step": None} | changes))
+    sampled = config.per_device_train_batch_size * config.steps_per_generation
+    assert (found.get("sequences") or found["sequences_per_engine"]) == sampled
+
+
+@pytest.mark.parametrize(
+    "settings, found",
+    [
+        ({}, ("bfloat16", "adamw_split")),
+        ({"optim": "adamw_torch"}, ("float32", "adamw_torch")),
+        ({"dtype": "float32"}, ("float32", "adamw_torch")),
+        ({"dtype": "auto"}, ("bfloat16", "adamw_split")),
+        ({"model_init_kwargs": {"dtype": "float32"}, "optim": "sgd"}, ("float32", "sgd")),
+    ],
+)
+def test_a_recipes_precision_is_that_of_its_run(
+    settings: dict[str, Any], found: tuple[str, str], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(settings))
+    options, _ = recipe_options(["--config", str(recipe)])
+    assert (options["dtype"], options["optim"]) == found
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_recipe_can_be_planned(path: Path) -> None:
+    options = command.parse(["--config", str(path), "--gpus", "1", "--gpu-memory", "80"])
+    assert options.model_name_or_path and options.num_generations > 1
+    assert 0 < options.max_completion_length < options.vllm_max_model_length
+
+
+def test_without_gpus_of_its_own_a_machine_must_be_told_of_some(
+    qwen: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["plan", "--model", str(qwen), "--gpus", "1"]) == 2
+    assert "this machine has no GPU from which to take --gpu-memory: say which" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    sizes = [types.SimpleNamespace(total_memory=size * GIB) for size in (80, 79)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
+    assert cli.main(["plan", "--model", str(qwen)]) == 0
+    assert "on 2 GPU(s) of 79 GiB" in capsys.readouterr().out
+
+
+# -- a run without a GPU
+
+
+def test_a_large_model_on_a_machine_without_a_gpu_is_said_in_one_line(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, generator = tiny.config(tmp_path), torch.get_rng_state()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert note_on_cpu(str(qwen), config) == (
+        f"no GPU was found: {qwen.name}, of 7.6 billion parameters, is trained on the CPU in float32, which is meant "
+        "for small models; `colograd plan` says which GPUs it would fit"
+    )
+    assert not note_on_cpu(str(tiny.make_model(tmp_path / "small")), config)
+    assert not note_on_cpu("./no/such/folder", config), "loading tells"
+    assert torch.equal(torch.get_rng_state(), generator)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not note_on_cpu(str(qwen), config)
+
+
+# -- the page
+
+
+PAGE = (DOCS / "scaling.md").read_text()
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = large.folder(tmp_path / "Qwen2.5-7B-Instruct")
+    assert cli.main(["plan", "--model", str(model), "--gpus", "8", "--gpu-memory", "80"]) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in PAGE
+
+
+@pytest.mark.parametrize("name", large.SHAPES)
+def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> None:
+    header = next(line for line in PAGE.splitlines() if line.startswith("| | 1 GPU"))
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
+    gpus = [int(re.sub(r"\D", "", cell)) for cell in header.split("|")[2:-1]]
+    cells = [cell.strip() for cell in line.split("|")[2:-1]]
+    model = str(large.folder_of(name, tmp_path))
+    for count, cell in zip(gpus, cells, strict=True):
+        told = re.fullmatch(r"(\w+), (\d+)(?: \(T=(\d)\))?", cell)
+        per_engine = told.group(3) if told and told.group(3) else "1"
+        flags = ["--model", model, "--gpus", str(count), "--gpu-memory", "80", "--tensor-parallel", per_engine]
+        run = command.described(command.parse(flags))
+        strategy = auto(run)
+        found = f"{strategy}, {best_plan(run, strategy).room / GIB:.0f}" if fits(run, strategy) else "-"
+        assert found == (f"{told.group(1)}, {told.group(2)}" if told else "-"), count
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--gpus", "0"], "--gpus is 0, but must be above 0"),
+        (["--gpu-memory", "-1"], "--gpu-memory is -1, but must be above 0"),
+        (["--tensor-parallel", "3"], "--tensor-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8."),
+        (
+            ["--tensor-parallel", "8"],
+            "vllm_tensor_parallel_size is 8, but must divide the model's num_attention_heads, which is 28",
+        ),
+        (["--completion", "9000"], "--completion is 9000, but must leave room for a prompt in --context (8192)"),
+        (["--config", "no.yaml"], "The recipe 'no.yaml' doesn't exist"),
+        (["--model", "./no/such/folder"], "The model './no/such/folder' is neither a folder with a model nor"),
+    ],
+)
+def test_bad_input_is_one_line(qwen: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert cli.main(["plan", "--model", str(qwen), "--gpus", "8", "--gpu-memory", "80", *flags]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1 and said.err.startswith(f"colograd plan: error: {message}")
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    assert cli.main(["plan", "--model", str(tmp_path), "--gpus", "1", "--gpu-memory", "80"]) == 2
+    assert "has no configuration of a causal language model" in capsys.readouterr().err

@@ -1,0 +1,455 @@
+"""Datasets, tokens and the order of prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import skip_first_batches
+from datasets import Dataset, DatasetDict, IterableDataset
+from paths import MODEL
+
+from colograd.config import GRPOConfig, ScriptArguments
+from colograd.data import (
+    PromptDataset,
+    PromptLoader,
+    PromptRules,
+    PromptStream,
+    StepOrder,
+    StreamLoader,
+    load_datasets,
+    tokenize_prompts,
+)
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def load(**kwargs: Any) -> tuple[Dataset, Dataset | None]:
+    return load_datasets(ScriptArguments(**kwargs))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    if not (MODEL / "config.json").exists():
+        pytest.skip("made by `make model`")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def tokenize(rows: Any, tokenizer: Any, limit: int = 100, overlong: str = "drop", **template: Any) -> PromptDataset:
+    dataset = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    return tokenize_prompts(dataset, PromptRules(tokenizer, limit, overlong, template, "train_dataset"))
+
+
+# -- Loading
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    name = f"tasks_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(
+        "from datasets import Dataset, DatasetDict\n"
+        "rows = lambda word, n: Dataset.from_dict({'prompt': [f'{word} {i}' for i in range(n)]})\n"
+        "def plain(n=3): return rows('plain', n)\n"
+        "def several(): return DatasetDict(train=rows('train', 3), test=rows('test', 2))\n"
+        "def by_split(split, n=3): return None if split == 'nothing' else rows(split, n)\n"
+        "def wrong(): return [1]\n"
+        "def strange(): return DatasetDict(dev=rows('dev', 1))\n"
+        "number = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+@pytest.mark.parametrize("separator", [":", "."])
+def test_an_import_path_names_a_function(module: str, separator: str) -> None:
+    train, test = load(dataset_name=f"{module}{separator}plain", dataset_kwargs='{"n": 2}')
+    assert train["prompt"][:] == ["plain 0", "plain 1"] and test is None
+    train, test = load(dataset_name=f"{module}{separator}several")
+    assert test is not None and (len(train), test["prompt"][0]) == (3, "test 0")
+
+
+def test_a_function_with_a_split_is_asked_for_both(module: str) -> None:
+    train, test = load(dataset_name=f"{module}:by_split", dataset_train_split="a", dataset_test_split="b")
+    assert test is not None and (train["prompt"][0], test["prompt"][0]) == ("a 0", "b 0")
+    assert load(dataset_name=f"{module}:by_split", dataset_test_split="nothing")[1] is None
+    assert load(dataset_name=f"{module}:by_split", dataset_kwargs={"split": "c"})[0]["prompt"][0] == "c 0"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "neither was given"),
+        ({"dataset_name": "a", "datasets": [{"path": "b"}]}, "both were given"),
+        ({"dataset_name": "MODULE:plain", "dataset_kwargs": {"m": 1}}, "unexpected keyword argument 'm'"),
+        ({"dataset_name": "MODULE:plain", "dataset_kwargs": "{n: 1}"}, "isn't JSON"),
+        ({"dataset_name": "MODULE:plain", "dataset_kwargs": "[1]"}, "must be a dict"),
+        ({"dataset_name": "MODULE:plain", "test_split_size": 0.1}, "holds rows of a mixture out"),
+        ({"dataset_name": "MODULE:wrong"}, "MODULE:wrong is of type list; it must be a datasets.Dataset"),
+        ({"dataset_name": "MODULE:number"}, "is of type int; it must be a function"),
+        ({"dataset_name": "MODULE:absent"}, "has no attribute 'absent'"),
+        ({"dataset_name": "no_module_here:f"}, "module 'no_module_here' can't be imported"),
+        ({"dataset_name": "MODULE:strange"}, "no split 'train'; it has 'dev'"),
+        (
+            {"dataset_name": "MODULE:plain", "dataset_prompt_column": "question"},
+            "no column 'question'; it has 'prompt'",
+        ),
+        ({"dataset_name": "absent.jsonl"}, "no such file"),
+        ({"datasets": [{"path": "MODULE:plain", "weight": 1}]}, "must be a mapping with `path` and any of name"),
+        ({"datasets": [{"path": "MODULE:plain", "columns": ["x"]}]}, "no column 'x'"),
+        ({"datasets": [{"path": "MODULE:strange"}]}, "no split 'train'; it has 'dev'"),
+        ({"datasets": [{"path": "MODULE:plain"}], "test_split_size": 7}, "doesn't fit 3 rows"),
+    ],
+)
+def test_a_wrong_dataset_is_explained(module: str, given: dict[str, Any], message: str) -> None:
+    given = json.loads(json.dumps(given).replace("MODULE", module))
+    with pytest.raises(ValueError, match=message.replace("MODULE", module)):
+        load(**given)
+
+
+def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Dataset.from_dict({"prompt": ["a", "b"], "answer": [1, 2]})
+    rows.to_json(tmp_path / "rows.jsonl")
+    rows.to_csv(tmp_path / "rows.csv")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.save_to_disk(tmp_path / "one")
+    DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "two")
+    (tmp_path / "three").mkdir()
+    rows.to_json(tmp_path / "three" / "train.jsonl")
+    for name in ("rows.jsonl", "rows.csv", "rows.parquet", "one", "three"):
+        train, test = load(dataset_name=str(tmp_path / name))
+        assert train.to_list() == rows.to_list() and test is None, name
+    train, test = load(dataset_name=str(tmp_path / "two"))
+    assert test is not None and test["answer"][:] == [2]
+    (tmp_path / "rows.txt").touch()
+    with pytest.raises(ValueError, match=r"ends in '\.txt'; files may be"):
+        load(dataset_name=str(tmp_path / "rows.txt"))
+
+
+def test_a_mixture_is_joined_and_held_out_from(module: str) -> None:
+    parts = [{"path": f"{module}:plain"}, {"path": f"{module}:several", "split": "test", "columns": ["prompt"]}]
+    whole, test = load(datasets=json.dumps(parts))
+    assert whole["prompt"][:] == ["plain 0", "plain 1", "plain 2", "test 0", "test 1"] and test is None
+    train, test = load(datasets=parts, test_split_size=2)
+    assert test is not None and sorted([*train["prompt"], *test["prompt"]]) == sorted(whole["prompt"])
+    assert (len(train), len(test)) == (3, 2)
+    again = load(datasets=parts, test_split_size=2)[1]
+    assert again is not None and again["prompt"][:] == test["prompt"][:]
+
+
+def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
+    """As large as it can be without repeating a row: the smaller part is taken whole."""
+    for name, size in (("a", 30), ("b", 10)):
+        Dataset.from_dict({"prompt": [f"{name}{i}" for i in range(size)]}).to_json(tmp_path / f"{name}.jsonl")
+    parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 2}]
+    whole, _ = load(datasets=parts)
+    assert whole["prompt"][:] == [f"a{i}" for i in range(15)] + [f"b{i}" for i in range(10)]
+    with pytest.raises(ValueError, match="give each part a share, or none"):
+        load(datasets=[parts[0], {"path": str(tmp_path / "b.jsonl")}])
+    with pytest.raises(ValueError, match="a streamed part has no length"):
+        load(datasets=parts, streaming=True)
+    with pytest.raises(ValueError, match="test_split_size is 2, but a streamed mixture"):
+        load(datasets=parts, streaming=True, test_split_size=2)
+
+
+def test_streamed_datasets_keep_their_prompts(tmp_path: Path, module: str) -> None:
+    rows = Dataset.from_dict({"question": ["a", "b"], "answer": [1, 2]})
+    rows.to_json(tmp_path / "rows.jsonl")
+    rows.save_to_disk(tmp_path / "saved")
+    for name in (str(tmp_path / "rows.jsonl"), str(tmp_path / "saved")):
+        train, _ = load(
+            dataset_name=name, dataset_streaming=True, dataset_prompt_column="question", system_prompt="Be brief."
+        )
+        assert isinstance(train, IterableDataset)
+        assert [row["prompt"][1]["content"] for row in train] == ["a", "b"] and next(iter(train))["answer"] == 1
+    assert isinstance(load(dataset_name=f"{module}:several", dataset_streaming=True)[0], IterableDataset)
+    parts = [{"path": f"{module}:plain"}, {"path": f"{module}:several", "split": "test", "columns": ["prompt"]}]
+    train, _ = load(datasets=parts, streaming=True)
+    assert [row["prompt"] for row in train] == ["plain 0", "plain 1", "plain 2", "test 0", "test 1"]
+
+
+def test_the_prompt_column_and_the_system_prompt(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    own = [{"role": "system", "content": "Mine."}, USER]
+    Dataset.from_dict({"question": ["a"]}).to_json(tmp_path / "plain.jsonl")
+    Dataset.from_list([{"prompt": [USER]}, {"prompt": own}]).to_json(tmp_path / "chat.jsonl")
+    Dataset.from_list([{"prompt": "a", "question": "b"}]).to_json(tmp_path / "both.jsonl")
+    plain, _ = load(dataset_name=str(tmp_path / "plain.jsonl"), dataset_prompt_column="question")
+    assert plain.to_list() == [{"prompt": "a"}]
+    plain, _ = load(
+        dataset_name=str(tmp_path / "plain.jsonl"), dataset_prompt_column="question", system_prompt="Be brief."
+    )
+    assert plain["prompt"][:] == [[system, {"role": "user", "content": "a"}]]
+    chat, _ = load(dataset_name=str(tmp_path / "chat.jsonl"), system_prompt="Be brief.")
+    assert chat["prompt"][:] == [[system, USER], own]
+    with pytest.raises(ValueError, match="column 'prompt' beside dataset_prompt_column='question'"):
+        load(dataset_name=str(tmp_path / "both.jsonl"), dataset_prompt_column="question")
+
+
+# -- Tokens
+
+
+def test_plain_prompts_are_tokenised_as_they_are(tokenizer: Any) -> None:
+    prompts = tokenize([{"prompt": "What is 3 + 4?", "answer": "7"}], tokenizer)
+    prompt = prompts[0, 9]
+    assert prompt.example == {"prompt": "What is 3 + 4?", "answer": "7"} and prompt.position == 9
+    assert list(prompt.prompt_ids) == tokenizer("What is 3 + 4?").input_ids
+    assert all(type(token) is int for token in prompt.prompt_ids)
+
+
+def test_conversations_go_through_the_template(tokenizer: Any) -> None:
+    started = [USER, {"role": "assistant", "content": "Sure, I"}]
+    rows = [{"prompt": [USER]}, {"prompt": started}, {"prompt": [{"role": "user", "content": "Bye"}]}]
+    texts = [tokenizer.decode(p.prompt_ids) for p in tokenize(rows, tokenizer).prompts()]
+    assert texts[0].endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert texts[1].endswith("<|im_start|>assistant\nSure, I")
+    assert texts[2].endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_template_arguments_of_the_row_come_first(tokenizer: Any) -> None:
+    template = "{{ tone }} {{ size }}"
+    rows = [
+        {"prompt": [USER], "chat_template_kwargs": {"tone": "dry"}},
+        {"prompt": [USER], "chat_template_kwargs": None},
+    ]
+    prompts = tokenize(rows, tokenizer, chat_template=template, tone="warm", size="big").prompts()
+    assert [tokenizer.decode(p.prompt_ids) for p in prompts] == ["dry big", "warm big"]
+    assert set(prompts[0].example) == {"prompt", "chat_template_kwargs"}
+
+
+def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "a " * 20}, {"prompt": "b"}]
+    prompts = tokenize(rows, tokenizer, limit=5)
+    assert [(p.example["prompt"], p.position) for p in prompts.prompts()] == [("a", 0), ("b", 1)]
+    assert [(p.example["prompt"], p.position) for p in prompts.prompts(1, 2)] == [("b", 1)], "the second of two ranks"
+    assert (len(prompts), prompts.num_dropped) == (2, 1)
+    with pytest.raises(ValueError, match=r"train_dataset, row 1: the prompt has 21 tokens, over the limit of 5\."):
+        tokenize(rows, tokenizer, limit=5, overlong="error")
+    with pytest.raises(ValueError, match="all 1 prompts are over the limit of 5 tokens"):
+        tokenize([rows[1]], tokenizer, limit=5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "a"}], "no column 'prompt'; it has 'question'"),
+        (Dataset.from_dict({"prompt": []}), "has no rows"),
+        ([{"prompt": "a"}, {"prompt": ""}], "row 1: the prompt '' has no tokens"),
+        ([{"prompt": 3}], "row 0: the prompt is 3; it must be a text"),
+        ([{"prompt": []}], r"row 0: the prompt is \[\]; it must be a text"),
+        ([{"prompt": [{"role": "user"}]}], "row 0: the prompt is .* it must be a text"),
+        ([IterableDataset.from_generator(lambda: iter([{"question": "a"}]))], "no column 'prompt'; it has 'question'"),
+        ([3], "it must be a datasets.Dataset"),
+        ([Dataset.from_dict({"prompt": ["a"]}).with_transform(lambda rows: rows)], "has a transform .* with map"),
+        ([{"prompt": "a", "image": "a.png"}], "has the column 'image', but the model reads text alone"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+            "row 0: the prompt has a part of type 'image'",
+        ),
+    ],
+)
+def test_what_is_no_prompt_is_named(tokenizer: Any, rows: Any, message: str) -> None:
+    rows = rows[0] if isinstance(rows, list) and not isinstance(rows[0], dict) else rows
+    with pytest.raises(ValueError, match=message):
+        tokenize(rows, tokenizer)
+
+
+def test_a_template_is_needed_for_conversations_and_may_refuse(tokenizer: Any) -> None:
+    refuses = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this') }}{% endif %}fine"
+    with pytest.raises(ValueError, match=r"row 1: the chat template refuses the prompt .* not this"):
+        tokenize([{"prompt": [USER]}, {"prompt": [{**USER, "content": "no"}]}], tokenizer, chat_template=refuses)
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(ValueError, match=r"has no chat template\. Use an instruction-tuned model"):
+            tokenize([{"prompt": [USER]}], tokenizer)
+    finally:
+        tokenizer.chat_template = template
+
+
+# -- Order
+
+
+def steps(epoch: int = 0, data_rank: int = 0, data_size: int = 1, **kwargs: Any) -> list[list[tuple[int, int]]]:
+    given = {"num_rows": 23, "prompts_per_step": 4, "steps_per_generation": 2, "num_iterations": 1, "seed": 1, **kwargs}
+    order = StepOrder(data_rank=data_rank, data_size=data_size, **given)
+    order.set_epoch(epoch)
+    items = list(order)
+    assert len(items) == len(order)
+    return items
+
+
+def test_an_epoch_is_whole_rounds_and_takes_no_row_twice() -> None:
+    items = [prompt for step in steps() for prompt in step]
+    assert len(steps()) == 4 and len({row for row, _ in items}) == len(items) == 16
+    assert [position for _, position in items] == list(range(16))
+
+
+def test_two_ranks_take_together_what_one_takes() -> None:
+    halves = zip(steps(data_rank=0, data_size=2), steps(data_rank=1, data_size=2), strict=True)
+    assert [first + second for first, second in halves] == steps()
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    assert steps(epoch=1) == steps(epoch=1)
+    rows = [[row for step in items for row, _ in step] for items in (steps(), steps(epoch=1), steps(seed=2))]
+    assert rows[0] != rows[1] != rows[2] != rows[0]
+    positions = [position for epoch in range(3) for step in steps(epoch=epoch) for _, position in step]
+    assert positions == list(range(48))
+
+
+@pytest.mark.parametrize("shape", [(23, 4, 2, 1), (23, 4, 2, 3), (8, 2, 1, 2), (100, 6, 3, 1)])
+def test_the_same_seed_gives_the_prompts_of_trl(shape: tuple[int, int, int, int]) -> None:
+    """Round by round, in three epochs: TRL's sampler gives a round as often as it takes batches of it."""
+    from trl.trainer.utils import RepeatSampler
+
+    rows, per_step, steps_per_generation, iterations = shape
+    size, repeats = per_step * steps_per_generation, iterations * steps_per_generation
+    sampler = RepeatSampler(range(rows), 1, batch_size=size, repeat_count=repeats, seed=1)
+    for epoch in range(3):
+        theirs = list(sampler)
+        rounds = [theirs[first : first + size] for first in range(0, len(theirs), size * repeats)]
+        named = {"steps_per_generation": steps_per_generation, "num_iterations": iterations}
+        ours = steps(epoch=epoch, num_rows=rows, prompts_per_step=per_step, **named)
+        found = [
+            [row for step in ours[first : first + repeats] for row, _ in step] for first in range(0, len(ours), repeats)
+        ]
+        assert found == [one * iterations for one in rounds]
+
+
+def test_unshuffled_rows_come_in_order() -> None:
+    assert steps(shuffle=False)[1] == [(4, 4), (5, 5), (6, 6), (7, 7)]
+    assert steps(shuffle=False, epoch=1)[0][0] == (0, 16)
+
+
+def test_iterations_repeat_a_round_with_its_positions() -> None:
+    once, twice = steps(), steps(num_iterations=2)
+    assert twice == once[0:2] * 2 + once[2:4] * 2
+
+
+def test_the_order_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    steps()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fewer_prompts_than_a_round_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"has 7 prompts; one generation takes 8 \(prompts_per_step=4 times"):
+        steps(num_rows=7)
+
+
+# -- The loader
+
+
+def loader(tokenizer: Any) -> PromptLoader:
+    prompts = tokenize([{"prompt": f"row {i}"} for i in range(23)], tokenizer)
+    return PromptLoader(prompts, StepOrder(len(prompts), 4, 0, 1, 2, 1, True, 1))
+
+
+def test_the_loader_gives_the_prompts_of_each_step(tokenizer: Any) -> None:
+    prompts = loader(tokenizer)
+    before = torch.get_rng_state()
+    items = [[(int(p.example["prompt"].split()[1]), p.position) for p in step] for step in prompts]
+    assert items == steps() and len(prompts) == 4
+    assert torch.equal(torch.get_rng_state(), before)
+    prompts.set_epoch(1)
+    assert [p.position for p in next(iter(prompts))] == [16, 17, 18, 19]
+
+
+def test_a_resumed_loader_goes_on_exactly_where_it_stopped(tokenizer: Any) -> None:
+    whole = loader(tokenizer)
+    whole.set_epoch(1)
+    skipped = skip_first_batches(loader(tokenizer), 3)
+    skipped.batch_sampler.batch_sampler.set_epoch(1)  # as transformers.Trainer reaches it
+    assert list(skipped) == list(whole)[3:]
+    assert len(skipped) == 1
+
+
+# -- Streams
+
+
+def streamed(
+    tokenizer: Any, size: int = 11, limit: int = 100, rows: Any = None, rank: int = 0, ranks: int = 1, **changes: Any
+) -> PromptStream:
+    given = {"prompts_per_step": 2, "max_steps": 50, "shuffle_dataset": False, "report_to": "none"} | changes
+    config = GRPOConfig("unused", **given)
+    config.__class__ = type("Ranked", (GRPOConfig,), {"world_size": ranks, "process_index": rank})
+    made = rows or IterableDataset.from_generator(lambda: ({"prompt": f"row {i}", "n": i} for i in range(size)))
+    return PromptStream(made, PromptRules(tokenizer, limit, "drop", {}, "train_dataset"), config)
+
+
+def take(prompts: Any, count: int) -> list[list[tuple[int, int]]]:
+    """(row, position) of the prompts of each step."""
+    return [[(p.example["n"], p.position) for p in step] for _, step in zip(range(count), prompts)]  # noqa: B905
+
+
+def test_a_stream_gives_whole_rounds_and_begins_anew(tokenizer: Any) -> None:
+    """11 rows, rounds of two steps of two, each taken twice: what doesn't fill a round is left out, as with rows."""
+    items = take(streamed(tokenizer, steps_per_generation=2, num_iterations=2), 10)
+    first, second = [[(0, 0), (1, 1)], [(2, 2), (3, 3)]], [[(4, 4), (5, 5)], [(6, 6), (7, 7)]]
+    assert items == [*first, *first, *second, *second, [(0, 8), (1, 9)], [(2, 10), (3, 11)]]
+    prompts = streamed(tokenizer, rows=None, size=3)
+    assert [p.example["n"] for p in prompts.first(5)] == [0, 1, 2], "looking takes nothing"
+    assert take(prompts, 2) == [[(0, 0), (1, 1)], [(0, 2), (1, 3)]]
+
+
+def test_a_shuffled_stream_is_another_in_each_pass_and_the_same_in_each_run(tokenizer: Any) -> None:
+    passes = [take(streamed(tokenizer, shuffle_dataset=True, seed=seed), 10) for seed in (1, 1, 2)]
+    rows = [[row for step in items for row, _ in step] for items in passes]
+    assert rows[0] == rows[1] != rows[2] and rows[0][:10] != rows[0][10:]
+    assert len(set(rows[0][:10])) == 10
+
+
+def test_ranks_share_a_stream(tokenizer: Any) -> None:
+    ranks = {"ranks": 2, "num_generations": 2}
+    halves = zip(*(take(streamed(tokenizer, rank=rank, **ranks), 6) for rank in (0, 1)), strict=True)
+    assert [first + second for first, second in halves] == take(streamed(tokenizer), 6)
+
+
+def test_a_resumed_stream_goes_on_exactly_where_it_stopped(tokenizer: Any) -> None:
+    whole = take(streamed(tokenizer, shuffle_dataset=True), 9)
+    before = streamed(tokenizer, shuffle_dataset=True)
+    take(before, 6)
+    after = streamed(tokenizer, shuffle_dataset=True)
+    after.expect(before.state)
+    assert before.state["items"] == 6
+    assert take(skip_first_batches(StreamLoader(after), 6), 3) == whole[6:]
+
+
+def test_a_stream_that_is_another_one_is_noticed_when_resuming(tokenizer: Any) -> None:
+    before, after = streamed(tokenizer), streamed(tokenizer, size=3)
+    take(before, 4)
+    after.expect(before.state)
+    with pytest.raises(ValueError, match="train_dataset isn't the stream that the checkpoint was trained on"):
+        take(skip_first_batches(StreamLoader(after), 4), 1)
+
+
+def test_long_prompts_of_a_stream_are_dropped_and_counted(tokenizer: Any) -> None:
+    rows = IterableDataset.from_generator(
+        lambda: ({"prompt": "long " * 20 if i % 2 else f"row {i}", "n": i} for i in range(8))
+    )
+    prompts = streamed(tokenizer, limit=10, rows=rows)
+    assert take(prompts, 2) == [[(0, 0), (2, 1)], [(4, 2), (6, 3)]]
+    assert (prompts.num_dropped, prompts.longest) == (3, 10)  # the last one is yet to be read
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": -1}, "max_steps is -1, but a streamed dataset has no length"),
+        ({"dynamic_sampling": True}, "dynamic_sampling draws further rows"),
+        ({"size": 0}, "train_dataset has no rows"),
+        ({"limit": 1}, "all are over the limit of 1 tokens"),
+        ({"size": 1}, "ended after 1 prompts, but one generation takes 2"),
+        (
+            {"rows": IterableDataset.from_generator(lambda: iter([{"question": "a"}]))},
+            "no column 'prompt'; it has 'question'",
+        ),
+    ],
+)
+def test_a_stream_that_cannot_be_trained_on_is_refused(tokenizer: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        take(streamed(tokenizer, **changes), 1)

@@ -1,0 +1,80 @@
+"""Which family of models was tried with what: tests tell, and docs/models.md has a table of it.
+
+    def test_a_mixture_is_trained(family, tried):
+        ...
+        tried(family, "packed", shared="experts copied: they are transposed")
+
+``pytest --families`` writes what the tests that passed told into docs/models.json, in place of what the same tests told
+of the same families before; ``python docs/generate.py`` makes the table. A test whose function doesn't take ``tried``,
+or doesn't name the column, is an error of tests/house/test_docs.py: so what the table says can't outlive its test.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from paths import DOCS
+
+RECORD = DOCS / "models.json"
+TOLD: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
+PASSED: pytest.StashKey[dict[str, list[tuple[str, str, str]]]] = pytest.StashKey()
+
+
+def read() -> dict[str, Any]:
+    """``columns`` and ``families``: their titles by name, in the table's order. ``tried``: of a family and a column,
+    by test what its cell says; empty: yes."""
+    found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture
+def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``tried(family, "a column", "another", a_third="what its cell says in place of yes")``, in a test that passes."""
+    known, told = read(), request.node.stash.setdefault(TOLD, [])
+
+    def tell(family: str, *columns: str, **said: str) -> None:
+        assert family in known["families"], f"docs/models.json has no family {family}: add its title there"
+        for column, text in {**dict.fromkeys(columns, ""), **said}.items():
+            assert column in known["columns"], f"docs/models.json has no column {column}: {', '.join(known['columns'])}"
+            told.append((family, column, text))
+
+    return tell
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--families", action="store_true", help="write what was tried of which family: docs/models.json")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.when == "call" and report.passed and TOLD in item.stash:
+        test = item.nodeid.partition("[")[0]
+        item.config.stash.setdefault(PASSED, {}).setdefault(test, []).extend(item.stash[TOLD])
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not session.config.getoption("--families"):
+        return
+    record = read()
+    for test, told in session.config.stash.get(PASSED, {}).items():
+        for family in {family for family, _, _ in told}:
+            for tests in record["tried"].get(family, {}).values():
+                tests.pop(test, None)
+        for family, column, text in told:
+            record["tried"].setdefault(family, {}).setdefault(column, {})[test] = text
+    tried = record["tried"]
+    record["tried"] = {
+        family: {
+            column: dict(sorted(tried[family][column].items()))
+            for column in record["columns"]
+            if tried[family].get(column)
+        }
+        for family in record["families"]
+        if family in tried
+    }
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

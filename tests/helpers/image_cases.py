@@ -1,0 +1,73 @@
+"""Models that see: groups of prompts with images, their losses, and log-probabilities by transformers alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import tiny_images
+import torch
+from paths import SCRIPTS
+
+from colograd import GRPOTrainer
+from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
+from colograd.policy import images
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import pack
+
+RANKS = SCRIPTS / "two_ranks.py"
+PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
+
+
+def needs(*libraries: str) -> Any:
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"the family's processor needs {' and '.join(missing)}")
+
+
+def groups_of(model: Any, family: str, completions: int = 3) -> list[ScoredGroup]:
+    """Two prompts with one and two pictures and one without; one completion has an image token that was sampled."""
+    asked = [tiny_images.made_up(model, family, 1, 1), tiny_images.made_up(model, family, 2, 2), ModelInput((3, 4, 5))]
+    draw, found = torch.Generator().manual_seed(0), []
+    for position, prompt in enumerate(asked):
+        rollouts = []
+        for index in range(completions):
+            ids = torch.randint(5, 250, (3 + index + position,), generator=draw).tolist()
+            ids[1] = model.config.image_token_id if index == 1 and position == 0 else ids[1]
+            rollouts.append(
+                Rollout(prompt, ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
+            )
+        advantages = torch.tensor([1.0, -0.5, 0.25][:completions])
+        found.append(ScoredGroup(Group({}, tuple(rollouts), position), torch.zeros(completions, 1), advantages))
+    return found
+
+
+def loss_and_gradients(model: Any, groups: list[ScoredGroup], share: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    total = 0.0
+    for row in pack(groups, 400, False, torch.device("cpu"), share_prompts=share):
+        logprobs, _ = policy_logprobs(model, row, 1.0)
+        loss = (logprobs * row.advantages).sum()
+        loss.backward()
+        total += float(loss)
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# Processors that read videos too need more than the environment of the tests has.
+OTHERS = [
+    pytest.param("smolvlm", marks=[needs("torchvision", "num2words"), pytest.mark.slow]),
+    *(pytest.param(family, marks=[needs("torchvision"), pytest.mark.slow]) for family in ("qwen2_5_vl", "qwen3_vl")),
+]
+GEMMA3 = pytest.param("gemma3_vl", marks=pytest.mark.slow)
+
+
+@torch.no_grad()
+def logprobs_of_transformers(model: Any, asked: ModelInput, completion: list[int]) -> torch.Tensor:
+    ids = torch.tensor([[*asked.ids, *completion]])
+    seen = images.own_inputs(asked.images, len(completion))
+    rows = model(input_ids=ids, attention_mask=torch.ones_like(ids), **seen).logits[0, len(asked.ids) - 1 : -1]
+    return rows.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def weights_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

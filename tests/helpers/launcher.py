@@ -1,0 +1,222 @@
+"""Start ranks, and other programs of tests, in processes whose imports are done already.
+
+A test's program spends 15 of its 17 processor seconds on importing torch, transformers and vLLM. So one process (this
+file, run as a script) imports them once and forks for each program that a test asks for; the fork takes milliseconds.
+What it runs is a process of its own with its own engine, as by `torchrun`, which tests of the launch itself still use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy
+import tiny
+from paths import HELPERS
+
+from colograd.runtime import process
+
+# What a run imports, now or when it first needs it. None of it may start a thread: a fork has only the one that forks.
+PRELOADED = (
+    "colograd.trainer",
+    "colograd.training.assembly",
+    "colograd.commands.cli",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.model_executor.layers.quantization.online",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "compressed_tensors",
+    "deepspeed",  # which transformers' Trainer imports where it is there
+    "peft",
+    "tiny",
+)
+
+
+def run(
+    program: str | Path,
+    *arguments: Any,
+    ranks: int = 0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout: float = tiny.PATIENCE,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` with all its ranks, as `subprocess.run` would run `python program` or `torchrun program`.
+
+    Args:
+        program: a script's path, or a module's name.
+        ranks: how many to start, with the variables that torchrun sets; 0: one process without any of them.
+        env: the environment; none: `tiny.clean_environment()`.
+        timeout: seconds.
+
+    Returns:
+        What they wrote and 0, or 1 if one of several failed (the others then get a SIGTERM), or its own status of one.
+
+    Raises:
+        subprocess.TimeoutExpired: after ``timeout``; all of them are killed.
+    """
+    environment = dict(tiny.clean_environment() if env is None else env)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "TORCHELASTIC_RUN_ID": "tests"}
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    of_ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **sizes} for rank in range(ranks)] or [{}]
+    request = {
+        "argv": [str(program), *map(str, arguments)],
+        "cwd": str(cwd or Path.cwd()),
+        "environments": [environment | of_rank for of_rank in of_ranks],
+    }
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+        socket.socket(socket.AF_UNIX) as line,
+    ):
+        line.connect(_server())
+        socket.send_fds(line, [json.dumps(request).encode() + b"\n"], [out.fileno(), err.fileno()])
+        answers = line.makefile()
+        leader = int(answers.readline())
+        line.settimeout(timeout)
+        try:
+            status = int(answers.readline() or -signal.SIGKILL)
+        except TimeoutError:
+            os.killpg(leader, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(request["argv"], timeout, _read(out), _read(err)) from None
+        return subprocess.CompletedProcess(request["argv"], status, _read(out), _read(err))
+
+
+def _read(file: Any) -> str:
+    file.seek(0)
+    return file.read()
+
+
+@functools.cache
+def _server() -> str:
+    """The address of this test process's server, which ends with it."""
+    folder = tempfile.mkdtemp(prefix="colograd-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = str(Path(folder, "launcher"))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, str(Path(__file__)), address]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert server.stdout is not None and server.stdout.readline() == "ready\n", "the launcher of tests didn't start"
+    return address
+
+
+def serve(address: str) -> None:
+    """Import all, then fork a leader for each request, until the process that started this one is gone."""
+    _end_with_parent()
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what packages say when they are imported is no answer
+    process.quiet_logs(verbose=False)
+    sys.path.insert(0, str(HELPERS))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would otherwise copy every page of what was imported
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaders are not waited for
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(address)
+        door.listen()
+        os.write(answer, b"ready\n")
+        os.close(answer)
+        while True:
+            line, _ = door.accept()
+            with line:
+                text, files, _, _ = socket.recv_fds(line, 1 << 20, 2)
+                if os.fork() == 0:
+                    door.close()
+                    lead(line, json.loads(text), files)
+                for file in files:
+                    os.close(file)
+
+
+def lead(line: socket.socket, request: dict[str, Any], files: Sequence[int]) -> NoReturn:
+    """Fork the ranks, wait for them, say how they ended."""
+    _end_with_parent()
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    line.sendall(f"{os.getpid()}\n".encode())
+    waiting: set[int] = set()
+    for environment in request["environments"]:
+        if (pid := os.fork()) == 0:
+            line.close()
+            become(request["argv"], environment, request["cwd"], files)
+        waiting.add(pid)
+    alone, failed = "RANK" not in request["environments"][0], 0
+    while waiting:
+        pid, raw = os.wait()
+        waiting.remove(pid)
+        if raw and not failed:
+            failed = os.waitstatus_to_exitcode(raw)
+            for other in waiting:
+                os.kill(other, signal.SIGTERM)
+    line.sendall(f"{failed if alone else int(failed != 0)}\n".encode())
+    os._exit(0)
+
+
+def become(argv: list[str], environment: dict[str, str], folder: str, files: Sequence[int]) -> NoReturn:
+    """Be `python argv...` from here on."""
+    _end_with_parent()
+    status: Any = 1
+    try:
+        for file, number in zip(files, (1, 2), strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        random.seed()
+        numpy.random.seed()
+        process.prepare_threads()
+        sys.argv[:] = argv
+        if argv[0].endswith(".py"):
+            sys.path.insert(0, str(Path(argv[0]).parent))
+            runpy.run_path(argv[0], run_name="__main__")
+        else:
+            runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 255)
+
+
+def _end_with_parent() -> None:
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
+    ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,28 @@
+"""vLLM without Colograd, in a process of its own: what it says of a folder that was saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import launcher
+import torch
+from paths import SCRIPTS
+from PIL import Image
+
+SCRIPT = SCRIPTS / "plain_vllm.py"
+
+
+def prompt_logprobs(
+    folder: Path, ids: Sequence[int], scratch: Path, adapter: Path | None = None, pictures: Sequence[Image.Image] = ()
+) -> torch.Tensor:
+    """Log-probabilities [tokens - 1] of a prompt's tokens, whose ``ids`` have a placeholder for each picture."""
+    given, found = scratch / "ids.json", scratch / "logprobs.json"
+    given.write_text(json.dumps(list(ids)))
+    files = [scratch / f"picture-{number}.png" for number in range(len(pictures))]
+    for file, picture in zip(files, pictures, strict=True):
+        picture.save(file)
+    done = launcher.run(SCRIPT, folder, given, found, adapter or "", *files)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return torch.tensor(json.loads(found.read_text()))

@@ -1,0 +1,81 @@
+"""Random models of many architectures, and ragged groups for their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+
+from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
+
+VOCABULARY = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PACKED: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, head_dim=16)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,
+            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        )
+    ),
+    "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SHAPE, logits_scaling=4.0)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SHAPE, **EXPERTS)),
+    "glm4_moe": lambda: hf.Glm4MoeForCausalLM(
+        hf.Glm4MoeConfig(
+            **SHAPE, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+            n_shared_experts=1, first_k_dense_replace=1,
+        )
+    ),
+    "olmoe": lambda: hf.OlmoeForCausalLM(hf.OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)),
+    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(
+            **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
+        )
+    ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
+}  # fmt: skip
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
+
+
+def make(build: Callable[[], Any]) -> Any:
+    """Random weights that make each token's distribution depend on its context."""
+    torch.manual_seed(0)
+    model = build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "A_log" not in name:
+                parameter.mul_(4.0)
+    return model.train()
+
+
+def make_groups() -> list[ScoredGroup]:
+    """Ragged: prompts of 1 to 12 tokens, completions of 1 to 11."""
+    generator = torch.Generator().manual_seed(3)
+    groups = []
+    for position, (prompt, *completions) in enumerate(([12, 11, 1, 7], [1, 4, 9, 2], [6, 1, 8, 8])):
+        draw = [tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in (prompt, *completions)]
+        rollouts = tuple(
+            Rollout(draw[0], ids, torch.zeros(len(ids)), torch.ones(len(ids)).bool(), FinishReason.STOP, 0)
+            for ids in draw[1:]
+        )
+        advantages = torch.randn(len(rollouts), generator=generator)
+        groups.append(ScoredGroup(Group({}, rollouts, position), torch.zeros(len(rollouts), 1), advantages))
+    return groups

@@ -1,0 +1,161 @@
+"""The house rules of the package, read from its source: who imports whom, circles, names."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import ROOT, TESTS
+
+PACKAGE = ROOT / "colograd"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# What __init__.py imports on first use, as docs/architecture.md says.
+LAZY = {("__init__.py", "config/__init__.py"), ("__init__.py", "trainer.py")}
+
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+
+
+def floors() -> list[str]:
+    """Folders and single modules, in the order that docs/architecture.md gives them."""
+    block = re.search(r"```floors\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
+    assert block is not None
+    return [line.split()[0].rstrip("/") for line in block.group(1).splitlines()]
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    """Every import at any level, those for types too: `colograd/x/y.py`'s as `x/y.py`, others by name."""
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (module_file(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (module_file(f"{base}.{alias.name}") for alias in node.names)
+
+
+def module_file(name: str) -> str:
+    """`colograd.data.order.StepOrder` -> `data/order.py`; a name of another package stays as it is."""
+    head, *rest = name.split(".")
+    if head != PACKAGE.name:
+        return name
+    for length in range(len(rest), -1, -1):
+        inner = "/".join(rest[:length])
+        if length and (PACKAGE / f"{inner}.py").is_file():
+            return f"{inner}.py"
+        if (PACKAGE / inner / "__init__.py").is_file():
+            return f"{inner}/__init__.py".lstrip("/")
+    raise AssertionError(name)
+
+
+def own_name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@functools.cache
+def arrows() -> dict[str, set[str]]:
+    """Each module of the package, and the modules of the package that it imports."""
+    modules = {own_name(path): imports(path) for path in FILES}
+    return {name: {other for other in found if other in modules and other != name} for name, found in modules.items()}
+
+
+@each_file
+def test_a_module_imports_only_from_its_own_floor_and_those_below(path: Path) -> None:
+    order, own = floors(), own_name(path)
+    for imported in arrows()[own]:
+        if (own, imported) in LAZY:
+            continue
+        here, there = own.split("/")[0], imported.split("/")[0]
+        assert order.index(there) <= order.index(here), f"{own} imports {imported}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {name: {other for other in found if (name, other) not in LAZY} for name, found in arrows().items()}
+    while free := {name for name, found in graph.items() if not found}:
+        graph = {name: found - free for name, found in graph.items() if name not in free}
+    assert not graph, f"in circles, or above one: {sorted(graph)}"
+
+
+def test_the_floors_are_what_there_is() -> None:
+    there = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert set(floors()) == there
+
+
+def test_the_reading_of_imports_sees_them_all() -> None:
+    """The other tests are worth what this one is: every form of import is found and resolved."""
+    assert {"training/evaluating.py", "weights/__init__.py"} <= imports(PACKAGE / "trainer.py")
+    assert "engine/vllm_engine.py" in imports(PACKAGE / "weights" / "copied.py")
+    assert "parallel/ranks.py" in imports(PACKAGE / "train.py"), "inside a function"
+    assert "trainer.py" in imports(PACKAGE / "train.py") | imports(PACKAGE / "__init__.py"), "for types"
+
+
+@each_file
+def test_only_the_engine_imports_vllm(path: Path) -> None:
+    uses = [name for name in imports(path) if name.split(".")[0] == "vllm"]
+    assert not uses or path.parent.name == "engine", uses
+
+
+def test_batch_imports_torch_only() -> None:
+    allowed = sys.stdlib_module_names | {"torch"}
+    assert {name.split(".")[0] for name in imports(PACKAGE / "batch.py")} <= allowed
+
+
+def test_no_module_is_named_like_a_package() -> None:
+    """`accelerate launch colograd/train.py` puts colograd/ first on the path, where it would take the other's place."""
+    others = {
+        name for name, owners in importlib.metadata.packages_distributions().items() if set(owners) != {"colograd"}
+    }
+    taken = others | sys.stdlib_module_names
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert not (names - {"__init__"}) & taken
+
+
+@pytest.mark.parametrize("folder", [path.parent for path in FILES if path.name == "__init__.py"], ids=lambda p: p.name)
+def test_each_folder_says_what_it_is_for(folder: Path) -> None:
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+def test_the_tests_lie_where_the_packages_folders_are() -> None:
+    """`tests/engine` tests `colograd/engine`; `tests/house` has the tests of the whole."""
+    others = {"house", "helpers", "scripts", "benchmarks", "soak"}
+    there = {path.name for path in TESTS.iterdir() if any(path.glob("*.py"))}
+    assert there - others <= {path.name for path in PACKAGE.iterdir()}
+    assert not list(TESTS.glob("test_*.py"))
+
+
+def test_no_test_imports_another() -> None:
+    """Pieces that several tests use lie in tests/helpers."""
+    tests = {path.stem for path in TESTS.rglob("test_*.py")}
+    for path in TESTS.rglob("*.py"):
+        named = {name.split(".")[0] for name in imports(path)}
+        assert not named & tests, path
+
+
+@each_file
+def test_nothing_is_left_to_do(path: Path) -> None:
+    assert not re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", path.read_text())
+
+
+def test_one_room_knows_each_way_of_sharding() -> None:
+    """By their classes nobody else does; by their names those that say what they hold, and what goes with them."""
+    from colograd.sharding.selection import WAYS
+
+    classes = {way.__name__ for way in WAYS.values()}
+    told = {"config", "sharding", "memory", "commands", "weights", "policy"}
+    for path in FILES:
+        room, source = own_name(path).split("/")[0], path.read_text()
+        if room != "sharding":
+            assert not classes & set(re.findall(r"\w+", source)), path
+        if room not in told:
+            named = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+            assert not {"gradients", "fsdp"} & named, path  # "optimizer" is a phase of a step too

@@ -1,0 +1,130 @@
+"""The pages: generated ones are fresh, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from families import read
+from paths import ROOT
+from transformers import TrainingArguments
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_generated_pages_are_fresh(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_stale_page_is_noticed_and_left_alone(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("models.md", "models.json"):
+        shutil.copy(ROOT / "docs" / name, tmp_path)
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    (tmp_path / "trl.md").write_text("old\n")
+    assert generate.main(["--check"]) == 1
+    assert "configuration.md, trl.md" in capsys.readouterr().out
+    assert (tmp_path / "trl.md").read_text() == "old\n" and not (tmp_path / "configuration.md").exists()
+    assert generate.main([]) == 0 and generate.main(["--check"]) == 0
+
+
+def test_every_cell_of_the_families_table_has_a_test_that_tells_it() -> None:
+    record = read()
+    for family, columns in record["tried"].items():
+        assert family in record["families"] and set(columns) <= set(record["columns"])
+        for column, tests in columns.items():
+            for test in tests:
+                told = told_by(*test.split("::"))
+                assert told, f"{test} is gone: rename it in docs/models.json, or run its successor with --families"
+                assert column in told, f"{test} tells of {', '.join(sorted(told))}: not of {column}"
+
+
+@functools.cache
+def told_by(path: str, name: str) -> set[str]:
+    """The columns in a test's calls of ``tried``."""
+    found = [n for n in tree_of(path).body if isinstance(n, ast.FunctionDef) and n.name == name]
+    calls = [n for test in found for n in ast.walk(test) if getattr(getattr(n, "func", None), "id", "") == "tried"]
+    named = {keyword.arg for call in calls for keyword in call.keywords}
+    parts = [part for call in calls for place in call.args[1:] for part in ast.walk(place)]
+    return named | {part.value for part in parts if isinstance(part, ast.Constant)}
+
+
+@functools.cache
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def test_a_field_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = generate.trl_fields()
+    monkeypatch.setattr(generate, "trl_fields", lambda: {**fields, "brand_new": "None"})
+    with pytest.raises(SystemExit, match="neither taken nor refused: brand_new"):
+        generate.moving()
+
+
+def test_a_metric_that_trl_adds_has_to_be_accounted_for(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = generate.trl_metrics()
+    assert len(found) > 30 and {"reward", "rewards/{}/mean", "completions/mean_length", "kl"} <= set(found)
+    assert set(generate.OTHER_METRICS) | set(generate.METRIC_NOTES) <= set(found)
+    monkeypatch.setattr(generate, "trl_metrics", lambda: [*found, "brand/new"])
+    with pytest.raises(SystemExit, match="TRL's metric brand/new is not logged here: say why in"):
+        generate.moving()
+    monkeypatch.setattr(generate, "trl_metrics", lambda: found)
+    monkeypatch.setitem(generate.OTHER_METRICS, "reward", "no reason")
+    with pytest.raises(SystemExit, match="TRL's metric reward is logged here: remove it from"):
+        generate.moving()
+
+
+def test_every_knob_stands_in_one_section(generate: ModuleType) -> None:
+    sections = generate.sections(generate.GRPOConfig)
+    names = [name for section in sections.values() for name in section]
+    fields = {field.name for field in dataclasses.fields(generate.GRPOConfig) if field.init}
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert len(names) == len(set(names)) and fields - inherited <= set(names) <= fields
+    assert set(names) & inherited == set(sections[generate.INHERITED]), "a group takes no field of transformers"
+    assert "" not in sections and set(generate.sections(generate.ModelConfig)) == {""}
+
+
+def test_fields_called_limited_are_fields_of_ours_and_theirs(generate: ModuleType) -> None:
+    assert set(generate.LIMITED) <= set(generate.trl_fields()) & set(generate.own_names(generate.GRPOConfig))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+    for target in re.findall(
+        r"(?<![\w./-])((?:recipes|requirements|docs|colograd)/[\w./-]+\.(?:yaml|txt|md|py))", text
+    ):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_site_s_navigation_has_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = set(re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE))
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert named == there | {"index.md", "changelog.md"}
+
+
+def test_the_readme_links_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in readme, page.name

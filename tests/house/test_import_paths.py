@@ -1,0 +1,128 @@
+"""Every import path that a page, recipe or notebook names leads somewhere; so do those that published cards name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+from paths import ROOT
+from transformers import JetMoeConfig, LlamaConfig, LlavaConfig, MixtralConfig
+
+import colograd
+from colograd.runtime.importing import import_when_used
+
+# Of the state before the modules had folders: in recipes on the Hub, in notebooks that people keep.
+PUBLISHED = (
+    "colograd.batch:LossOutput", "colograd.calculator:calculator", "colograd.calculator:products",
+    "colograd.config:GRPOConfig", "colograd.data:load_datasets", "colograd.logprobs:policy_logprobs",
+    "colograd.losses:LOSSES", "colograd.losses:TokenLoss", "colograd.losses:Tokens", "colograd.quickstart:sums",
+    "colograd.rewards:last_number", "colograd.rewards:RewardError", "colograd.sampling:Sampling",
+    "colograd.train:main",
+)  # fmt: skip
+
+
+def named_paths() -> set[str]:
+    """`module:name` of all that the pages, recipes and notebooks name."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.yaml")]
+    texts = [page.read_text() for page in pages]
+    for notebook in ROOT.glob("docs/notebooks/*.ipynb"):
+        texts += ["".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"]]
+    found = set()
+    for text in texts:
+        found |= set(re.findall(r"\bcolograd(?:\.\w+)*:[A-Za-z_]\w*", text))
+        for module, names in re.findall(r"from (colograd[\w.]*) import ([\w, ]+)", text):
+            found |= {f"{module}:{name.strip()}" for name in names.split(",")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted({*named_paths(), *PUBLISHED}))
+def test_it_can_be_imported(path: str) -> None:
+    module, _, name = path.partition(":")
+    assert functools.reduce(getattr, name.split("."), importlib.import_module(module)) is not None
+
+
+@pytest.mark.parametrize(("old", "new"), colograd.MOVED.items())
+def test_a_former_path_gives_the_same_module(old: str, new: str) -> None:
+    """And leaves it what it was: its own name and spec."""
+    module = importlib.import_module(new)
+    assert importlib.import_module(old) is module
+    assert module.__name__ == new and module.__spec__ is not None and module.__spec__.name == new
+
+
+@pytest.mark.parametrize(
+    "module", ["train", "commands.cli", "commands.doctor", "commands.plan", "commands.export", "commands.show"]
+)
+def test_a_command_answers_before_anything_large_is_imported(module: str) -> None:
+    """Its usage, bad arguments, and `colograd show` at all."""
+    code = (
+        f"import sys, colograd.{module}\n"
+        "print([name for name in ('torch', 'transformers', 'vllm', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=tiny.PATIENCE)
+    assert done.stdout.strip() == "[]", done.stderr[-2000:]
+
+
+def test_a_model_that_cant_be_trained_is_refused_before_anything_large_is_imported(tmp_path: Path) -> None:
+    """From its configuration alone: neither vLLM, nor the trainer, nor the dataset's rows are there when it is said."""
+    refused = {
+        "another family": (JetMoeConfig(), "jetmoe is a mixture of experts that wasn't tried"),
+        "noise": (MixtralConfig(router_jitter_noise=0.1), "mixtral has router_jitter_noise 0.1"),
+        "sees otherwise": (LlavaConfig(), "llava reads more than text"),
+        "packed otherwise": (LlamaConfig(quantization_config={"quant_method": "gptq"}), "gptq"),
+    }
+    recipes = []
+    for name, (model_config, _) in refused.items():
+        model_config.save_pretrained(tmp_path / name)
+        settings = {"model_name_or_path": str(tmp_path / name), "dataset_name": "none", "reward_funcs": ["none"]}
+        recipes.append(tmp_path / f"{name}.yaml")
+        recipes[-1].write_text(json.dumps(settings | {"output_dir": str(tmp_path / "run"), "bf16": False}))
+    large = ("vllm", "datasets", "trl", "transformers.trainer", "colograd.trainer", "bitsandbytes.functional")
+    code = (
+        "import sys\nfrom colograd.commands import cli\n"
+        "assert {cli.main(['train', '--config', recipe]) for recipe in sys.argv[1:]} == {2}\n"
+        f"print([name for name in {large} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, recipes)],
+        capture_output=True, text=True, cwd=ROOT, timeout=tiny.PATIENCE, env=tiny.clean_environment(),
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]", done.stderr[-2000:]
+    told = done.stderr.splitlines()
+    assert len(told) == len(refused)
+    for line, (_, said) in zip(told, refused.values(), strict=True):
+        assert line.startswith("colograd: error: ") and said in line
+
+
+def test_a_package_is_imported_when_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the package, or what is below it; and a failing one fails each time it is asked for."""
+    for name, last in (("slow_one", ""), ("slow_two", ""), ("broken_one", "raise ImportError('no such device')")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"from . import part\nfrom {name}.part import NAME, Of\n{last}\n")
+        (tmp_path / name / "part.py").write_text("NAME = __name__\nclass Of: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("slow_one", "slow_two", "broken_one", "there_is_none"):
+        import_when_used(name)
+        assert f"{name}.part" not in sys.modules
+    first = importlib.import_module("slow_one")
+    assert importlib.util.find_spec("slow_one") is not None and "slow_one.part" not in sys.modules
+    assert first.NAME == "slow_one.part" and importlib.import_module("slow_one") is first
+    below, package = importlib.import_module("slow_two.part"), sys.modules["slow_two"]
+    assert below is package.part and below.Of is package.Of, "run once, though the package imports it, too"
+    assert below.__spec__ is not None and below.__spec__.origin == below.__file__
+    with pytest.raises(AttributeError, match="nothing"):
+        first.nothing  # noqa: B018
+    for name in ("broken_one.part", "broken_one"):
+        with pytest.raises(ImportError, match="no such device"):
+            importlib.import_module(name)
+    with pytest.raises(ImportError, match="there_is_none"):
+        importlib.import_module("there_is_none")
+    import_when_used("slow_one")
+    assert sys.modules["slow_one"] is first

@@ -1,0 +1,47 @@
+"""The notebooks of docs/, executed cell by cell on the tiny model: one for each stage that a subclass may replace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+STAGES = {"generate", "score", "compute_advantages", "compute_loss"}
+
+
+def cells(path: Path) -> list[str]:
+    """The sources of the code cells."""
+    notebook: dict[str, Any] = json.loads(path.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_there_is_one_for_each_stage_and_pages_link_them() -> None:
+    assert {path.stem for path in NOTEBOOKS} == STAGES
+    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md"):
+        text = page.read_text()
+        assert all(f"notebooks/{stage}.ipynb" in text for stage in STAGES), page.name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLOGRAD_MODEL", str(tiny_model))
+    monkeypatch.setenv("COLOGRAD_STEPS", "2")
+    names: dict[str, Any] = {}
+    try:
+        for source in cells(path):
+            exec(compile(source, f"{path.name}", "exec"), names)
+    except BaseException:
+        if "trainer" in names and hasattr(names["trainer"], "weights"):
+            names["trainer"].close()
+        raise
+    assert names["trainer"].state.global_step == 2
+    replaced = [name for name in STAGES if name in vars(type(names["trainer"]))]
+    assert replaced == [path.stem]

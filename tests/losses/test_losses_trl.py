@@ -1,0 +1,280 @@
+"""Every objective that TRL accepts, against TRL itself: the same tensors give the same loss, gradient and metrics.
+
+The log-probabilities and entropies are tables with an entry per completion token of the step. TRL gets them as padded
+batches, ours through `pack`, which must find each token's entry. So value and gradients say that formulas, masks and
+packing agree. TRL's side is the installed package's own methods, sampler correction included (see `trl_oracle`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import trl_oracle
+from loss_cases import KNOBS, Step, gradients, make_objective, make_step, our_loss
+
+from colograd.batch import PackedRow
+from colograd.config import objective as objective_knobs
+from colograd.losses.entropy import EntropyController
+from colograd.losses.mismatch import DIFFERENCE, MASKED, MASKED_TOKENS, RAW, SIGNED, SQUARE, TRUNCATED
+from colograd.losses.objective import Objective, SamplerCorrection
+from colograd.losses.token_losses import LOSSES
+from colograd.reporting.metrics import Metrics
+
+pytest.importorskip("trl")
+
+CLIPPED = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo")
+LEVELS = ("token", "sequence")
+# mode, lower and upper bound
+CORRECTIONS: list[tuple[str, float | None, float | None] | None] = [
+    None, ("token_truncate", 0.8, 1.2), ("token_mask", 0.7, 1.2), ("sequence_truncate", 0.7, 1.3),
+    ("sequence_mask", 0.6, 2.0),
+]  # fmt: skip
+ONE_BOUND = [(mode, *bounds) for mode in objective_knobs.CORRECTIONS for bounds in ((0.8, None), (None, 1.2))]
+NO_BOUND = [(mode, None, None) for mode in ("token_mask", "sequence_mask")]
+KL = ((0.0, False), (0.4, False), (0.4, True))  # beta, use_bias_correction_kl
+BONUS = ("none", "fixed", "adaptive")
+QUANTILE = (1.0, 0.6)
+OFF_POLICY = (None, 0.05)
+DELTA = (None, 1.4)
+# What the tensors are, in turn: dtype, on-policy, advantages per token.
+TENSORS = [
+    (dtype, on_policy, per_token)
+    for per_token in (False, True)
+    for dtype in (torch.float64, torch.float32)
+    for on_policy in (False, True)
+]
+
+
+def accepted(loss_type: str, correction: Any) -> bool:
+    """What `trl.GRPOTrainer` takes: VESPO refuses corrections of whole sequences."""
+    return not (loss_type == "vespo" and correction is not None and correction[0].startswith("sequence"))
+
+
+def combinations(loss_type: str) -> Iterator[tuple[Any, ...]]:
+    deltas = DELTA if loss_type in CLIPPED else (None,)
+    for combination in itertools.product(LEVELS, CORRECTIONS, KL, BONUS, QUANTILE, OFF_POLICY, deltas):
+        if accepted(loss_type, combination[1]):
+            yield combination
+
+
+@functools.cache
+def case(dtype: torch.dtype, per_token: bool, truncation: bool = True) -> Step:
+    return make_step(3 + per_token, per_token, dtype, truncation)
+
+
+@functools.cache
+def whole_row(dtype: torch.dtype, on_policy: bool, per_token: bool) -> PackedRow:
+    (row,) = case(dtype, per_token).rows(1000, on_policy)
+    return row
+
+
+def padded(step: Step, values: torch.Tensor) -> torch.Tensor:
+    """(n,) -> (B, T), padded with zeros."""
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(step.lengths)), batch_first=True)
+
+
+@functools.cache
+def trl_inputs(
+    dtype: torch.dtype, on_policy: bool, per_token: bool, correction: Any, beta: bool, truncation: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What TRL makes of the step before its loss, and the metrics that it logs there."""
+    step = case(dtype, per_token, truncation)
+    mode, low, high = correction or ("token_mask", None, None)
+    trainer = trl_oracle.bare_trainer(
+        num_iterations=1 if on_policy else 2,
+        mask_truncated_completions=True,
+        vllm_importance_sampling_correction=correction is not None,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_clip_max=high,
+        num_generations=4,
+        beta=float(beta),
+    )
+    inputs = trl_oracle.loss_inputs(
+        trainer,
+        step.lengths,
+        step.truncated,
+        [rollout.sampled.int().tolist() for rollout in step.rollouts],
+        [[None if x != x else x for x in rollout.sampler_logprobs.tolist()] for rollout in step.rollouts],
+        padded(step, step.logprobs.detach() if on_policy else step.old),
+        padded(step, step.reference),
+    )
+    advantages = step.advantages
+    return inputs | {"advantages": padded(step, advantages) if per_token else advantages}, trl_oracle.metrics_of(
+        trainer
+    )
+
+
+def trl_trainer(loss_type: str, level: str, correction: Any, kl: Any, bonus: str, quantile: float, off_policy: Any,
+                delta: float | None) -> Any:  # fmt: skip
+    trainer = trl_oracle.bare_trainer(
+        **KNOBS | {"delta": delta},
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        vllm_importance_sampling_correction=correction is not None,
+        beta=kl[0],
+        use_bias_correction_kl=kl[1],
+        entropy_coef=0.0 if bonus == "none" else 0.3,
+        use_adaptive_entropy=bonus == "adaptive",
+        entropy_target=1.0,
+        top_entropy_quantile=quantile,
+        off_policy_mask_threshold=off_policy,
+    )
+    trainer._last_world_entropy = 0.5  # of an adaptive one: the step before was below the target
+    return trainer
+
+
+def objective_of(loss_type: str, level: str, correction: Any, kl: Any, bonus: str, quantile: float, off_policy: Any,
+                 delta: float | None) -> Objective:  # fmt: skip
+    return make_objective(
+        loss_type,
+        {"delta": delta},
+        level=level,
+        correction=None if correction is None else SamplerCorrection(*correction),
+        off_policy_threshold=off_policy,
+        top_entropy_quantile=quantile,
+        beta=kl[0],
+        unbiased_kl=kl[1],
+        entropy_bonus=bonus != "none",
+    )
+
+
+def assert_equal(loss_type: str, combination: tuple[Any, ...], tensors: tuple[torch.dtype, bool, bool]) -> None:
+    """Loss and gradients to 1e-5."""
+    dtype, on_policy, per_token = tensors
+    step, (_, correction, kl, bonus, *_) = case(dtype, per_token), combination
+    trainer = trl_trainer(loss_type, *combination)
+    inputs, _ = trl_inputs(dtype, on_policy, per_token, correction, kl[0] != 0)
+    logprobs, entropies = (padded(step, t.detach()).requires_grad_() for t in (step.logprobs, step.entropies))
+    theirs = trl_oracle.loss_of(trainer, inputs, logprobs, entropies)
+    rows = [whole_row(dtype, on_policy, per_token)]
+    ours, _ = our_loss(objective_of(loss_type, *combination), step, rows, 0.3 if bonus != "none" else 0.0)
+    places = padded(step, torch.ones_like(step.old)).bool()
+    expected = [theirs.detach(), *(g[places] for g in gradients(theirs, logprobs, entropies))]
+    found = [ours.detach(), *gradients(ours, step.logprobs, step.entropies)]
+    for name, a, b in zip(("loss", "gradient", "gradient of the entropies"), found, expected, strict=True):
+        # The loss is a mean of terms of size 1 that cancel.
+        allowed = 1e-5 * (b.norm() if name != "loss" else b.abs().clamp(min=0.1))
+        assert (a - b).norm() <= allowed, (loss_type, combination, tensors, name, a, b)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_loss_and_gradient_equal_trl_s_in_every_combination(loss_type: str, capsys: pytest.CaptureFixture) -> None:
+    """All combinations of level, correction, KL, entropy bonus, quantile, off-policy mask and delta. What the tensors
+    are is drawn for each: dtype, on-policy or with old log-probabilities, advantages per completion or per token."""
+    draw = random.Random(loss_type)
+    all_of_them = list(combinations(loss_type))
+    for combination in all_of_them:
+        assert_equal(loss_type, combination, draw.choice(TENSORS))
+    with capsys.disabled():
+        print(f" [{loss_type}: {len(all_of_them)} combinations]", end="")
+
+
+@pytest.mark.parametrize("correction", ONE_BOUND + NO_BOUND, ids=str)
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_a_correction_may_have_one_bound(loss_type: str, correction: Any) -> None:
+    for level, tensors in itertools.product(LEVELS, TENSORS):
+        if accepted(loss_type, correction):
+            assert_equal(loss_type, (level, correction, KL[0], "none", 1.0, None, None), tensors)
+
+
+def test_the_top_token_alone_can_be_trained_on() -> None:
+    """A quantile of 0, and several others: the threshold lies on a token or between two."""
+    for quantile, tensors in itertools.product((0.0, 0.2, 0.5, 0.95), TENSORS):
+        assert_equal("dapo", ("token", None, KL[1], "fixed", quantile, None, None), tensors)
+
+
+# -- Metrics
+
+# Which TRL hasn't (tests/losses/test_mismatch.py).
+OF_MISMATCH = {MASKED, MASKED_TOKENS, TRUNCATED, f"{DIFFERENCE}{SIGNED}", f"{DIFFERENCE}{SQUARE}", f"{RAW}{SQUARE}"}
+OF_MISMATCH |= {f"{RAW}/{name}" for name in ("mean", "min", "max")}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_metrics_equal_trl_s(loss_type: str, level: str) -> None:
+    """Without truncated completions: TRL counts what is masked as a completion where a ratio is of completions."""
+    names: set[str] = set()
+    for correction, tensors in itertools.product(CORRECTIONS[1:], TENSORS):
+        if not accepted(loss_type, correction):
+            continue
+        dtype, on_policy, per_token = tensors
+        if per_token and (level == "sequence" or loss_type == "vespo"):
+            continue  # TRL then weighs completions by their length
+        combination = (level, correction, KL[2], "fixed", 0.6, None, None)
+        step, trainer = case(dtype, per_token, False), trl_trainer(loss_type, *combination)
+        inputs, before = trl_inputs(dtype, on_policy, per_token, correction, True, False)
+        logprobs, entropies = padded(step, step.logprobs.detach()), padded(step, step.entropies.detach())
+        value = trl_oracle.loss_of(trainer, inputs, logprobs, entropies)
+        expected = {k: v for k, v in before.items() if k.startswith("sampling/")} | trl_oracle.metrics_of(trainer)
+        controller, metrics = controller_of(entropy_coef=0.3), Metrics()
+        ours, outputs = our_loss(objective_of(loss_type, *combination), step, step.rows(30, on_policy), 0.3)
+        for output in outputs:
+            metrics.update(output.sums, output.minima, output.maxima)
+        found = metrics.reduce()
+        controller.finish(found, ours.item())
+        found = {name: value for name, value in found.items() if name not in OF_MISMATCH}
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), (correction, tensors)
+        assert ours.item() == pytest.approx(value.item(), rel=1e-5)
+        names |= found.keys()
+    shown = {"kl", "entropy", "entropy_coef", "policy_loss", "sampling/importance_sampling_ratio/min"}
+    own = {"cispo": {"cispo_clip_ratio"}, "vespo": {"vespo/phi_seq_mean"}, "sapo": set()}
+    assert names >= shown | own.get(loss_type, {"clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"})
+
+
+# -- The adaptive coefficient
+
+
+def controller_of(**settings: Any) -> EntropyController:
+    config = trl_oracle.bare_trainer(**settings).args  # TRL's defaults
+    return EntropyController(config)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3, 0.99])
+def test_the_coefficient_goes_trl_s_way(entropy_coef: float) -> None:
+    """Ten steps whose entropy falls below the target and comes back."""
+    settings = {"use_adaptive_entropy": True, "entropy_coef": entropy_coef, "entropy_coef_delta": 0.1,
+                "entropy_coef_min": 0.05, "entropy_coef_max": 1.0, "entropy_target": 0.5}  # fmt: skip
+    controller = controller_of(**settings)
+    trainer = trl_oracle.bare_trainer(
+        **KNOBS, **settings, loss_type="dapo", vllm_importance_sampling_correction=False, top_entropy_quantile=0.7
+    )
+    step, applied = case(torch.float64, False), []
+    inputs, _ = trl_inputs(torch.float64, False, False, None, False)
+    objective = make_objective("dapo", entropy_bonus=True, top_entropy_quantile=0.7)
+    entropies = step.entropies.detach()
+    for scale in (1.0, 0.5, 0.2, 0.1, 0.1, 0.1, 0.4, 1.0, 2.0, 0.1):
+        step.entropies = (entropies * scale).requires_grad_()
+        logprobs, padded_entropies = padded(step, step.logprobs.detach()), padded(step, step.entropies.detach())
+        theirs = trl_oracle.loss_of(trainer, inputs, logprobs, padded_entropies)
+        applied.append(controller.applied)
+        ours, outputs = our_loss(objective, step, step.rows(30, False), controller.applied)
+        metrics = Metrics()
+        for output in outputs:
+            metrics.update(output.sums, output.minima, output.maxima)
+        found = metrics.reduce()
+        controller.finish(found, ours.item())
+        assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+        expected = trl_oracle.metrics_of(trainer)
+        for name in ("entropy_coef", "policy_loss", "entropy"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-6), (scale, name)
+        assert controller.last_entropy == pytest.approx(trainer._last_world_entropy, rel=1e-6)
+    step.entropies = entropies.requires_grad_()
+    assert applied[0] == 0 and len(set(applied)) > 3, "closed at first, then moving"

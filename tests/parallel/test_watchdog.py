@@ -1,0 +1,206 @@
+"""A rank that makes no progress ends all ranks, and is named with its stage and its stack."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from paths import SCRIPTS
+
+from colograd.parallel import faults, watchdog
+from colograd.parallel.watchdog import Idle, Watchdog
+from colograd.runtime import process
+
+JUDGE = "reward function 'judge'"
+
+
+@pytest.fixture(autouse=True)
+def usual_limit() -> Iterator[None]:
+    before = watchdog.limit()
+    yield
+    watchdog.set_limit(before)
+
+
+# -- one rank, by a clock of the test's
+
+
+class Ends(list[str]):
+    """What a watchdog would have said, with the clock in the test's hands."""
+
+    def __init__(self) -> None:
+        self.dog = Watchdog(self.append)
+        self.dog.start = lambda: None  # type: ignore[method-assign]
+
+
+def test_who_makes_no_progress_in_a_body_is_ended_with_its_stage_and_its_stack(capfd: Any) -> None:
+    watchdog.set_limit(10)
+    ends = Ends()
+    with ends.dog.inside("training"):
+        watchdog.progress(JUDGE)
+        for _ in range(11):
+            ends.dog.look(1.0)
+        assert not ends
+        ends.dog.look(1.0)
+    assert "made no progress for 11 s (rank_timeout) in reward function 'judge'" in ends[0]
+    assert "test_who_makes_no_progress" in ends[0] and "test_who_makes_no_progress" in capfd.readouterr().err
+
+
+def test_progress_waiting_and_rest_are_no_hanging() -> None:
+    watchdog.set_limit(10)
+    ends = Ends()
+
+    class Work:
+        def wait(self) -> None:
+            for _ in range(30):
+                ends.dog.look(1.0)
+
+    with ends.dog.inside("training"):
+        for _ in range(30):
+            watchdog.progress()
+            ends.dog.look(9.0)
+        watchdog.finish(Work())  # type: ignore[arg-type]
+        with ends.dog.inside("saving"):
+            ends.dog.look(9.0)
+        watchdog.set_limit(None)
+        ends.dog.look(100.0)
+    watchdog.set_limit(10)
+    for _ in range(30):
+        ends.dog.look(1.0)  # at a notebook's prompt
+    assert not ends
+
+
+def test_a_process_is_missed_when_it_has_said_nothing_for_too_long() -> None:
+    watchdog.set_limit(20)
+    silence = Idle()
+    assert not any(silence.is_silent(signs, 15.0) for signs in (1, 2, 3, 3))
+    assert silence.is_silent(3, 15.0) and silence.seconds == 30
+    assert not silence.is_silent(4, 15.0)
+
+
+def test_stages_come_from_what_ranks_do_together_and_from_phases() -> None:
+    from colograd.parallel.ranks import on_all_ranks
+    from colograd.reporting.metrics import PhaseTimes
+
+    with on_all_ranks("the search"):
+        assert watchdog.stage() == "the search"
+    with PhaseTimes().phase("publish"):
+        assert watchdog.stage() == "publish"
+    assert watchdog.stage() == "what follows publish"
+    with faults.waiting("saving"):
+        assert watchdog.stage() == "saving"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rank_timeout": 0}, "rank_timeout is 0, but must be a positive number of seconds"),
+        ({"rank_timeout": 60, "reward_timeout": 90}, "set rank_timeout above 90, or lower reward_timeout"),
+        ({"rank_timeout": 60, "tool_timeout": 60}, "tool_timeout is 60 and rank_timeout is 60"),
+    ],
+)
+def test_a_limit_is_above_those_of_what_a_rank_may_wait_for(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        tiny.config(tmp_path, **given)
+    assert tiny.config(tmp_path, **given | {"rank_timeout": None}).rank_timeout is None
+
+
+# -- ranks
+
+
+@contextlib.contextmanager
+def started(script: str, *arguments: Any, ranks: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    found = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPTS / script), *map(str, arguments)],
+            env=tiny.clean_environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        yield found
+    finally:
+        for rank in found:
+            rank.kill()
+            rank.wait()
+
+
+def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit status and its output."""
+    said, _ = rank.communicate(timeout=tiny.PATIENCE)
+    return rank.returncode, said
+
+
+def is_stopped(rank: subprocess.Popen[str]) -> bool:
+    return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def wait_until_stopped(rank: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + tiny.PATIENCE
+    while not is_stopped(rank):
+        assert time.monotonic() < end and rank.poll() is None
+        time.sleep(0.1)
+
+
+def test_a_rank_that_hangs_ends_both_with_its_stage_and_its_stack() -> None:
+    with started("hanging_ranks.py", "sleeps", 6) as (waiting, hanging):
+        status, said = ended(waiting)
+        assert status == 1 and "Rank 1 made no progress for" in said and f"in {JUDGE}: it is in hang (" in said
+        status, said = ended(hanging)
+        assert status == 1 and "hanging_ranks.py" in said.partition("most recent call first")[2], "its stack"
+        assert f"colograd: error: Rank 1 made no progress for 6 s (rank_timeout) in {JUDGE}" in said
+
+
+@pytest.mark.parametrize("fault", ["stops", pytest.param("first", marks=pytest.mark.slow)])
+def test_a_stopped_process_is_missed_by_the_others_and_ends_when_it_goes_on(fault: str) -> None:
+    with started("hanging_ranks.py", fault, 6) as ranks:
+        stopped = ranks[0 if fault == "first" else 1]
+        (waiting,) = set(ranks) - {stopped}
+        named = f"Rank {ranks.index(stopped)} hasn't been heard of for"
+        status, said = ended(waiting)
+        assert status == 1 and named in said and f"last in {JUDGE}: its process is stopped" in said
+        assert is_stopped(stopped)
+        stopped.send_signal(signal.SIGCONT)
+        status, said = ended(stopped)
+        assert status == 1 and named in said
+
+
+def test_a_process_that_is_stopped_for_less_goes_on() -> None:
+    with started("hanging_ranks.py", "stops", 40) as ranks:
+        wait_until_stopped(ranks[1])
+        time.sleep(4)  # in which signs of life are missing
+        ranks[1].send_signal(signal.SIGCONT)
+        assert [ended(rank)[0] for rank in ranks] == [0, 0]
+
+
+@pytest.mark.slow  # it takes the same ways
+def test_a_call_that_holds_python_s_lock_is_missed_and_its_stack_written() -> None:
+    with started("hanging_ranks.py", "holds", 6) as (waiting, hanging):
+        status, said = ended(waiting)
+        assert status == 1 and f"last in {JUDGE}" in said
+        read: list[str] = []
+        reader = threading.Thread(target=lambda: read.extend(hanging.stdout or ()), daemon=True)
+        reader.start()
+        end = time.monotonic() + tiny.PATIENCE
+        while not any("in hang" in line for line in read):
+            assert time.monotonic() < end, read
+            time.sleep(0.1)
+        hanging.kill()
+        reader.join()
+
+
+def test_the_only_rank_ends_too() -> None:
+    with started("hanging_ranks.py", "sleeps", 3, ranks=1) as (alone,):
+        status, said = ended(alone)
+    assert status == 1 and f"The only rank made no progress for 3 s (rank_timeout) in {JUDGE}" in said

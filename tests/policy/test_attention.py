@@ -1,0 +1,414 @@
+"""Packed attention equals the padded computation of plain transformers: log-probabilities, loss and every gradient.
+
+Both sides are the same random float32 weights. The padded side is transformers' own: one row per sequence, prompt
+repeated, an attention mask, `sdpa`. The packed side is what training runs. If these agree for a family, what differs
+between families (rotary positions, biases, query norms, windows) is right too, because packing changes nothing but
+positions and visibility.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import FAMILIES, VOCABULARY, make_groups, make_model, packed_copy
+
+from colograd.batch import ScoredGroup, SegmentLayout
+from colograd.policy import attention
+from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.packing import pack
+
+
+def padded_logprobs(model: Any, groups: list[ScoredGroup]) -> list[torch.Tensor]:
+    """[C] for each rollout, from one padded batch."""
+    rollouts = [rollout for group in groups for rollout in group.group.rollouts]
+    rows = [torch.tensor((*r.prompt_ids, *r.completion_ids)) for r in rollouts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    logprobs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
+    found = []
+    for index, rollout in enumerate(rollouts):
+        start, end = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout.completion_ids)
+        predicted = logprobs[index, start - 1 : end - 1]
+        found.append(predicted.gather(1, ids[index, start:end, None]).squeeze(1))
+    return found
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-8))
+
+
+def compare(family: str, budget: int, checkpointing: bool = False) -> int:
+    """Everything of one step both ways; the number of micro-batches."""
+    plain, groups = make_model(family), make_groups()
+    packed = packed_copy(plain, checkpointing)
+    expected = padded_logprobs(plain, groups)
+    advantages = torch.cat([group.advantages for group in groups])
+    loss = -sum((a * row).sum() for a, row in zip(advantages, expected, strict=True))
+    loss.backward()
+
+    rows = pack(groups, budget, False, torch.device("cpu"))
+    total, of_completion = torch.zeros(()), {}
+    for row in rows:
+        logprobs, _ = policy_logprobs(packed, row, 1.0)
+        part = -(row.advantages * logprobs).sum()
+        part.backward()
+        total += part.detach()
+        for index in range(row.num_sequences):
+            mine = row.sequence == index
+            of_completion[tuple(row.labels[mine].tolist())] = logprobs[mine].detach()
+    rollouts = [rollout for group in groups for rollout in group.group.rollouts]
+    assert len(of_completion) == len(rollouts)
+    for rollout, wanted in zip(rollouts, expected, strict=True):
+        assert relative_error(of_completion[tuple(rollout.completion_ids)], wanted.detach()) < 1e-4
+    assert relative_error(total, loss.detach()) < 1e-4
+    for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and theirs.grad.abs().sum() > 0, name
+        assert relative_error(ours.grad, theirs.grad) < 1e-4, name
+    return len(rows)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("budget", [1000, 25], ids=["one row", "split groups"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_padded(family: str, budget: int, checkpointing: bool, tried: Any) -> None:
+    assert (compare(family, budget, checkpointing) == 1) == (budget == 1000)
+    tried(family.partition(",")[0], "packed")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_packed_is_as_near_to_float32_as_bfloat16_padded(family: str) -> None:
+    """Two roundings of the same gradient: neither may be systematically farther off. A quarter allows for luck."""
+    groups = make_groups()
+    exact = make_model(family)
+    gradient(exact, padded_loss(exact, groups))
+    errors = {}
+    for name in ("padded", "packed"):
+        model = packed_copy(make_model(family)) if name == "packed" else make_model(family)
+        model.to(torch.bfloat16)
+        gradient(model, packed_loss(model, groups) if name == "packed" else padded_loss(model, groups))
+        found, wanted = (torch.cat([p.grad.float().flatten() for p in m.parameters()]) for m in (model, exact))
+        errors[name] = relative_error(found, wanted)
+    assert errors["packed"] < 1.25 * errors["padded"] < 1.0, errors
+
+
+def padded_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
+    advantages = torch.cat([group.advantages for group in groups])
+    return -sum((a * row).sum() for a, row in zip(advantages, padded_logprobs(model, groups), strict=True))
+
+
+def packed_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
+    (row,) = pack(groups, 1000, False, torch.device("cpu"))
+    return -(row.advantages * policy_logprobs(model, row, 1.0)[0]).sum()
+
+
+def gradient(model: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_prompt_goes_through_the_model_once() -> None:
+    """Three prompts for nine completions: 12 + 1 + 6 prompt tokens, not three times as many."""
+    groups = make_groups()
+    (row,) = pack(groups, 1000, False, torch.device("cpu"))
+    assert row.layout.num_tokens == 12 + 1 + 6 + (11 + 1 + 7) + (4 + 9 + 2) + (1 + 8 + 8)
+    seen: list[int] = []
+    model = packed_copy(make_model("llama"))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    policy_logprobs(model, row, 1.0)
+    assert seen == [row.layout.num_tokens]
+
+
+# -- The attention function alone
+
+
+def random_qkv(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, heads, tokens, 16, generator=generator) for heads in (4, 2, 2))  # type: ignore[return-value]
+
+
+def dense(layout: SegmentLayout, window: int | None = None) -> torch.Tensor:
+    """(1, T, 4, 16) by a full visibility matrix, written down from the layout's definition."""
+    query, key, value = random_qkv(layout.num_tokens)
+    segment = [s for s, length in enumerate(layout.lengths) for _ in range(length)]
+    before = [sum(layout.lengths[s] for s in seen) for seen in layout.attends_to]
+    position = [before[s] + t - layout.starts[s] for t, s in enumerate(segment)]
+    visible = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.bool)
+    for q, k in itertools.product(range(layout.num_tokens), repeat=2):
+        own, earlier = segment[k] == segment[q] and k <= q, segment[k] in layout.attends_to[segment[q]]
+        visible[q, k] = (own or earlier) and (window is None or position[q] - position[k] < window)
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+LAYOUTS = {
+    "one sequence": SegmentLayout((7,), ((),)),
+    "one group": SegmentLayout((3, 2, 4), ((), (0,), (0,))),
+    "two groups": SegmentLayout((2, 3, 1, 4, 2), ((), (0,), (0,), (), (3,))),
+    "a conversation of turns": SegmentLayout((3, 2, 2, 1), ((), (0,), (0, 1), (0, 1, 2))),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_each_segment_sees_itself_and_what_it_names(layout: SegmentLayout, window: int | None) -> None:
+    query, key, value = random_qkv(layout.num_tokens)
+    output, weights = attention.packed_attention(
+        torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, layout=layout
+    )
+    assert weights is None
+    torch.testing.assert_close(output, dense(layout, window))
+
+
+ONE = SegmentLayout((4,), ((),))
+
+
+def test_more_than_one_row_is_refused() -> None:
+    query, key, value = (x.expand(2, -1, -1, -1) for x in random_qkv(4))
+    with pytest.raises(ValueError, match=r"takes one row, not 2: pass \(1, T\) input ids"):
+        attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=ONE)
+
+
+@pytest.mark.parametrize("feature", [{"softcap": 50.0}, {"s_aux": torch.zeros(4), "both_ways": [(0, 2)]}])
+def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="soft-capping, or sinks"):
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **feature)
+
+
+def test_a_mask_a_bias_or_a_bidirectional_layer_is_refused() -> None:
+    for wrong, said in (({"is_causal": False}, "isn't causal"), ({"position_bias": torch.zeros(4)}, "of its own")):
+        with pytest.raises(ValueError, match=said):
+            attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **wrong)
+    with pytest.raises(ValueError, match="of its own"):
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), torch.zeros(1, 1, 4, 4), layout=ONE)
+    bidirectional = torch.nn.Module()
+    bidirectional.is_causal = False  # as in Gemma 3's embedding models
+    with pytest.raises(ValueError, match="isn't causal"):
+        attention.packed_attention(bidirectional, *random_qkv(4), None, layout=ONE)
+
+
+def test_only_earlier_segments_can_be_seen() -> None:
+    for lengths, sees in (((2, 2), ((1,), ())), ((2,), ((0,),)), ((2, 2), ((),))):
+        with pytest.raises(AssertionError):
+            SegmentLayout(lengths, sees)
+
+
+def test_the_gather_plan_of_the_flash_kernel_names_the_same_keys() -> None:
+    """The CUDA path needs a GPU; its bookkeeping doesn't. Row: p p p | a a | b b b b."""
+    plan = attention._gather_plan(SegmentLayout((3, 2, 4), ((), (0,), (0,))), torch.device("cpu"))
+    assert plan.keys.tolist() == [0, 1, 2] + [0, 1, 2, 3, 4] + [0, 1, 2, 5, 6, 7, 8]
+    assert plan.cu_queries.tolist() == [0, 3, 5, 9] and plan.cu_keys.tolist() == [0, 3, 8, 15]
+    assert (plan.max_queries, plan.max_keys) == (4, 7)
+    assert plan.cu_queries.dtype == plan.cu_keys.dtype == torch.int32
+
+
+# -- The flash kernel, in whose place stands a plain computation of what it computes
+
+
+def plain_varlen(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Any:
+    """(T, H, D) of attention within each sequence, the last query at the last key, as torch documents `varlen_attn`."""
+    left, right = options.get("window_size", (-1, 0 if options.get("is_causal") else -1))
+    assert right == 0, "causal"
+    scale = options.get("scale", query.shape[-1] ** -0.5)
+    assert (query.shape[1] == key.shape[1]) or options.get("enable_gqa")
+    assert query.dtype == key.dtype == value.dtype, "the kernel takes one dtype"
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+        assert q1 - q0 <= max_q and k1 - k0 <= max_k
+        back = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
+        visible = (back >= 0) & ((back <= left) if left >= 0 else True)
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * scale
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, value[k0:k1]))
+    return torch.cat(outputs)
+
+
+NAMES = {"today's": {"window_size", "scale", "enable_gqa"}, "an older one's": {"is_causal"}}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("names", NAMES.values(), ids=list(NAMES))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_one_flash_call_is_the_loop_over_segments(
+    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, names: set[str], window: int | None
+) -> None:
+    """Outputs and gradients: the keys that are gathered, the lengths and the options say the same as the loop."""
+    monkeypatch.setattr(attention, "_flash", lambda: (plain_varlen, frozenset(names)))
+    results = []
+    for attend in (attention._flash_attention, lambda *a: attention._segment_attention(*a[:5], 0.0, a[5])):
+        inputs = [x.requires_grad_() for x in random_qkv(layout.num_tokens)]
+        if window is not None and "window_size" not in names:
+            with pytest.raises(ValueError, match="no sliding windows"):
+                attention._flash_attention(*inputs, layout, 0.3, window)
+            return
+        output = attend(*inputs, layout, 0.3, window)
+        output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
+        results.append((output, *(x.grad for x in inputs)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_sinks_are_one_key_more_in_the_flash_call_too(monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout) -> None:
+    """As a share of each head's attention that goes nowhere: outputs shrink by it, and gradients reach the sinks."""
+    monkeypatch.setattr(attention, "_flash", lambda: (plain_varlen, frozenset(NAMES["today's"])))
+    results = []
+    for takes in (True, False):
+        monkeypatch.setattr(attention, "_flash_takes", lambda *a, takes=takes: takes)
+        query, key, value = (x.requires_grad_() for x in random_qkv(layout.num_tokens))
+        sinks = torch.linspace(-1, 1, query.shape[1]).requires_grad_()
+        output, _ = attention.packed_attention(
+            torch.nn.Module(), query, key, value, None, layout=layout, scaling=0.3, s_aux=sinks
+        )
+        output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
+        results.append((output, *(x.grad for x in (query, key, value, sinks))))
+    torch.testing.assert_close(*results)
+
+
+def test_a_model_with_sinks_has_them_in_a_plain_call_too() -> None:
+    """`generate` in a notebook, say, of a model whose rows are packed: also of a batch with padding on the left."""
+    from row_cases import PACKED, make
+
+    model = make(PACKED["gpt_oss"]).eval()
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    logits = []
+    for name in ("eager", attention.NAME):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            logits.append(model(input_ids=ids, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize(
+    "device, dtype, head, dropout, capability, taken",
+    [
+        ("cuda", torch.bfloat16, 128, 0.0, (9, 0), True),
+        ("cuda", torch.float16, 256, 0.0, (8, 0), True),
+        ("cuda", torch.float32, 128, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 288, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 128, 0.1, (9, 0), False),
+        ("cuda", torch.float16, 64, 0.0, (7, 5), False),
+        ("cpu", torch.bfloat16, 128, 0.0, (9, 0), False),
+    ],
+)
+def test_what_the_flash_kernel_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+    head: int,
+    dropout: float,
+    capability: tuple[int, int],
+    taken: bool,
+) -> None:
+    monkeypatch.setattr(attention, "_capability", lambda device: capability)
+    query = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, shape=(1, 4, 9, head), device=torch.device(device))
+    assert attention._flash_takes(query, dropout) == taken  # type: ignore[arg-type]
+
+
+def test_a_float32_policy_under_autocast_takes_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary embeddings leave its queries and keys in float32, its values are bfloat16."""
+    calls: list[torch.dtype] = []
+
+    def count(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(args[0].dtype)
+        return plain_varlen(*args, **options)
+
+    model, (row,) = packed_copy(make_model("llama")), pack(make_groups(), 1000, False, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        looped, _ = policy_logprobs(model, row, 1.0)
+    monkeypatch.setattr(attention, "_flash", lambda: (count, frozenset(NAMES["today's"])))
+    monkeypatch.setattr(attention, "_flash_takes", lambda query, dropout: query.dtype in attention.FLASH_DTYPES)
+    with torch.autocast("cpu", torch.bfloat16):
+        flash, _ = policy_logprobs(model, row, 1.0)
+    assert calls == [torch.bfloat16] * model.config.num_hidden_layers
+    assert float((flash - looped).detach().abs().mean()) < 0.05
+
+
+def test_where_a_mask_is_needed_on_a_gpu_the_heads_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's device without data: it stands for any but the CPU. Grouped heads would cost all scores there."""
+    seen: list[tuple[int, ...]] = []
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(query: Any, key: Any, value: Any, enable_gqa: bool, **options: Any) -> Any:
+        seen.append((query.shape[1], key.shape[1], value.shape[1], enable_gqa))
+        return own(query, key, value, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    layout = LAYOUTS["one group"]
+    for device, keys in (("meta", 4), ("cpu", 2)):
+        seen.clear()
+        query, key, value = (x.to(device) for x in random_qkv(layout.num_tokens))
+        attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=layout)
+        assert seen == [(4, keys, keys, keys == 2)] * 3, device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_a_gpu_computes_what_a_dense_mask_does(layout: SegmentLayout, dtype: torch.dtype, window: int | None) -> None:
+    query, key, value = (x.to("cuda", dtype) for x in random_qkv(layout.num_tokens))
+    found, _ = attention.packed_attention(
+        torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, layout=layout
+    )
+    torch.testing.assert_close(
+        found.float().cpu(), dense(layout, window), atol=0.03 if dtype == torch.bfloat16 else 1e-4, rtol=0.0
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gradients_of_a_shared_prompt_repeat(deterministic: bool) -> None:
+    """Many completions add to one prompt's keys. Bit for bit under `full_determinism`, else up to rounding."""
+    layout = SegmentLayout((64, *(32,) * 32), ((), *((0,),) * 32))
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, layout.num_tokens, 64, generator=generator) for heads in (8, 2, 2)]
+    gradients = []
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for _ in range(4):
+            inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in made]
+            output, _ = attention.packed_attention(torch.nn.Module(), *inputs, None, layout=layout)
+            output.float().square().sum().backward()
+            gradients.append(torch.cat([x.grad.float().flatten() for x in inputs]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    spread = max(relative_error(found, gradients[0]) for found in gradients[1:])
+    print(f"relative spread of the gradients: {spread:.2g}")
+    assert spread == 0.0 if deterministic else spread < 0.01
+
+
+@pytest.mark.gpu
+def test_a_float32_policy_under_autocast_needs_no_scores_on_a_gpu() -> None:
+    """8 completions of 1,024 tokens on a prompt of 512: all scores would be 8 x 12 x 1,024 x 1,536 numbers."""
+    layout = SegmentLayout((512, *(1024,) * 8), ((), *((0,),) * 8))
+    query, key, value = (
+        torch.randn(1, heads, layout.num_tokens, 64, device="cuda", requires_grad=True) for heads in (12, 2, 2)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        output, _ = attention.packed_attention(torch.nn.Module(), query, key, value.bfloat16(), None, layout=layout)
+    output.float().sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 12 * query.nbytes  # 320 MB; the scores would be 604
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_any_other_forward_is_transformers_own(family: str) -> None:
+    """`generate`, padded batches and plain calls of a model that trains on packed rows: as before."""
+    own = make_model(family).eval()
+    packed = packed_copy(own)
+    ids = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # padded to the left, as for `generate`
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = own.generate(input_ids=ids, attention_mask=mask, **settings)
+    assert torch.equal(packed.generate(input_ids=ids, attention_mask=mask, **settings), expected)
+    torch.testing.assert_close(packed(input_ids=ids).logits, own(input_ids=ids).logits)

@@ -1,0 +1,184 @@
+"""Ways of sharding on 1, 2 and 4 ranks: the same weights bit for bit, in the memory that the arithmetic promises."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import launcher
+import pytest
+import torch
+from paths import SCRIPTS
+
+from colograd.sharding import optimizer_state
+from colograd.sharding.buckets import Bucket, buckets_of
+from colograd.sharding.way import Owned
+from colograd.training.adamw_split import AdamWSplit
+
+SCRIPT = SCRIPTS / "sharded_ranks.py"
+WAYS = ("none", "optimizer", "gradients", "fsdp")
+DTYPES = ("bfloat16", "float32")
+MOMENTS = {"bfloat16": 10, "float32": 8}  # bytes of optimizer state per parameter
+BUCKET = 4160 * 4  # bytes of float32 gradients in the largest bucket, which is the embedding
+
+
+def run(ranks: int, *arguments: Path) -> list[dict[str, Any]]:
+    done = launcher.run(SCRIPT, *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((arguments[0] / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    return {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2, 4)}
+
+
+@pytest.fixture(scope="module")
+def ranks(folders: dict[int, Path]) -> dict[int, list[dict[str, Any]]]:
+    return {count: run(count, folder) for count, folder in folders.items()}
+
+
+@pytest.mark.parametrize(("way", "dtype"), itertools.product(WAYS, DTYPES))
+def test_every_way_and_number_of_ranks_leaves_the_same_bits_where_they_were(ranks, way, dtype) -> None:
+    (expected,) = (found[f"none-{dtype}"]["steps"] for found in ranks[1])
+    for found in itertools.chain.from_iterable(ranks.values()):
+        steps = found[f"{way}-{dtype}"]["steps"]
+        assert [(step["weights"], step["norm"]) for step in steps] == [
+            (step["weights"], step["norm"]) for step in expected
+        ]
+        assert found[f"{way}-{dtype}"]["stayed"] or way == "fsdp", "its weights come together anew in each pass"
+    assert len({step["weights"] for step in expected}) == 6 and expected[0]["norm"] > 0.5, "each moves, and is clipped"
+
+
+@pytest.mark.parametrize(("count", "dtype"), itertools.product((2, 4), DTYPES))
+def test_each_rank_holds_its_share(ranks, count, dtype) -> None:
+    for rank in ranks[count]:
+        parameters = rank[f"none-{dtype}"]["parameters"]
+        padding = 3 * count * MOMENTS[dtype]  # at most, of a bucket each
+        assert rank[f"none-{dtype}"]["state"] == MOMENTS[dtype] * parameters
+        for way in WAYS[1:]:
+            share = rank[f"{way}-{dtype}"]["state"]
+            rows = 0.1 * share if way == "fsdp" else 0  # which aren't cut
+            assert abs(share - MOMENTS[dtype] * parameters / count) <= padding * 8 + rows, way
+    held = [rank[f"{way}-{dtype}"]["gradients"] for rank in ranks[count] for way in ("gradients", "fsdp")]
+    whole = [rank[f"none-{dtype}"]["gradients"] for rank in ranks[count]]
+    assert whole == [4 * parameters] * count
+    # What the arithmetic says (4 / N); two buckets on their way, with this rank's part of each; one that fills up.
+    assert max(held) <= 4 * parameters / count + 2 * BUCKET * (1 + 1 / count) + BUCKET
+
+
+@pytest.mark.parametrize("count", (2, 4))
+def test_bytes_through_collectives(ranks, count) -> None:
+    for rank, dtype in itertools.product(ranks[count], DTYPES):
+        size = {"bfloat16": 2, "float32": 4}[dtype]
+        moved = {way: rank[f"{way}-{dtype}"]["steps"][1] for way in WAYS}
+        parameters = rank[f"none-{dtype}"]["parameters"]
+        padded = pytest.approx(4 * parameters, rel=0.01)
+        assert moved["none"] == moved["none"] | {"sync/reduced_bytes": 4 * parameters, "sync/gathered_bytes": 0}
+        assert moved["optimizer"]["sync/reduced_bytes"] == padded
+        assert moved["gradients"]["sync/reduced_bytes"] == pytest.approx(4 * parameters * 4 / count, rel=0.01)
+        assert moved["fsdp"]["sync/reduced_bytes"] == pytest.approx(moved["gradients"]["sync/reduced_bytes"], rel=0.05)
+        for way in ("optimizer", "gradients"):  # weights once, in the policy's dtype: nothing else is published
+            assert moved[way]["sync/gathered_bytes"] == pytest.approx(size * parameters, rel=0.01)
+        # In each row's forward all of them, and once more in its backward but for what lies outside of the layers.
+        layers = parameters - 130 * 32 - 32
+        found = moved["fsdp"]["sync/gathered_bytes"] * count / 4
+        assert found == pytest.approx(size * (parameters + layers), rel=0.05)
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(2, 4), (4, 1), (1, 2)])
+def test_a_checkpoint_goes_on_with_other_ranks_and_another_way(ranks, folders, tmp_path, wrote, reads) -> None:
+    """The three steps after it leave the same bits, whoever wrote it; and each way reads what any other wrote."""
+    (expected,) = ranks[1]
+    found = run(reads, tmp_path, folders[wrote])
+    crossed = tmp_path / "crossed"
+    for way, dtype in itertools.product(WAYS, DTYPES):
+        for rank in found:
+            steps = rank[f"{way}-{dtype}"]["steps"]
+            assert [s["weights"] for s in steps] == [s["weights"] for s in expected[f"none-{dtype}"]["steps"][3:]]
+        written = WAYS[(WAYS.index(way) + 1) % len(WAYS)]
+        shutil.copytree(folders[wrote] / f"{written}-{dtype}", crossed / f"{way}-{dtype}")
+    (tmp_path / "again").mkdir()
+    for rank in run(reads, tmp_path / "again", crossed):
+        for way, dtype in itertools.product(WAYS, DTYPES):
+            steps = rank[f"{way}-{dtype}"]["steps"]
+            assert steps[-1]["weights"] == expected[f"none-{dtype}"]["steps"][-1]["weights"], (way, dtype)
+
+
+# -- buckets
+
+
+def parameters(*shapes: tuple[int, ...]) -> torch.nn.ParameterDict:
+    return torch.nn.ParameterDict({f"p{i}": torch.nn.Parameter(torch.randn(s)) for i, s in enumerate(shapes)})
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 7))
+def test_ranks_own_every_element_once(ranks) -> None:
+    model = parameters((3, 5), (7,), (), (4, 4), (1,))
+    owned: dict[str, list[int]] = {name: [] for name, _ in model.named_parameters()}
+    for rank in range(ranks):
+        for bucket in buckets_of(model, rank, ranks, elements=17):
+            for piece in bucket.owned:
+                owned[piece.name] += range(piece.start, piece.stop)
+                assert torch.equal(piece.part, piece.of(model.get_parameter(piece.name).data))
+    assert owned == {name: list(range(p.numel())) for name, p in model.named_parameters()}
+
+
+def test_a_parameter_that_divides_is_exchanged_where_it_lies() -> None:
+    (parameter,) = model = list(parameters((6, 4)).values())
+    bucket = Bucket(["p"], model, 1, 2)
+    assert bucket.in_place and bucket.flat([parameter.data], torch.float32).data_ptr() == parameter.data_ptr()
+    assert bucket.owned[0].part.data_ptr() == parameter.view(-1)[12:].data_ptr()
+    assert not Bucket(["p"], model, 1, 5).in_place
+
+
+def test_buckets_are_of_one_dtype_and_leave_out_what_is_frozen() -> None:
+    model = parameters((4,), (4,), (4,), (4,))
+    model["p1"].data = model["p1"].data.bfloat16()
+    model["p3"].requires_grad_(False)
+    assert [bucket.names for bucket in buckets_of(model, 0, 2)] == [("p2",), ("p1",), ("p0",)]
+
+
+# -- files
+
+
+def saved(folder: Path) -> tuple[AdamWSplit, list[Owned]]:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = AdamWSplit([weight], lr=0.5)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    owned = [Owned("weight", weight, 0, 4)]
+    optimizer_state.save(optimizer, owned, folder, 0, 1)
+    return optimizer, owned
+
+
+def test_a_missing_file_is_named_unless_the_rank_s_own_has_all_it_needs(tmp_path) -> None:
+    optimizer, owned = saved(tmp_path)
+    (tmp_path / "optimizer-00000-of-00001.safetensors").rename(tmp_path / "optimizer-00000-of-00002.safetensors")
+    optimizer_state.load(optimizer, owned, tmp_path, rank=0, ranks=2)
+    assert optimizer.state[owned[0].part]["step"] == 1
+    for rank, pieces in ((1, owned), (0, [Owned("weight", owned[0].part, 2, 6)])):
+        with pytest.raises(ValueError, match=r"written by 2 ranks, but optimizer-00001-of-00002\S+ is missing there"):
+            optimizer_state.load(optimizer, pieces, tmp_path, rank=rank, ranks=2)
+
+
+def test_the_state_of_another_model_is_refused_by_name(tmp_path) -> None:
+    optimizer, owned = saved(tmp_path)
+    with pytest.raises(ValueError, match="has nothing of 1 trained parameters \\(other\\)"):
+        optimizer_state.load(optimizer, [Owned("other", owned[0].part, 0, 4)], tmp_path)
+    longer = torch.nn.Parameter(torch.zeros(6))
+    with pytest.raises(ValueError, match="lacks elements of weight"):
+        optimizer_state.load(AdamWSplit([longer]), [Owned("weight", longer, 0, 6)], tmp_path)
+    with pytest.raises(ValueError, match="has no optimizer state"):
+        optimizer_state.load(optimizer, owned, tmp_path / "nowhere")
+
+
+def test_settings_of_groups_come_back(tmp_path) -> None:
+    saved(tmp_path)
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = AdamWSplit([weight], lr=0.1)
+    optimizer_state.load(optimizer, [Owned("weight", weight, 0, 4)], tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.state[weight]["step"] == 1

@@ -1,0 +1,159 @@
+"""Two nodes: network namespaces joined by a virtual link, each with its own host name and folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from paths import SCRIPTS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+
+
+class Node:
+    """A network namespace with one end of the link."""
+
+    def __init__(self, index: int, tag: str) -> None:
+        self.index, self.name, self.link = index, f"{tag}-{index}", f"{tag}v{index}"
+
+    def command(self, *command: str) -> list[str]:
+        """A command line that runs in the namespace, under a host name that nobody can resolve."""
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *command]
+        return ["ip", "netns", "exec", self.name, *named]
+
+    def kill(self) -> None:
+        """Whatever runs there: torchrun, and its ranks, which have sessions of their own."""
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        for process in map(int, found.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def start(self, log: Path, script: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """torchrun with two ranks."""
+        launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(self.index)]
+        launcher += ["--nproc-per-node", "2", "--master-addr", ADDRESSES[0], "--master-port", "29511"]
+        environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        return subprocess.Popen(
+            self.command(sys.executable, *launcher, str(SCRIPTS / script), *arguments),
+            stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment,
+        )  # fmt: skip
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("network namespaces need root, `ip` and `unshare`")
+    tag = f"cg{os.getpid() % 100_000}"
+    made = [Node(index, tag) for index in range(2)]
+    try:
+        try:
+            for node in made:
+                ip("netns", "add", node.name)
+            ip("link", "add", made[0].link, "netns", made[0].name, "type", "veth", "peer", "name", made[1].link,
+               "netns", made[1].name)  # fmt: skip
+            for node, address in zip(made, ADDRESSES, strict=True):
+                ip("-n", node.name, "addr", "add", f"{address}/24", "dev", node.link)
+                for link in ("lo", node.link):
+                    ip("-n", node.name, "link", "set", link, "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces can't be made here: {error.stderr.strip()}")
+        yield made
+    finally:
+        for node in made:
+            node.kill()
+            subprocess.run(["ip", "netns", "del", node.name], capture_output=True)
+
+
+class Launch:
+    """A script on both nodes."""
+
+    def __init__(self, nodes: list[Node], folder: Path, script: str, arguments: list[list[str]]) -> None:
+        folder.mkdir()
+        self.logs = [folder / f"node{node.index}.log" for node in nodes]
+        self.nodes = [
+            node.start(log, script, *given) for node, log, given in zip(nodes, self.logs, arguments, strict=True)
+        ]
+
+    def wait(self, seconds: float = 600) -> list[int]:
+        end = time.monotonic() + seconds
+        return [node.wait(max(0.1, end - time.monotonic())) for node in self.nodes]
+
+    def said(self, node: int) -> str:
+        return self.logs[node].read_text()
+
+
+def wait_for(*files: Path, launch: Launch, seconds: float = 600) -> None:
+    end = time.monotonic() + seconds
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end and all(node.poll() is None for node in launch.nodes), launch.said(0)[-3000:]
+        time.sleep(0.5)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.engine
+def test_two_nodes_train_and_save_and_go_on_after_one_of_them_was_killed(nodes, tiny_model, tmp_path) -> None:
+    folders = [tmp_path / node.name / "run" for node in nodes]
+
+    def arguments(stop_at: int, runs: list[Path]) -> list[list[str]]:
+        return [[str(tiny_model), str(run), str(tmp_path), str(stop_at)] for run in runs]
+
+    launch = Launch(nodes, tmp_path / "killed", "node_ranks.py", arguments(4, folders))
+    wait_for(tmp_path / "waits-2", tmp_path / "waits-3", launch=launch)
+    nodes[1].kill()
+    killed = time.monotonic()
+    assert launch.wait() == [1, -signal.SIGKILL], launch.said(0)[-3000:]
+    assert time.monotonic() - killed < 240, "before a collective's time-out"
+    assert "ended without a word: it was killed" in launch.said(0), launch.said(0)[-3000:]
+    assert "the 2 nodes share no file system" in launch.said(0)
+    for node, folder in enumerate(folders):
+        saved = {path.name for path in (folder / "checkpoint-2").iterdir()}
+        assert {"model.safetensors", "trainer_state.json", "scheduler.pt"} <= saved
+        parts = {name for name in saved if name.startswith(("optimizer", "rng_state"))}
+        own = (2 * node, 2 * node + 1)
+        assert parts == {f"optimizer-{r:05d}-of-00004.safetensors" for r in own} | {f"rng_state_{r}.pth" for r in own}
+    shutil.copytree(folders[0] / "checkpoint-2", folders[0] / "checkpoint-9")  # whole on one node only
+
+    launch = Launch(nodes, tmp_path / "resumed", "node_ranks.py", arguments(0, folders))
+    assert launch.wait() == [0, 0], launch.said(0)[-3000:] + launch.said(1)[-3000:]
+    resumed = results(tmp_path)
+    assert [rank["host"] for rank in resumed] == [nodes[0].name] * 2 + [nodes[1].name] * 2
+    assert [rank["node"] for rank in resumed] == [0, 0, 1, 1]
+    assert [rank["limits"] for rank in resumed] == [[240, 240]] * 4, "ddp_timeout, in vLLM's groups too"
+    assert all((folder / "checkpoint-4").is_dir() and (folder / "model.safetensors").is_file() for folder in folders)
+    assert all(not (folder / f"checkpoint-{step}").exists() for folder in folders for step in (2, 9))
+
+    fresh = [tmp_path / f"fresh{node.index}" for node in nodes]
+    launch = Launch(nodes, tmp_path / "uninterrupted", "node_ranks.py", arguments(0, fresh))
+    assert launch.wait() == [0, 0], launch.said(0)[-3000:]
+    for rank, expected in zip(resumed, results(tmp_path), strict=True):
+        assert rank["weights"] == expected["weights"] == resumed[0]["weights"]
+        assert rank["rewards"] == expected["rewards"] and rank["steps"] == [1, 2, 3, 4]
+
+
+def test_both_nodes_end_when_the_link_between_them_is_cut(nodes, tmp_path) -> None:
+    launch = Launch(nodes, tmp_path / "cut", "faulty_ranks.py", [["cut", str(tmp_path)]] * 2)
+    wait_for(*(tmp_path / f"waits-{rank}" for rank in range(4)), launch=launch)
+    ip("-n", nodes[1].name, "link", "set", nodes[1].link, "down")
+    assert launch.wait() == [1, 1]
+    assert "Rank 2 ended without a word" in launch.said(0) or "Rank 3 ended without a word" in launch.said(0)
+    assert "Rank 0 ended without a word" in launch.said(1)
