@@ -129,7 +129,7 @@ def test_only_the_forward_lays_rows_out() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Name) and node.id == "collate"
     }
-    assert callers == {"logprobs.py"}
+    assert callers == {"logprobs.py", "packing.py"}, "the forward, and `pack`, which proves rows"
 
 
 def test_batch_imports_torch_only() -> None:
