@@ -99,12 +99,13 @@ def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], d
     texts: dict[str, str] = {}
     order = list(spread_out({*run.samples.steps, *run.rollouts, *run.groups}, alarm_steps(run)))
     chosen: dict[int, bytes] = {}
+    held = {*run.samples.steps}
     room = COMPLETION_BYTES // runs
     with_completions: set[int] = set()
     for step in order:
         if room <= 0:
             break
-        if step in run.samples.lines or step in run.samples.files:
+        if step in held:
             content = of_step(run, step, min(STEP_BYTES, 8 * room))
             chosen[step] = _pack(content)
             room -= len(chosen[step])

@@ -1,7 +1,7 @@
-"""The completions of a step: samples recorded token by token, and rows of the completions log.
+"""The completions of a step: groups that the store of rollouts shows token by token, and rows of the completions log.
 
-`Samples` knows where each step's lines and files are, and reads them when a page needs them: a run of 1,000 steps
-records more than a page, or this process, should hold.
+`Samples` knows each step's files, and reads them when a page needs them: a run of 1,000 steps records more than a page,
+or this process, should hold. Runs of older versions have `_report/samples.jsonl` in the store's place.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ from typing import Any, BinaryIO
 
 from ..reporting.completions import FOLDER, IMAGES, TEXT, CompletionFile, prompt_of
 from ..reporting.thumbnails import BYTES, MOST, data_url
+from ..rollout.group_table import shown, steps_of
+from ..rollout.record_file import positions as record_positions
 from .lines import Tail, open_inside, parse
 from .values import items, mapping, number, plain, text, whole
 
-SAMPLES = "_report/samples.jsonl"
+SAMPLES = "_report/samples.jsonl"  # of older versions
+STORE = "_journal"
+STORED = ("rank-00000.shown", "rank-00000.records")  # the main process takes notes; the later file counts
 LONGEST = 200_000  # characters of a completion or a prompt
 MOST_TOKENS = 4096  # of a completion
 MILLI = 1000  # log-probabilities are sent as thousandths
 # A line's step is read from its beginning, where no text can pretend to be it.
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
 _PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
+_ROUND = re.compile(r"step-\d{8,12}(-[A-Za-z0-9_.]{1,100})?")
 _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
 
@@ -38,14 +43,16 @@ class Samples:
         self.folder = folder
         self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # offset and length, of samples.jsonl
         self.files: dict[int, dict[str, str]] = defaultdict(dict)  # purpose -> file name, of the completions log
+        self.stored: dict[int, set[str]] = defaultdict(set)  # names of the store's files
         self.changed: dict[int, int] = {}
+        self._read: dict[str, int] = {}  # bytes of the store's files that were looked through
         self._tail = Tail(folder, SAMPLES)
         self._folder_seen = -1
 
     @property
     def steps(self) -> list[int]:
         """Steps of which there are completions."""
-        return sorted({*self.lines, *self.files})
+        return sorted({*self.lines, *self.stored, *self.files})
 
     def restarted(self) -> bool:
         """Whether samples.jsonl was replaced since the last `refresh`."""
@@ -53,7 +60,7 @@ class Samples:
 
     def refresh(self, change: int) -> bool:
         """Find new lines and files; returns whether there are any."""
-        fresh = self._refresh_files(change)
+        fresh = self._refresh_files(change) | self._refresh_store(change)
         for offset, line in self._tail.read():
             step = _step_of(line)
             if step is not None:
@@ -78,6 +85,27 @@ class Samples:
             self._folder_seen = now
         return fresh
 
+    def _refresh_store(self, change: int) -> bool:
+        found: dict[str, int] = {}
+        with contextlib.suppress(OSError):
+            for folder in os.scandir(self.folder / STORE):
+                for name in STORED if _ROUND.fullmatch(folder.name) else ():
+                    with contextlib.suppress(OSError):
+                        found[f"{STORE}/{folder.name}/{name}"] = os.stat(f"{folder.path}/{name}").st_size
+        fresh = False
+        for name, size in found.items():
+            if size == self._read.get(name) or (file := open_inside(self.folder, name)) is None:
+                continue
+            with file:
+                start = self._read.get(name, 0)
+                positions, end = record_positions(file, start if start <= size else 0)
+            self._read[name] = end
+            for step in filter(whole, steps_of(positions)):
+                self.stored[step].add(name)
+                self.changed[step] = change
+                fresh = True
+        return fresh
+
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """A step's completions in order, whole groups while their JSON fits into about ``most_bytes``; and how many are
         left out."""
@@ -96,6 +124,10 @@ class Samples:
         return kept, total - len(kept)
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
+        for name in sorted(self.stored.get(step, ()), reverse=True):
+            if (stored := open_inside(self.folder, name)) is not None:  # else checkpoints made it needless
+                with stored, contextlib.suppress(Exception):  # a file of somebody else's has many ways to be wrong
+                    yield from filter(None, map(_recorded, shown(stored, step)))
         lines = self.lines.get(step)
         if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
             return

@@ -1,10 +1,4 @@
-"""A scored group as people read it: rows of the completions log, and token by token as samples of the report.
-
-They are made of the same groups as the journal (`rollout.journal`), and can't be one file with it: each rank writes its
-journal before a group is trained, in token ids, and checkpoints prune it; the completions log has every completion, in
-TRL's columns, and may go to the Hub; samples are a few groups with the trainer's log-probabilities, and are read
-without a tokenizer.
-"""
+"""A scored group as people read it: rows of the completions log, and notes for the report's view by token."""
 
 from __future__ import annotations
 
@@ -21,7 +15,7 @@ from .thumbnails import data_url, thumbnails
 from .token_texts import TokenTexts
 
 MOST_TOKENS = 4096  # of a completion
-MOST_OF_A_STEP = 32_768  # tokens of a step's samples together; one takes some 30 bytes
+MOST_OF_A_STEP = 32_768  # tokens of a step's shown completions together
 LEAST_TOKENS = 256  # of a completion, however many there are
 
 
@@ -89,10 +83,10 @@ def completion_rows(
     return rows
 
 
-# -- the report's samples
+# -- the report's view by token
 
 
-def sample_entries(
+def shown_notes(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]],
     step: int,
     purpose: str,
@@ -100,8 +94,8 @@ def sample_entries(
     trainer: Mapping[RolloutId, torch.Tensor],
     token_texts: TokenTexts,
     mask_truncated: bool,
-) -> list[dict[str, Any]]:
-    """The lines of some groups in `samples.jsonl`, one per completion.
+) -> dict[str, Any]:
+    """Notes on some groups (`rollout.group_table`), for the report to show them token by token.
 
     Args:
         groups: each with the weighted sums of its rewards [G].
@@ -111,41 +105,39 @@ def sample_entries(
     """
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
     most = min(MOST_TOKENS, max(LEAST_TOKENS, MOST_OF_A_STEP // max(completions, 1)))
-    found = []
+    tokens = {token for scored, _ in groups for each in scored.group.rollouts for token in each.completion_ids[:most]}
+    noted = []
     for scored, totals in groups:
-        group, prompt, advantages = scored.group, _prompt(scored.group), _advantages(scored)
+        group, advantages = scored.group, _advantages(scored)
         shown: dict[ModelInput, list[str]] = {}
+        found = []
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
-            index, advantage = identity.index, advantages[identity.index]
-            known = trainer.get(identity)
-            entry: dict[str, Any] = {
-                "step": step,
-                "purpose": purpose,
-                "position": group.position,
+            advantage, known = advantages[identity.index], trainer.get(identity)
+            note: dict[str, Any] = {
                 "key": rollout.input.key,
-                "index": index,
-                "prompt": prompt,
-                "tokens": token_texts(rollout.completion_ids[:most]),
-                "sampler": _rounded(rollout.sampler_logprobs[:most]),
                 "trainer": None if known is None else _rounded(known[:most]),
                 "advantage": _rounded(advantage[:most]) if advantage.dim() else round(float(advantage), 4),
                 "mask": loss_tokens(rollout, mask_truncated)[:most].int().tolist(),
-                "sampled": rollout.sampled[:most].int().tolist(),
-                "rewards": dict(zip(reward_names, scored.rewards[index].tolist(), strict=True)),
                 "reward": total,
-                "finish": rollout.finish_reason.value,
-                "extra": _logged(scored, index),
             }
             if rollout.input not in shown:
                 shown[rollout.input] = _picture_urls(rollout.input.images)
             if pictures := [*shown[rollout.input], *_picture_urls(*rollout.images)]:
-                entry["images"] = pictures
-            if rollout.messages:
-                entry["messages"] = text_of(list(rollout.messages)) if rollout.images else list(rollout.messages)
+                note["images"] = pictures
+            if rollout.messages and rollout.images:
+                note["messages"] = text_of(list(rollout.messages))
             if len(rollout.completion_ids) > most:
-                entry["cut"] = True
-            found.append(entry)
-    return found
+                note["cut"] = True
+            found.append(note)
+        noted.append({"position": group.position, "prompt": _prompt(group), "completions": found})
+    return {
+        "step": step,
+        "purpose": purpose,
+        "rewards": list(reward_names),
+        "tokens": most,
+        "texts": dict(zip(map(str, tokens), token_texts(list(tokens)), strict=True)),
+        "groups": noted,
+    }
 
 
 def _picture_urls(*images: Images | None) -> list[str]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
-from .journal import Recorded
 from .stages import PendingRewards, Stages, checked_groups
+from .store import Recorded
 
 
 def sample_steps(

@@ -22,10 +22,10 @@ from ..reporting.completion_log import CompletionLog
 from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rewards import Ready, Scorer, Scoring
-from .journal import Journal
 from .rounds import roll_out, sample_steps, unscored
 from .stages import RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
+from .store import RolloutStore
 from .tool_format import with_messages
 from .toolbox import Toolbox
 
@@ -78,7 +78,7 @@ class Sampler:
     scorer: Scorer
     estimator: AdvantageEstimator
     toolbox: Toolbox | None
-    journal: Journal | None
+    journal: RolloutStore | None
     completion_log: CompletionLog | None
     recorder: Any
     times: PhaseTimes

@@ -11,7 +11,7 @@ import torch
 
 from ..batch import Group, Logged, Prompt, Rollout, ScoredGroup
 from ..engine.sampling import Sampling
-from .journal import Journal, Recorded
+from .store import Recorded, RolloutStore
 
 
 class RolloutSource(Protocol):
@@ -56,7 +56,7 @@ class Stages:
     begin_score: Callable[[Sequence[Group]], PendingRewards]  # of several groups, in one call
     add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
     take_logged: Callable[[int], Logged] = _nothing  # logs of the group at a position, once its rewards are there
-    journal: Journal | None = None
+    journal: RolloutStore | None = None
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, Recorded]:
         """The groups of these prompts that the journal has, by position."""

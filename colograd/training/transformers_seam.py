@@ -25,7 +25,7 @@ from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
-from ..rollout.journal import Journal
+from ..rollout.store import RolloutStore
 from ..sharding import Sharding
 from ..weights import state_dict_on_host
 from .checkpointer import Checkpointer
@@ -41,7 +41,7 @@ class SeamTrainer(Trainer):
     rewards: list[RewardFunction]
     learner: Learner
     sharding: Sharding
-    journal: Journal | None = None
+    journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
