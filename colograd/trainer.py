@@ -171,6 +171,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
                 self.learner.prove_rows(task.seen)
             self.policy = self.learner.policy
         self._describe(built, task)
+        args.freeze()
 
     def _make_sampler(self, task: Task) -> Sampler:
         """Overridden to read groups from a record."""

@@ -157,10 +157,10 @@ def resolve_by_memory(config: GRPOConfig, task: Task) -> None:
     """Resolve what the memory decides where nothing is said: ``sharding: auto`` is the least sharded way that leaves
     room, ``gradient_checkpointing`` is on for as few layers as this way needs. A collective."""
     if config.sharding == "auto":
-        config.settle_sharding(auto(read_run(config, task, config.token_budget)))
+        config.resolve_sharding(auto(read_run(config, task, config.token_budget)))
     if config.gradient_checkpointing is None:
         run = read_run(config, task, config.token_budget)
-        config.settle_checkpointing(least_checkpointing(run, name_of(config), task.policy.checkpointing))
+        config.resolve_checkpointing(least_checkpointing(run, name_of(config), task.policy.checkpointing))
 
 
 def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:

@@ -480,7 +480,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "Did you mean 'stop_token_ids'",
     ),
     "a policy in float16": (
-        lambda _: config().settle_precision(torch.float16),
+        lambda _: config().resolve_precision(torch.float16),
         "dtype is float16",
         "train in bfloat16 or float32",
         "set dtype",

@@ -159,7 +159,7 @@ def main() -> None:
         tools=[picture_tools.look, tool_cases.add] if FAULT == "look" else None,
     )
     if FAULT == "never":
-        trainer.args.rank_timeout = 15.0  # the start may take longer beside others
+        vars(trainer.args)["rank_timeout"] = 15.0  # the start may take longer beside others
     trainer.train()
     trainer.save_model(f"{run_dir}/final")
     trainer.publish()
