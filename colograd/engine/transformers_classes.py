@@ -35,7 +35,8 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for found in kind.__subclasses__():
+    subclasses: list[type] = kind.__subclasses__()
+    for found in subclasses:
         yield found
         yield from _subclasses(found)
 
