@@ -41,6 +41,7 @@ from .quantized_layers import Parts, ServedLayers, served_layers
 from .routed import RouterLog, one_prompt
 from .sampling import Sampling, request_seed
 from .tensors import VLLMTensors
+from .transformers_classes import classes_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class VLLMEngine:
 
             if self._reads_images:
                 find_gemma3()
+            while_built.enter_context(classes_apart(lambda: self.model))
             self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             leads = self._lockstep is None or self._lockstep.leads
