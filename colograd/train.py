@@ -125,7 +125,7 @@ def run(trainer: GRPOTrainer) -> None:
     config = trainer.args
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     state = trainer.state
-    if trainer.stop_signal.received:
+    if trainer.checkpointer.stop_signal.received:
         trainer.console.say(
             f"stopped by SIGTERM at step {state.global_step} of {state.max_steps}, with a checkpoint: the same command "
             "goes on from it with resume_from_checkpoint: auto"

@@ -43,7 +43,8 @@ def export(checkpoint: Path, folder: Path) -> tuple[Path, str]:
     Raises:
         ValueError: there is no checkpoint, or a damaged one, or there is something at the folder's place.
     """
-    from ..training.checkpoints import STATE, check, find_resume
+    from ..checkpoint.folders import STATE, check
+    from ..checkpoint.search import find_resume
 
     newest = find_resume("auto", str(checkpoint))
     source = Path(newest) if newest else checkpoint

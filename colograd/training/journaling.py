@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.folders import complete_steps
 from ..config import GRPOConfig
 from ..config.advantages import AdvantageKnobs
 from ..config.objective import ObjectiveKnobs
@@ -16,7 +17,6 @@ from ..config.reference import ReferenceKnobs
 from ..config.sampling import SamplingKnobs
 from ..data.images import ImageReader
 from ..rollout.journal import Journal, digest_of
-from . import checkpoints
 
 # What a round's completions and rewards, and the updates from them, depend on. A run with other values is another run.
 # First which groups a round has and what is in them, then what is made of them.
@@ -118,7 +118,7 @@ def keep_recipe(journal: Journal, recipe: str | None) -> str:
 
 def prune_journal(journal: Journal, newest: int, refused: Collection[int]) -> None:
     """Delete the rounds that the last two checkpoints have made needless: of two, since the last may be damaged."""
-    found = checkpoints.complete_steps(str(journal.folder.parent))
+    found = complete_steps(str(journal.folder.parent))
     steps = [step for step in found if step <= newest and step not in refused]
     if len(steps) > 1:
         journal.prune(before=steps[-2])

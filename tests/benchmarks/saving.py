@@ -93,7 +93,7 @@ def measure(folder: Path, steps: int, now: bool) -> None:
         began = time.perf_counter()
         save(*args)
         took.append(time.perf_counter() - began)
-        if (present := trainer.saves.present) is not None:
+        if (present := trainer.checkpointer.writer.present) is not None:
             written.append(present)
 
     trainer._save_checkpoint = timed_save

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import tiny
 
 from colograd import GRPOTrainer
-from colograd.training import checkpoints
+from colograd.checkpoint import folders
 
 
 def die(moment: str) -> None:
@@ -36,8 +36,8 @@ class Recording(GRPOTrainer):
     groups: dict[int, list[list[int]]]  # of the step, by position
 
     def generate(self, prompts):
-        if self.saves.present is not None:
-            self.saves.present.done.wait()  # so that it is known which checkpoint is the last one
+        if self.checkpointer.writer.present is not None:
+            self.checkpointer.writer.present.done.wait()  # so that it is known which checkpoint is the last one
         for index, group in enumerate(super().generate(prompts)):
             if index == 1:
                 die(f"rollout:{self.state.global_step + 1}")
@@ -67,7 +67,7 @@ class Recording(GRPOTrainer):
 
 def main() -> None:
     model, run_dir, record = sys.argv[1:4]
-    rename = checkpoints.commit
+    rename = folders.commit
 
     def commit(aside: Path, final: Path, *written: Any) -> None:
         step = final.name.rpartition("-")[2]
@@ -75,7 +75,7 @@ def main() -> None:
         rename(aside, final, *written)
         die(f"renamed:{step}")
 
-    checkpoints.commit = commit
+    folders.commit = commit
     trainer = Recording(
         model=model,
         reward_funcs=tiny.vowels,

@@ -1,4 +1,4 @@
-"""Two ranks save together. Started by tests/training/test_saving.py.
+"""Two ranks save together. Started by tests/checkpoint/test_saving.py.
 
 torchrun --nproc-per-node 2 saving_ranks.py FOLDER
 """
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from colograd.checkpoint import folders, writing
+from colograd.checkpoint.host_files import HostFiles
+from colograd.checkpoint.writing import Save, Writer
 from colograd.parallel.ranks import gather, rank, world_size
-from colograd.training import checkpoints, saving
-from colograd.training.host_files import HostFiles
-from colograd.training.saving import Save, Saves
 
 
 def save_of(run_dir: Path, step: int, apart: bool = False) -> Save:
@@ -29,7 +29,7 @@ def save_of(run_dir: Path, step: int, apart: bool = False) -> Save:
     return Save(
         step=step,
         final=run_dir / f"checkpoint-{step}",
-        aside=checkpoints.aside_folder(run_dir) / f"checkpoint-{step}.1",
+        aside=folders.aside_folder(run_dir) / f"checkpoint-{step}.1",
         sources={name: images.take()[Path(name)], **({"trainer_state.json": b"{}"} if leads else {})},
         leads=leads,
         leaders=range(world_size()) if apart else (0,),
@@ -41,32 +41,32 @@ def save_of(run_dir: Path, step: int, apart: bool = False) -> Save:
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    saves, found, run_dir = Saves(), dict[str, Any](), folder / "run"
+    writer, found, run_dir = Writer(), dict[str, Any](), folder / "run"
 
     def outcome(save: Save) -> list[str | None]:
-        saves.begin(save, beside=True)
-        saves.wait(print)
-        states = gather(saves.state())
-        saves.present = None
+        writer.begin(save, in_background=True)
+        writer.wait(print)
+        states = gather(writer.state())
+        writer.present = None
         return states
 
     found["whole"] = outcome(save_of(run_dir, 1))
-    write = saving.write_image
+    write = writing.write_image
 
     def full(*args: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if rank() == 1:
-        saving.write_image = full
+        writing.write_image = full
     found["one disk is full"] = outcome(save_of(run_dir, 2))
-    saving.write_image = write
+    writing.write_image = write
     found["again"] = outcome(save_of(run_dir, 3))
     found["apart"] = outcome(save_of(folder / f"node{rank()}", 5, apart=True))
     outcome(save_of(run_dir, 5))
     if rank() == 0:  # the other one doesn't come any more
         save, began = save_of(run_dir, 6), time.monotonic()
-        saves.begin(save, beside=True)
-        saves.finish_alone()
+        writer.begin(save, in_background=True)
+        writer.finish_alone()
         found["alone"], found["seconds alone"] = save.error, time.monotonic() - began
     (folder / f"rank{rank()}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -14,6 +14,7 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
+from colograd.checkpoint.folders import float32_weights
 from colograd.sharding.way import Owned
 from colograd.training import adamw_fused as fused
 from colograd.training import adamw_split as optim
@@ -26,7 +27,6 @@ from colograd.training.adamw_split import (
     optimizer_class,
     split_master,
 )
-from colograd.training.checkpoints import float32_weights
 
 
 def master_of(optimizer: AdamWSplit, parameter: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_a_streamed_run_resumes_bit_for_bit_and_a_finished_one_has_its_optimizer
     assert done.global_step == 4 and torch.equal(weights(), expected)
     saved = tiny.optimizer_state(tmp_path / "checkpoint-4")
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    held = {names[id(parameter)]: state["exp_avg"] for parameter, state in trainer._plain_optimizer.state.items()}
+    held = {names[id(parameter)]: state["exp_avg"] for parameter, state in trainer.checkpointer.optimizer.state.items()}
     assert held.keys() == saved.keys() and len(held) > 10
     assert all(torch.equal(held[name].flatten(), saved[name]["exp_avg"]) for name in held)
     assert trainer.lr_scheduler.last_epoch == 4

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from colograd.training import checkpoints
-from colograd.training.checkpoints import (
-    StopSignal,
+from colograd.checkpoint import folders
+from colograd.checkpoint.folders import (
     aside_folder,
     commit,
     complete_steps,
     discard,
-    find_resume,
     rotate,
     sweep,
 )
+from colograd.checkpoint.search import find_resume
+from colograd.checkpoint.stop_signal import StopSignal
 
 
 def write(folder: Path, text: str = "weights") -> Path:
@@ -47,7 +47,7 @@ def test_a_commit_moves_the_whole_folder(tmp_path: Path) -> None:
 def test_every_file_is_flushed_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     rename = os.rename
-    monkeypatch.setattr(checkpoints, "flush", lambda path: events.append(f"flush {path.name}"))
+    monkeypatch.setattr(folders, "flush", lambda path: events.append(f"flush {path.name}"))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename to {Path(b).name}"), rename(a, b)))
     commit(write(aside_folder(tmp_path) / "checkpoint-3"), tmp_path / "checkpoint-3")
     flushed = {"flush below", "flush checkpoint-3", "flush manifest.json", "flush model", "flush trainer_state.json"}
@@ -70,7 +70,7 @@ def test_a_crash_before_the_rename_leaves_no_checkpoint(
 
     write(tmp_path / "checkpoint-1")
     with monkeypatch.context() as patch:
-        patch.setattr(*((checkpoints, "flush") if crash == "flush" else (os, "rename")), fail)
+        patch.setattr(*((folders, "flush") if crash == "flush" else (os, "rename")), fail)
         with pytest.raises(OSError, match="power cut"):
             commit(write(aside_folder(tmp_path) / "checkpoint-2"), tmp_path / "checkpoint-2")
     assert find_resume("auto", str(tmp_path)) == str(tmp_path / "checkpoint-1")
@@ -85,7 +85,7 @@ def test_a_discarded_checkpoint_is_gone_under_its_name_before_any_file_is_delete
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path / "checkpoint-1")
-    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *args, **kwargs: None)  # killed while it deletes
+    monkeypatch.setattr(folders.shutil, "rmtree", lambda *args, **kwargs: None)  # killed while it deletes
     discard(folder)
     assert names(tmp_path) == [".discarded-checkpoint-1"] and find_resume("auto", str(tmp_path)) is None
     monkeypatch.undo()
@@ -148,7 +148,7 @@ def test_rotation_first_deletes_what_lies_beyond_the_one_just_written(tmp_path: 
 def test_a_damaged_one_neither_counts_nor_goes(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         write(tmp_path / f"checkpoint-{step}")
-    rotate(tmp_path, 2, None, newest=8, refused={6})
+    rotate(tmp_path, 2, None, newest=8, damaged={6})
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
 
 
@@ -190,11 +190,11 @@ def test_of_several_nodes_the_last_that_all_have_is_found(tmp_path: Path) -> Non
 def test_the_one_before_a_damaged_one_is_found_and_nothing_starts_anew_over_damaged_ones(tmp_path: Path) -> None:
     for step in (2, 4):
         write(tmp_path / f"checkpoint-{step}")
-    assert find_resume("auto", str(tmp_path), refused={4}) == str(tmp_path / "checkpoint-2")
+    assert find_resume("auto", str(tmp_path), damaged={4}) == str(tmp_path / "checkpoint-2")
     with pytest.raises(
         ValueError, match=r"is auto, but each checkpoint in .* is damaged \(steps 2, 4\): bring one back"
     ):
-        find_resume("auto", str(tmp_path), refused={4, 2})
+        find_resume("auto", str(tmp_path), damaged={4, 2})
 
 
 @pytest.mark.parametrize("missing", ["empty", "absent"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from colograd.checkpoint import node_folders
+from colograd.checkpoint.node_folders import nodes_are_apart
 from colograd.parallel.layout import RankLayout
-from colograd.training import node_folders
-from colograd.training.node_folders import nodes_are_apart
 
 
 class Ranks:

@@ -13,7 +13,7 @@ import errno
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +87,25 @@ class HostFiles:
         """In host memory."""
         return sum(image.size for image in self.kept.values())
 
-    @contextlib.contextmanager
-    def in_place_of_files(self) -> Iterator[None]:
-        """Within it transformers' `save_pretrained` puts the weights here. (It takes no function that writes.)"""
-        usual = getattr(modeling_utils, "safe_save_file", None)
-        if usual is None:  # another transformers: the files are written, and copied later
-            yield
-            return
-        modeling_utils.safe_save_file = self.put
-        try:
-            yield
-        finally:
+
+@contextlib.contextmanager
+def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Within it ``model.save_pretrained`` does two things for which it takes no arguments.
+
+    Each rank that calls it writes, where transformers lets rank 0 alone write: nodes may have folders of their own.
+
+    Args:
+        write: writes a file of tensors in the place of `safetensors.torch.save_file`.
+    """
+    usual = getattr(modeling_utils, "safe_save_file", None)  # another transformers may have none: files are written
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    if write is not None and usual is not None:
+        modeling_utils.safe_save_file = write
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
+        if usual is not None:
             modeling_utils.safe_save_file = usual
 
 

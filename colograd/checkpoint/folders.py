@@ -8,11 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from safetensors import safe_open
@@ -91,19 +88,19 @@ def rotate(
     limit: int | None,
     best: str | None,
     newest: int | None = None,
-    refused: Collection[int] = (),
+    damaged: Collection[int] = (),
 ) -> None:
     """Keep the newest ``limit`` checkpoints, and the best one.
 
     Args:
         newest: the step of the one just written. Those of later steps are of a run that was gone back from: they go
             first.
-        refused: steps of damaged ones. They don't count, and stay for whoever wants to know what happened to them.
+        damaged: steps of damaged checkpoints. They don't count, and are kept for whoever looks into the damage.
     """
     if limit is None or limit <= 0:
         return
     found = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
-    ordered = [folder for folder in found if step_of(folder) not in refused]
+    ordered = [folder for folder in found if step_of(folder) not in damaged]
     if newest is not None:
         ordered.sort(key=lambda folder: step_of(folder) <= newest)  # stable: otherwise as they were
     keep = max(limit, 2) if best is not None and ordered and Path(best) != ordered[-1] else limit
@@ -123,63 +120,6 @@ def complete_steps(run_dir: str) -> list[int]:
     found = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
     last = (MANIFEST, "trainer_state.json")
     return [step_of(path) for path in found if any(os.path.isfile(os.path.join(path, name)) for name in last)]
-
-
-def is_wanted(wanted: str | bool | None) -> bool:
-    """Whether ``resume_from_checkpoint`` asks for anything."""
-    return wanted is not None and wanted is not False and str(wanted).lower() not in ("false", "none", "")
-
-
-def is_search(wanted: str | bool | None) -> bool:
-    """Whether ``resume_from_checkpoint`` asks for the last checkpoint, whichever that is."""
-    return str(wanted).lower() in ("true", "auto")
-
-
-def find_resume(
-    wanted: str | bool | None,
-    run_dir: str,
-    steps: Sequence[Sequence[int]] | None = None,
-    refused: Collection[int] = (),
-) -> str | None:
-    """The checkpoint that ``resume_from_checkpoint`` means.
-
-    ``True`` is the last one and an error if there is none; ``"auto"`` is the last one, or a fresh start; a path is
-    itself.
-
-    Args:
-        steps: of the complete checkpoints in each folder that must hold it; default: in this one.
-        refused: steps of those that are damaged, which aren't taken. A run that has no others doesn't start anew.
-
-    Raises:
-        ValueError: no such checkpoint.
-    """
-    if not is_wanted(wanted):
-        return None
-    text = str(wanted)
-    if is_search(wanted):
-        folders = [complete_steps(run_dir)] if steps is None else steps
-        common = set(folders[0]).intersection(*folders[1:]).difference(refused)
-        if common:
-            return os.path.join(run_dir, f"checkpoint-{max(common)}")
-        if refused:
-            raise ValueError(
-                f"resume_from_checkpoint is {text.lower()}, but each checkpoint in {run_dir!r} is damaged (steps "
-                f"{', '.join(map(str, sorted(refused)))}): bring one back from a copy, or start anew with another "
-                "output_dir."
-            )
-        if text.lower() == "true":
-            on_nodes = f" that all {len(folders)} nodes have (theirs: {folders})" if len(folders) > 1 else ""
-            raise ValueError(
-                f"resume_from_checkpoint is true, but {run_dir!r} holds no complete checkpoint{on_nodes}: use `auto` "
-                "to start anew in that case."
-            )
-        return None
-    if not os.path.isfile(os.path.join(text, "trainer_state.json")):
-        raise ValueError(
-            f"resume_from_checkpoint is {text!r}, which is no complete checkpoint (trainer_state.json is missing): "
-            "give a checkpoint-N folder, `true`, or `auto`."
-        )
-    return text
 
 
 def check(folder: str | Path) -> bool:
@@ -243,29 +183,6 @@ def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:
             for name in weights.keys():  # noqa: SIM118 (no dictionary)
                 if weights.get_slice(name).get_dtype() == "F32":
                     yield name, weights.get_tensor(name)
-
-
-class StopSignal:
-    """Notices SIGTERM and leaves the stopping to the trainer, which first writes a checkpoint."""
-
-    def __init__(self) -> None:
-        self.received = False
-        self._previous: Any = None
-
-    def install(self) -> None:
-        """Start listening. Only the main thread may; elsewhere (a notebook's worker) nothing is changed."""
-        self.received = False
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._notice)
-
-    def remove(self) -> None:
-        """Give the signal back to whoever had it."""
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
-
-    def _notice(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
 
 
 def flush(path: Path) -> None:

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import Trainer, TrainerState
 
+from colograd.checkpoint import folders, manifest
+from colograd.checkpoint.reading import inside, look, reading, trainer_state
 from colograd.engine.queue_order import LengthHistory
 from colograd.sharding import optimizer_state
 from colograd.sharding.way import Owned
 from colograd.sharding.weight_files import WeightFiles
-from colograd.training import checkpoints, manifest
 from colograd.training.adamw_split import AdamWSplit
-from colograd.training.reading import inside, look, reading, trainer_state
 
 MUTATIONS = 60  # of each kind of file
 BOUND = 2**28  # bytes of memory that reading small files may take
@@ -94,7 +94,7 @@ def load_weights(folder: Path) -> None:
 
     with reading(folder, "the model"):
         WeightFiles(folder).read(["a.weight"], Whole(shape=model["a"].shape, local=model["a"]))
-        for _ in checkpoints.float32_weights(folder):
+        for _ in folders.float32_weights(folder):
             pass
 
 
@@ -118,7 +118,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "rng_state.pth": Rng().read,
     "scheduler.pt": load_scheduler,
     "trainer_state.json": trainer_state,
-    "prompts.json": lambda folder: checkpoints.read_prompts(str(folder)),
+    "prompts.json": lambda folder: folders.read_prompts(str(folder)),
     "lengths_0.json": lambda folder: LengthHistory().load(folder, 0),
     manifest.MANIFEST: check_manifest,
 }

@@ -14,7 +14,7 @@ from ..runtime import process
 SPARE = 0.8  # share of the free host memory that the copies may take
 
 
-def why_now(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
+def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
     """Why training has to wait for the files; empty: it doesn't.
 
     Args:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from colograd.training import manifest
-from colograd.training.checkpoints import aside_folder, check, commit, complete_steps
-from colograd.training.manifest import MANIFEST, Damaged, shares
+from colograd.checkpoint import manifest
+from colograd.checkpoint.folders import aside_folder, check, commit, complete_steps
+from colograd.checkpoint.manifest import MANIFEST, Damaged, shares
 
 FILES = {
     "model.safetensors": b"w" * 1000,

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..parallel.rank_notes import RankNotes
 from ..parallel.ranks import rank, time_limit, world_size
-from . import checkpoints, manifest
+from . import folders, manifest
 from .host_files import Image, write_bytes, write_image
 from .manifest import Entry
 
@@ -58,7 +58,7 @@ class Save:
         return (self.ended or time.monotonic()) - self.started
 
 
-class Saves:
+class Writer:
     """The saves of a run, of which at most one is under way."""
 
     def __init__(self) -> None:
@@ -73,14 +73,14 @@ class Saves:
         """Of the next one: names what belongs to it."""
         return self._count + 1
 
-    def begin(self, save: Save, beside: bool) -> None:
+    def begin(self, save: Save, in_background: bool) -> None:
         """Write it: beside what comes next, or now."""
         self._count += 1
         self.present, self._gives_up_at = save, float("inf")
         for subject in self._left:  # which all have read, or never will
             self._board.clear(subject)
         self._left = []
-        if beside:
+        if in_background:
             threading.Thread(target=self._run, args=(save, self._count), name="colograd-save", daemon=True).start()
         else:
             self._run(save, self._count)
@@ -135,7 +135,7 @@ class Saves:
     def _complete(self, save: Save, number: int) -> None:
         try:
             files = self._all_written(save, number)
-            checkpoints.commit(save.aside, save.final, files, save.keeps_old)
+            folders.commit(save.aside, save.final, files, save.keeps_old)
         except Exception as error:
             self._leave(f"{number}/committed", _text(error))
             shutil.rmtree(save.aside, ignore_errors=True)
@@ -182,7 +182,7 @@ def _write(source: Source, path: Path) -> Entry:
         return write_image(source, path)
     if isinstance(source, bytes):
         return write_bytes(source, path)
-    checkpoints.flush(source)
+    folders.flush(source)
     entry = manifest.entry_of(source)
     os.rename(source, path)
     return entry

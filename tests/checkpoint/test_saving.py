@@ -20,11 +20,12 @@ from paths import SCRIPTS
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
+from colograd.checkpoint import folders, manifest, writing
+from colograd.checkpoint.background import why_in_foreground
+from colograd.checkpoint.host_files import BLOCK, HostFiles, Image, write_bytes, write_image
+from colograd.checkpoint.writing import Save, Writer
 from colograd.runtime import process
-from colograd.training import checkpoints, manifest, saving, saving_trainer
-from colograd.training.host_files import BLOCK, HostFiles, Image, write_bytes, write_image
-from colograd.training.save_mode import why_now
-from colograd.training.saving import Save, Saves
+from colograd.training import checkpointer
 
 # -- images of files
 
@@ -130,7 +131,7 @@ def save_of(run_dir: Path, step: int, **changes: Any) -> Save:
     settings: dict[str, Any] = {
         "step": step,
         "final": run_dir / name,
-        "aside": checkpoints.aside_folder(run_dir) / f"{name}.1",
+        "aside": folders.aside_folder(run_dir) / f"{name}.1",
         "sources": sources | ({"ready.json": ready} if ready.exists() else {}),
         "leads": True,
         "leaders": (0,),
@@ -140,30 +141,32 @@ def save_of(run_dir: Path, step: int, **changes: Any) -> Save:
     return Save(**(settings | changes))
 
 
-def finished(saves: Saves) -> str | None:
-    assert saves.present is not None and saves.present.done.wait(tiny.PATIENCE)
-    state, saves.present = saves.state(), None
+def finished(writer: Writer) -> str | None:
+    assert writer.present is not None and writer.present.done.wait(tiny.PATIENCE)
+    state, writer.present = writer.state(), None
     return state
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_save_ends_as_a_whole_checkpoint(tmp_path: Path, beside: bool) -> None:
-    saves, rotated = Saves(), []
-    saves.begin(save_of(tmp_path, 3, afterwards=lambda: rotated.append((tmp_path / "checkpoint-3").is_dir())), beside)
-    assert finished(saves) == "" and rotated == [True]
-    assert checkpoints.check(tmp_path / "checkpoint-3")
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_save_ends_as_a_whole_checkpoint(tmp_path: Path, in_background: bool) -> None:
+    writer, rotated = Writer(), []
+    writer.begin(
+        save_of(tmp_path, 3, afterwards=lambda: rotated.append((tmp_path / "checkpoint-3").is_dir())), in_background
+    )
+    assert finished(writer) == "" and rotated == [True]
+    assert folders.check(tmp_path / "checkpoint-3")
     files = manifest.read(tmp_path / "checkpoint-3")
     assert files is not None and files.keys() == {"model.safetensors", "trainer_state.json", "ready.json"}
-    assert not list(checkpoints.aside_folder(tmp_path).iterdir())
+    assert not list(folders.aside_folder(tmp_path).iterdir())
 
 
 def test_a_damaged_one_of_the_same_step_stays_under_another_name(tmp_path: Path) -> None:
-    saves = Saves()
+    writer = Writer()
     for keeps in (False, True):
-        saves.begin(save_of(tmp_path, 3, keeps_old=keeps), beside=False)
-        assert finished(saves) == ""
-    assert checkpoints.check(tmp_path / "checkpoint-3") and checkpoints.check(tmp_path / "refused-checkpoint-3")
-    assert checkpoints.complete_steps(str(tmp_path)) == [3]
+        writer.begin(save_of(tmp_path, 3, keeps_old=keeps), in_background=False)
+        assert finished(writer) == ""
+    assert folders.check(tmp_path / "checkpoint-3") and folders.check(tmp_path / "refused-checkpoint-3")
+    assert folders.complete_steps(str(tmp_path)) == [3]
 
 
 @contextlib.contextmanager
@@ -182,29 +185,29 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def test_a_full_disk_leaves_the_older_one_and_nothing_else(tmp_path: Path) -> None:
-    saves = Saves()
+    writer = Writer()
     with small_disk(tmp_path / "disk", "2m") as disk:
-        saves.begin(save_of(disk, 1), beside=True)
-        assert finished(saves) == ""
-        saves.begin(save_of(disk, 2), beside=True)
-        assert "No space left on device" in str(finished(saves))
-        assert checkpoints.complete_steps(str(disk)) == [1] and checkpoints.check(disk / "checkpoint-1")
-        assert not list(checkpoints.aside_folder(disk).iterdir())
-        checkpoints.discard(disk / "checkpoint-1")  # there is room again
-        saves.begin(save_of(disk, 3), beside=True)
-        assert finished(saves) == "" and checkpoints.check(disk / "checkpoint-3")
+        writer.begin(save_of(disk, 1), in_background=True)
+        assert finished(writer) == ""
+        writer.begin(save_of(disk, 2), in_background=True)
+        assert "No space left on device" in str(finished(writer))
+        assert folders.complete_steps(str(disk)) == [1] and folders.check(disk / "checkpoint-1")
+        assert not list(folders.aside_folder(disk).iterdir())
+        folders.discard(disk / "checkpoint-1")  # there is room again
+        writer.begin(save_of(disk, 3), in_background=True)
+        assert finished(writer) == "" and folders.check(disk / "checkpoint-3")
 
 
 def test_a_read_only_folder_is_an_error_of_the_save(tmp_path: Path) -> None:
-    saves = Saves()
+    writer = Writer()
     with small_disk(tmp_path / "disk", "9m") as disk:
-        saves.begin(save_of(disk, 1), beside=True)
-        assert finished(saves) == ""
+        writer.begin(save_of(disk, 1), in_background=True)
+        assert finished(writer) == ""
         save = save_of(disk, 2)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        saves.begin(save, beside=True)
-        assert "Read-only file system" in str(finished(saves))
-        assert checkpoints.complete_steps(str(disk)) == [1] and checkpoints.check(disk / "checkpoint-1")
+        writer.begin(save, in_background=True)
+        assert "Read-only file system" in str(finished(writer))
+        assert folders.complete_steps(str(disk)) == [1] and folders.check(disk / "checkpoint-1")
 
 
 # -- whether it may be beside
@@ -236,15 +239,17 @@ def named(name: str, **switches: Any) -> Any:
 )
 def test_what_makes_training_wait(tmp_path: Path, changes: Any, callbacks: Any, copies: int, said: str) -> None:
     config = tiny.config(tmp_path, **changes)
-    found = why_now(config, callbacks, optimizer_is_cut=True, copies=copies, held=0)
+    found = why_in_foreground(config, callbacks, optimizer_is_cut=True, copies=copies, held=0)
     assert said in found if said else not found
-    assert not said or why_now(config, callbacks, True, copies, held=copies) == (found if copies < 2**60 else "")
+    assert not said or why_in_foreground(config, callbacks, True, copies, held=copies) == (
+        found if copies < 2**60 else ""
+    )
 
 
 def test_an_optimizer_with_other_state_is_waited_for(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, optim="adafactor")
-    assert "optim: adafactor isn't made of tensors" in why_now(config, [], False, 0, 0)
-    assert why_now(tiny.config(tmp_path, save_only_model=True), [], False, 0, 0) == ""
+    assert "optim: adafactor isn't made of tensors" in why_in_foreground(config, [], False, 0, 0)
+    assert why_in_foreground(tiny.config(tmp_path, save_only_model=True), [], False, 0, 0) == ""
 
 
 # -- a run
@@ -276,9 +281,9 @@ def run(trainer: Any, tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
 
 def steps_left(trainer: Any) -> list[int]:
     """Of checkpoints, each of which is whole."""
-    found = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"), key=checkpoints.step_of)
-    assert all(checkpoints.check(folder) for folder in found)
-    return [checkpoints.step_of(folder) for folder in found]
+    found = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"), key=folders.step_of)
+    assert all(folders.check(folder) for folder in found)
+    return [folders.step_of(folder) for folder in found]
 
 
 engine = pytest.mark.engine
@@ -327,7 +332,7 @@ def test_training_goes_on_over_a_full_disk_and_ends_when_it_stays_full(run: Any,
 
 @engine
 def test_a_write_that_hangs_is_not_waited_for(run: Any, monkeypatch, capfd) -> None:
-    go_on, write = threading.Event(), saving.write_image
+    go_on, write = threading.Event(), writing.write_image
 
     def hang(image: Any, path: Path) -> Any:
         if "checkpoint-1." in str(path):
@@ -338,10 +343,10 @@ def test_a_write_that_hangs_is_not_waited_for(run: Any, monkeypatch, capfd) -> N
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
                 go_on.set()
-                assert run.saves.present.done.wait(tiny.PATIENCE)
+                assert run.checkpointer.writer.present.done.wait(tiny.PATIENCE)
 
-    monkeypatch.setattr(saving, "write_image", hang)
-    monkeypatch.setattr(saving_trainer, "PATIENCE", 0.1)
+    monkeypatch.setattr(writing, "write_image", hang)
+    monkeypatch.setattr(checkpointer, "PATIENCE", 0.1)
     run.add_callback(Release())
     run.train()
     said = capfd.readouterr().out
@@ -370,7 +375,7 @@ def test_the_one_before_a_damaged_one_is_taken(run: Any, capfd) -> None:
     assert "checkpoint-3 has no manifest.json (an older version wrote it): it is taken unchecked" in said
     assert run.state.global_step == 4 and "step 4/4" in said and "step 3/4" not in said
     assert path.read_bytes() != data and (folder / "refused-checkpoint-4" / path.name).read_bytes() == data
-    assert checkpoints.complete_steps(str(folder)) == [3, 4]
+    assert folders.complete_steps(str(folder)) == [3, 4]
 
 
 @engine
@@ -380,16 +385,16 @@ def test_a_callback_that_reads_the_files_finds_them(run: Any, monkeypatch, capfd
     class Look(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            found.append((state.global_step, checkpoints.check(folder)))
+            found.append((state.global_step, folders.check(folder)))
 
-    commit = checkpoints.commit
+    commit = folders.commit
 
     def fail_once(aside: Path, final: Path, *rest: Any) -> None:
         if final.name == "checkpoint-2":
             raise OSError(errno.EIO, "Input/output error")
         commit(aside, final, *rest)
 
-    monkeypatch.setattr(checkpoints, "commit", fail_once)
+    monkeypatch.setattr(folders, "commit", fail_once)
     run.add_callback(Look())
     run.train()
     assert found == [(1, True), (3, True), (4, True)], "and isn't asked of one that isn't there"
@@ -413,14 +418,14 @@ def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
     assert leader["whole"] == other["whole"] == ["", ""]
     files = manifest.read(run_dir / "checkpoint-1")
     assert files is not None and files.keys() == {"trainer_state.json", "part-0.safetensors", "part-1.safetensors"}
-    assert checkpoints.check(run_dir / "checkpoint-1")
+    assert folders.check(run_dir / "checkpoint-1")
     full = "OSError: [Errno 28] No space left on device"
     assert leader["one disk is full"] == [f"rank 1: {full}", full] == other["one disk is full"]
-    assert leader["again"] == ["", ""] and checkpoints.complete_steps(str(run_dir)) == [1, 3, 5]
+    assert leader["again"] == ["", ""] and folders.complete_steps(str(run_dir)) == [1, 3, 5]
     assert [sorted(manifest.files_of(tmp_path / f"node{n}" / "checkpoint-5")) for n in range(2)] == [
         [f"part-{n}.safetensors", "trainer_state.json"] for n in range(2)
     ]
-    assert leader["apart"] == ["", ""] and leader["seconds alone"] < saving.ALONE + 5
+    assert leader["apart"] == ["", ""] and leader["seconds alone"] < writing.ALONE + 5
     assert "rank 1 hasn't said that its part is written: this one ends by an error" in leader["alone"]
 
 

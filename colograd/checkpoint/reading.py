@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from transformers import TrainerState
 
-from ..parallel.ranks import RankError
+from ..parallel.ranks import RankError, on_all_ranks
 
 STATE_FILE = "trainer_state.json"
 LARGEST_JSON = 2**30  # bytes; a log of many thousand steps has a few million
@@ -43,6 +43,13 @@ def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
         if type(error) is ValueError:
             raise
         raise unreadable(checkpoint, what, error) from error
+
+
+@contextmanager
+def loading(checkpoint: str | Path, part: str) -> Iterator[None]:
+    """A body that loads ``part`` of a checkpoint on all ranks (see `on_all_ranks`), with the errors of `reading`."""
+    with on_all_ranks(f"loading {part}"), reading(checkpoint, part):
+        yield
 
 
 def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) -> ValueError:

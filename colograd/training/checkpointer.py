@@ -1,0 +1,448 @@
+"""`Checkpointer`: saves a trainer's checkpoints beside its training, finds the one to resume from, and loads it.
+
+A save copies the tensors into host memory and returns; a thread writes them to the disk (see `checkpoint.writing`)
+while the next steps train. At the end of a step the ranks tell each other whether their parts are written. A checkpoint
+that couldn't be written is a warning, and several in a row end the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from ..checkpoint import folders, writing
+from ..checkpoint.background import why_in_foreground
+from ..checkpoint.host_files import HostFiles, saving_model
+from ..checkpoint.node_folders import nodes_are_apart
+from ..checkpoint.reading import STATE_FILE, loading
+from ..checkpoint.search import search
+from ..checkpoint.stop_signal import StopSignal
+from ..checkpoint.writing import Save, Source, Writer
+from ..config import GRPOConfig
+from ..data import PromptStream
+from ..parallel.ranks import gather, on_all_ranks, rank
+from ..policy import quantized
+from ..policy.images import load_weights
+from ..sharding.weight_files import load_mixture, stacked_masters
+from .adamw_split import AdamWSplit, adopt_masters, join_remainders
+from .journaling import prune_journal
+
+PATIENCE = 10.0  # seconds that a checkpoint may take before the next one is left out instead of waiting for it
+
+
+class Checkpointer(TrainerCallback):
+    """The checkpoints of one trainer. As its callback, it settles and requests saves at the end of each step.
+
+    Args:
+        trainer: its model, optimizer, schedule, random state and prompts are saved and loaded.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.args: GRPOConfig = trainer.args
+        self.stop_signal = StopSignal()
+        self.writer = Writer()
+        self.nodes_are_apart = self._resolve_folders()
+        self._host_files = HostFiles()
+        self._in_background = False  # the checkpoint that is being assembled will be written by the thread
+        self._why_in_foreground = ""  # the reason that was printed last
+        self._is_due = False  # a checkpoint was asked for in the middle of a round
+        self._failures = 0  # in a row
+        self._best_before: str | None = None  # the best checkpoint's folder, restored if the present save fails
+        self._damaged: set[int] = set()  # steps of checkpoints
+
+    def _resolve_folders(self) -> bool:
+        """Whether nodes share no file system. Each node then writes whole checkpoints into its own folder.
+
+        Raises:
+            ValueError: ``save_on_each_node`` is set, but all nodes share the folder.
+        """
+        args = self.args
+        apart = nodes_are_apart(args.output_dir, args.layout)
+        if args.save_on_each_node and args.layout.nodes > 1 and not apart:
+            raise ValueError(
+                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
+                "same files: set it to false, or give an output_dir that is local on each node."
+            )
+        args.save_on_each_node |= apart
+        return apart
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The trainer's optimizer without accelerate's wrapper."""
+        return getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+
+    # -- the run
+
+    def find(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint that ``resume_from_checkpoint`` asks for. A collective.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        with on_all_ranks("the search for a checkpoint"):
+            if self.args.should_save:  # before the search: it restores a checkpoint that was being replaced
+                folders.sweep(self.args.output_dir)
+        self._is_due, self._failures = False, 0
+        found, self._damaged = search(
+            wanted, str(self.args.output_dir), self.args.layout, self.nodes_are_apart, self.trainer.console
+        )
+        return found
+
+    def begin(self, checkpoint: str | None) -> None:
+        """Print where the run begins, and set a streamed dataset to the prompts after the checkpoint."""
+        say, prompts = self.trainer.console.say, self.trainer.train_prompts
+        if checkpoint is not None:
+            say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
+        if isinstance(prompts, PromptStream):
+            skips = checkpoint is not None and not self.args.ignore_data_skip
+            with on_all_ranks("the checkpoint's prompts"):
+                prompts.expect(folders.read_prompts(str(checkpoint)) if skips else {})
+        if self.nodes_are_apart:
+            say(
+                f"checkpoints: the {self.args.layout.nodes} nodes share no file system, so each writes whole ones into "
+                f"its own {self.args.output_dir}, and goes on from the last that all of them have"
+            )
+
+    @contextlib.contextmanager
+    def during_training(self) -> Iterator[None]:
+        """Around a training: SIGTERM becomes a checkpoint and a stop, and no save is left under way at the end."""
+        self.stop_signal.install()
+        try:
+            yield
+            self.settle(wait=True)
+        finally:
+            self.finish_alone()  # where the run ends by an error
+            self.stop_signal.remove()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put a save off to the end of the round; turn SIGTERM on any rank into a save and a stop on all."""
+        stops, saves = zip(*gather((self.stop_signal.received, self.writer.state())), strict=True)
+        self.settle(wait=False, states=saves)
+        stop = any(stops)
+        due = self._is_due or control.should_save or stop
+        control.should_save = due and self.trainer.at_boundary()
+        self._is_due = due and not control.should_save
+        if stop and control.should_save:
+            self.trainer.console.warn(
+                f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends."
+            )
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_due:  # a callback ended the run in the middle of a round
+            self.trainer.console.warn(
+                f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round, where none "
+                "can be resumed from: save_model() saves its weights."
+            )
+
+    # -- one checkpoint
+
+    def save(self) -> bool:
+        """Begin to save a checkpoint of this step; where it can't be written in the background, finish it.
+
+        Returns:
+            Whether callbacks' ``on_save`` is to be called: the checkpoint is there, or on its way to the disk.
+
+        Raises:
+            RuntimeError: it is one too many in a row that couldn't be written.
+        """
+        trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
+        if not trainer.at_boundary():
+            self._is_due = True
+            return False
+        why, is_last = self._reason_for_foreground(), self._is_last()
+        is_best = bool(state.global_step) and state.best_global_step == state.global_step
+        if (present := self.writer.present) is not None and not (why or is_last or is_best):
+            self.writer.wait(console.say, max(0.0, PATIENCE - present.seconds))
+            self.settle(wait=False)
+        else:
+            self.settle(wait=True)
+        if (present := self.writer.present) is not None:
+            console.warn(
+                f"checkpoints: step {state.global_step} isn't saved, as {present.final.name} is still being "
+                f"written after {present.seconds:.0f} s"
+            )
+            return False
+        self._in_background, self._best_before = not why, state.best_model_checkpoint
+        try:
+            with on_all_ranks("saving"):
+                save = self._assemble()
+        except Exception as error:  # a full disk, say; every rank has an error then
+            self._fail(state.global_step, f"{type(error).__name__}: {error}".splitlines()[0])
+            return False
+        finally:
+            self._in_background = False
+        self.writer.begin(save, in_background=not why)
+        if why or is_last:
+            if not self.settle(wait=True):
+                return False
+            if self.args.push_to_hub:
+                trainer._push_from_checkpoint(str(save.final))
+        return True
+
+    def _reason_for_foreground(self) -> str:
+        """Why training waits for this checkpoint, on whichever rank; printed when it changes. A collective."""
+        trainer = self.trainer
+        optimizer, owned = self.optimizer, trainer.sharding.owned()
+        state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+        adapter_alone = hasattr(trainer.model, "peft_config")
+        saved = (p for p in trainer.model.parameters() if p.requires_grad or not adapter_alone)
+        weights = sum(p.nbytes for p in saved) if self.args.should_save else 0
+        is_cut, held = trainer.sharding.cuts_optimizer(optimizer, owned), self._host_files.nbytes
+        mine = why_in_foreground(self.args, trainer.callback_handler.callbacks, is_cut, state + weights, held)
+        why = next(filter(None, gather(mine)), "")
+        if why != self._why_in_foreground and self.args.save_in_background:
+            trainer.console.say(f"checkpoints: training waits while one is written, as {why}")
+        self._why_in_foreground = why
+        return why
+
+    def _is_last(self) -> bool:
+        """Whether training ends after this step. A collective."""
+        state = self.trainer.state
+        stops = self.trainer.control.should_training_stop or self.stop_signal.received
+        return any(gather(bool(stops))) or state.global_step >= state.max_steps
+
+    def _assemble(self) -> Save:
+        """This rank's files of the checkpoint: in host memory, or on the disk where training waits for them."""
+        run_dir, state, layout = Path(self.args.output_dir), self.trainer.state, self.args.layout
+        name, aside = f"checkpoint-{state.global_step}", folders.aside_folder(run_dir)
+        best = state.best_global_step
+        if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
+            state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+        with self._own_folder(aside) as folder:
+            self._write_contents(folder)
+            sources = self._sources(folder)
+        per_node, each_node = layout.ranks_per_node, self.args.save_on_each_node
+        first = layout.rank - layout.rank % per_node
+        return Save(
+            step=state.global_step,
+            final=run_dir / name,
+            aside=aside / f"{name}.{self.writer.number}",
+            sources=sources,
+            leads=self.args.should_save,
+            leaders=range(0, layout.world_size, per_node) if each_node else (0,),
+            members=range(first, first + per_node) if each_node else range(layout.world_size),
+            afterwards=functools.partial(self._rotate, state.best_model_checkpoint, state.global_step),
+            keeps_old=state.global_step in self._damaged,
+        )
+
+    def _write_contents(self, folder: Path) -> None:
+        """Write all that resuming needs, in the files of transformers' Trainer and a few of our own."""
+        trainer, state = self.trainer, self.trainer.state
+        trainer.store_flos()
+        trainer.save_model(str(folder), _internal_call=True)
+        if not self.args.save_only_model:
+            trainer._save_optimizer_and_scheduler(str(folder))
+            trainer._save_scaler(str(folder))
+            trainer._save_rng_state(str(folder))
+        if not self.args.should_save:
+            return
+        for callback in (*trainer.callback_handler.callbacks, trainer.control):
+            if isinstance(callback, ExportableState):
+                name = type(callback).__name__
+                if isinstance(state.stateful_callbacks[name], list):  # several callbacks of one class
+                    state.stateful_callbacks[name].append(callback.state())
+                else:
+                    state.stateful_callbacks[name] = callback.state()
+        state.save_to_json(str(folder / STATE_FILE))
+        if names := self._weight_names(folder):
+            folders.write_index(folder, names)
+        if isinstance(trainer.train_prompts, PromptStream):
+            folders.write_prompts(folder, trainer.train_prompts.state)
+
+    @contextlib.contextmanager
+    def _own_folder(self, aside: Path) -> Iterator[Path]:
+        """A folder for this rank's files: a temporary one whose small files are then read into memory, or beside the
+        checkpoint's place, from where they are moved."""
+        if self._in_background:
+            with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as folder:
+                yield Path(folder)
+            return
+        own = aside / f"rank-{rank()}"
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True)
+        try:
+            yield own
+        except BaseException:
+            shutil.rmtree(own, ignore_errors=True)
+            raise
+
+    def _sources(self, folder: Path) -> Mapping[str, Source]:
+        if not self._in_background:
+            return writing.files_in(folder)
+        images = {path.relative_to(folder).as_posix(): image for path, image in self._host_files.take().items()}
+        return writing.contents_of(folder) | images
+
+    def _weight_names(self, folder: Path) -> list[str]:
+        """The tensors of the file of weights that was just written; none if it is an adapter's, or there are shards."""
+        file = folder / SAFE_WEIGHTS_NAME
+        if not file.is_file():
+            return [*self.weight_places()]
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            return [*opened.keys()]
+
+    def _rotate(self, best: str | None, step: int) -> None:
+        """Delete old checkpoints and recorded rounds. Runs in the thread when every node has the new checkpoint."""
+        damaged, journal = self._damaged - {step}, self.trainer.journal
+        folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
+        if journal is not None and self.args.journal == "until_checkpoint":
+            prune_journal(journal, step, damaged)
+
+    # -- its tensors
+
+    @property
+    def write_tensors(self) -> Any:
+        """Writes a file of the checkpoint's tensors; called like `safetensors.torch.save_file`."""
+        return self._host_files.put if self._in_background else save_file
+
+    def weight_places(self) -> Mapping[str, torch.Tensor]:
+        """Host memory for the weights by name, from the save before; filling it spares `write_tensors` a copy."""
+        return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
+
+    def saving_model(self) -> contextlib.AbstractContextManager[None]:
+        """Within it ``save_pretrained`` writes weights with `write_tensors`, on each rank that calls it."""
+        return saving_model(self.trainer.model, self._host_files.put if self._in_background else None)
+
+    def save_optimizer(self, folder: str, usual: Callable[[], None]) -> None:
+        """Write the optimizer and the schedule: each rank its own part, or ``usual`` where the optimizer isn't cut."""
+        leads = self.args.should_save
+        if not self.trainer.sharding.save_optimizer(self.optimizer, Path(folder), leads, self.write_tensors):
+            usual()
+        elif leads:
+            torch.save(self.trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
+
+    # -- whether it was written
+
+    def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
+        """Find out whether the checkpoint under way was written, if all ranks know by now. A collective.
+
+        Args:
+            wait: until they know.
+            states: `Writer.state` of each rank, if the ranks have exchanged it already.
+
+        Returns:
+            Whether the checkpoint is there; also if none was under way.
+
+        Raises:
+            RuntimeError: it is one too many in a row that couldn't be written.
+        """
+        save = self.writer.present
+        if save is None:
+            return True
+        if wait:
+            self.writer.wait(self.trainer.console.say)
+        found = gather(self.writer.state()) if states is None or wait else states
+        unknown = next((number for number, state in enumerate(found) if state is None), None)
+        if unknown is not None and not wait:
+            return False
+        self.writer.present = None
+        error = next(filter(None, found), "")
+        if unknown is None:
+            self._tidy(save.aside.parent)
+        else:
+            self._host_files = HostFiles()  # the thread still reads the present ones
+            error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
+        if error:
+            self._fail(save.step, error)
+            return False
+        self._failures = 0
+        self._damaged.discard(save.step)
+        return True
+
+    @staticmethod
+    def _tidy(aside: Path) -> None:
+        shutil.rmtree(aside / f"rank-{rank()}", ignore_errors=True)
+        with contextlib.suppress(OSError):  # another rank's folder is still there
+            aside.rmdir()
+
+    def finish_alone(self) -> None:
+        """Finish the save under way where other ranks may be gone: see `Writer.finish_alone`."""
+        if not self.writer.finish_alone():
+            self._host_files = HostFiles()
+
+    def _fail(self, step: int, error: str) -> None:
+        self._host_files.take()
+        self.trainer.state.best_model_checkpoint = self._best_before
+        self._failures += 1
+        most = self.args.save_failures
+        if self._failures >= most:
+            raise RuntimeError(
+                f"The last {self._failures} checkpoints couldn't be written (that of step {step}: {error}), and the "
+                f"run ends (save_failures: {most}). Those before are whole: make room, and go on with "
+                "resume_from_checkpoint: auto."
+            )
+        self.trainer.console.warn(
+            f"checkpoints: that of step {step} couldn't be written ({error}): training goes on without it "
+            f"({self._failures} in a row; {most} end the run, save_failures)"
+        )
+
+    # -- loading
+
+    def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
+        """Load the model; ``usual`` loads it where transformers' Trainer can: neither cut, nor with images or experts.
+
+        Raises:
+            ValueError: the weights can't be read, or are of another model.
+        """
+        policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
+        with loading(checkpoint, "the model"):
+            if policy.adapter is not None:
+                quantized.check_fits(policy.quantization, checkpoint)
+            if self.trainer.sharding.load_weights(folder):
+                return
+            if policy.adapter is None and policy.processor is not None:
+                load_weights(model, checkpoint)
+            elif policy.adapter is not None or not load_mixture(model, folder):
+                usual()
+
+    def check_all_loaded(self, missing: Sequence[str]) -> None:
+        """Raise ValueError if the model has parameters among the ``missing`` keys of a checkpoint's files."""
+        model = self.trainer.model
+        state = model.state_dict()
+        absent = set(missing) - set(model._keys_to_ignore_on_save or ())
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a tied one has another name there
+        if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
+            raise ValueError(
+                f"The checkpoint's weights lack {len(lacking)} of the policy's ({', '.join(lacking[:3])}): they are of "
+                "another model, or a file is missing."
+            )
+
+    def load_optimizer(self, checkpoint: str) -> None:
+        """Load the optimizer and the schedule, written by any number of ranks and any way of sharding.
+
+        A float32 checkpoint becomes split masters (see `adamw_split`) bit for bit, and the reverse.
+        """
+        optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
+        with loading(checkpoint, "the optimizer's state"):
+            if not sharding.load_optimizer(optimizer, folder):
+                # Through the CPU: transformers reads it on the device, which torch refuses on several ranks of a CPU.
+                optimizer.load_state_dict(_read(checkpoint, OPTIMIZER_NAME))
+            self.trainer.lr_scheduler.load_state_dict(_read(checkpoint, SCHEDULER_NAME))
+            join_remainders(optimizer)
+            if isinstance(optimizer, AdamWSplit):
+                owned = sharding.owned()
+                adopt_masters(optimizer, owned, folders.float32_weights(checkpoint))
+                if self.trainer.policy.adapter is None:
+                    names = dict.fromkeys(piece.name for piece in owned)
+                    adopt_masters(optimizer, owned, stacked_masters(names, folder))
+        sharding.gather_weights()
+
+
+def _read(checkpoint: str, name: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(os.path.join(checkpoint, name), map_location="cpu", weights_only=True)
+    return state
