@@ -19,7 +19,7 @@ from .config import GRPOConfig
 from .parallel.ranks import gather, on_all_ranks
 from .reporting.tracing import StepProfile
 from .rewards.functions import as_list
-from .rollout.journal import Journal
+from .rollout.store import RolloutStore
 from .trainer import GRPOTrainer
 from .training.checkpointer import Checkpointer
 from .training.journaling import settings_of
@@ -70,7 +70,7 @@ class Replayer(GRPOTrainer):
         self.replay, self.profile, self.flags = replay, profile, flags
         args.report = False  # whose records an engine tells, too
         with on_all_ranks("the journal"):
-            recorded = Journal(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
+            recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
             rewards = _unasked(as_list(reward_funcs), names)
             _check_end(replay, args)

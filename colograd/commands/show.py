@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..reporting.completion_log import logged_steps, read_log
-from ..reporting.completion_table import CompletionRow, print_table, prompt_text
+from ..reporting.completion_table import print_table, prompt_text
+from ..reporting.completions import CompletionRow, logged_steps, read_log
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import __version__
 from .payload import alarm_steps, of_step, overview, prompt_beginning, spread_out
-from .reading import Run
+from .reading import RecordedRun
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (
@@ -60,13 +60,13 @@ def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | Non
     return path
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path) -> RecordedRun:
     """Read a run's folder once.
 
     Raises:
         ValueError: it holds nothing to report.
     """
-    run = Run(folder)
+    run = RecordedRun(folder)
     run.refresh()
     if not (run.starts or run.steps.rows or run.evaluations.rows or run.samples.steps):
         raise ValueError(
@@ -76,7 +76,7 @@ def read_run(folder: str | Path) -> Run:
     return run
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RecordedRun]) -> str:
     """The page of runs as they were last read."""
     data, blocks = [], []
     for place, run in enumerate(runs):
@@ -90,7 +90,7 @@ def page(runs: Sequence[Run]) -> str:
     return document({"live": False, "version": __version__, "runs": data}, "\n".join(blocks))
 
 
-def _packed_steps(run: Run, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
+def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
     """Steps packed for the page, as many as it has room for.
 
     Returns:
@@ -99,12 +99,13 @@ def _packed_steps(run: Run, runs: int) -> tuple[list[tuple[int, str]], dict[int,
     texts: dict[str, str] = {}
     order = list(spread_out({*run.samples.steps, *run.rollouts, *run.groups}, alarm_steps(run)))
     chosen: dict[int, bytes] = {}
+    held = {*run.samples.steps}
     room = COMPLETION_BYTES // runs
     with_completions: set[int] = set()
     for step in order:
         if room <= 0:
             break
-        if step in run.samples.lines or step in run.samples.files:
+        if step in held:
             content = of_step(run, step, min(STEP_BYTES, 8 * room))
             chosen[step] = _pack(content)
             room -= len(chosen[step])

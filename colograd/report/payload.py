@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .reading import Run
+from .reading import RecordedRun
 from .values import mapping, number, text, whole
 
 POINTS = 2000  # of a curve: beyond, each point is the mean of several steps
@@ -21,7 +21,7 @@ STEP_GROUPS = 256
 BEGINNING = 160  # characters of a prompt where it is named in a line
 
 
-def overview(run: Run, after: int = 0, thin: bool = True) -> dict[str, Any]:
+def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
     """The run without its completions.
 
     Args:
@@ -59,7 +59,7 @@ def overview(run: Run, after: int = 0, thin: bool = True) -> dict[str, Any]:
     return found
 
 
-def status(run: Run) -> dict[str, Any]:
+def status(run: RecordedRun) -> dict[str, Any]:
     """How far the run is, and how it ended."""
     limit = whole(run.start.get("max_steps"))
     end = run.end or {}
@@ -74,7 +74,7 @@ def status(run: Run) -> dict[str, Any]:
     }
 
 
-def of_step(run: Run, step: int, most_bytes: int) -> dict[str, Any]:
+def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
     """A step's rollouts, groups and completions; these bounded.
 
     Args:
@@ -115,7 +115,7 @@ def prompt_beginning(prompt: Any) -> str:
     return text(prompt, BEGINNING)
 
 
-def pass_mark(run: Run) -> float:
+def pass_mark(run: RecordedRun) -> float:
     """The mean reward from which a group without a reward difference counts as solved.
 
     `pass_threshold_eval` where a group of the run got so far, else the middle between the lowest and the highest mean.
@@ -128,7 +128,7 @@ def pass_mark(run: Run) -> float:
     return (min(means) + max(means)) / 2
 
 
-def groups_over_time(run: Run) -> dict[str, Any]:
+def groups_over_time(run: RecordedRun) -> dict[str, Any]:
     """How many of each step's prompts were solved, unsolved or mixed, and how many carried a signal."""
     mark = pass_mark(run)
     found: dict[str, Any] = {"mark": number(mark), "steps": [], "solved": [], "unsolved": [], "mixed": [], "signal": []}
@@ -146,7 +146,7 @@ def groups_over_time(run: Run) -> dict[str, Any]:
     return found
 
 
-def prompt_histories(run: Run) -> dict[str, Any]:
+def prompt_histories(run: RecordedRun) -> dict[str, Any]:
     """Each prompt's mean reward and spread over the steps that took it, of those with the most spread in all.
 
     Returns:
@@ -187,7 +187,7 @@ def _half(amounts: Sequence[float]) -> int:
     return len(amounts)
 
 
-def _spreads(run: Run, after: int, thin: bool) -> dict[str, Any]:
+def _spreads(run: RecordedRun, after: int, thin: bool) -> dict[str, Any]:
     steps = sorted(step for step, change in run.touched["spreads"].items() if change > after and step in run.spreads)
     every = math.ceil(len(steps) / MOST_SPREADS) if thin and steps else 1
     return {str(step): run.spreads[step] for step in steps[::-1][::every][::-1]}
@@ -220,6 +220,6 @@ def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]
         stride //= 2
 
 
-def alarm_steps(run: Run) -> list[int]:
+def alarm_steps(run: RecordedRun) -> list[int]:
     """The steps of the first alarms, which a page should have whole."""
     return [int(alarm["step"]) for alarm in run.alarms[:20]]

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 from .. import __version__
 from .page import compact, document
 from .payload import of_step, overview
-from .reading import Run
+from .reading import RecordedRun
 
 STEP_BYTES = 8_000_000  # of a step's completions as JSON, about
 LOOK_SECONDS = 1.0  # between two looks at the files, however many pages ask
@@ -36,7 +36,7 @@ class Watched:
     """A run that several pages look at, read once for all of them."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.run = Run(folder)
+        self.run = RecordedRun(folder)
         self._lock = threading.Lock()
         self._looked = -LOOK_SECONDS
 

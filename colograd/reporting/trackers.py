@@ -81,7 +81,7 @@ class Trackers:
                     writer.add_histogram(key, np.asarray(of_name), step)
 
     def traces(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Completions as conversations, of `samples.sample_entries`."""
+        """Completions as conversations, of `group_table.entries`."""
         for name, tracker in self._running("trackio"):
             with self._sending(name):
                 traces = [tracker.Trace(conversation(entry), trace_facts(entry)) for entry in samples[:TRACES]]

@@ -16,7 +16,7 @@ from ..config.objective import ObjectiveKnobs
 from ..config.reference import ReferenceKnobs
 from ..config.sampling import SamplingKnobs
 from ..data.images import ImageReader
-from ..rollout.journal import Journal, digest_of
+from ..rollout.store import RolloutStore, digest_of
 
 # What a round's completions and rewards, and the updates from them, depend on. A run with other values is another run.
 # First which groups a round has and what is in them, then what is made of them.
@@ -37,11 +37,11 @@ GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 OF_GROUPS = frozenset((*OF_ROUNDS, *(field.name for field in dataclasses.fields(SamplingKnobs)), "reward_funcs"))
 
 
-def journal_of(args: GRPOConfig, reward_names: Sequence[str], reader: ImageReader | None = None) -> Journal | None:
+def journal_of(args: GRPOConfig, reward_names: Sequence[str], reader: ImageReader | None = None) -> RolloutStore | None:
     """This rank's journal; None where nothing is recorded, and on ranks that follow another one's engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
-    return Journal(str(args.output_dir), args.layout.rank, settings_of(args, reward_names), reader)
+    return RolloutStore(str(args.output_dir), args.layout.rank, settings_of(args, reward_names), reader)
 
 
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]
     return settings | {"reward_funcs": list(reward_names)}
 
 
-def open_journal(journal: Journal, resumes: bool, step: int, is_writer: bool) -> str:
+def open_journal(journal: RolloutStore, resumes: bool, step: int, is_writer: bool) -> str:
     """Make the journal ready for a run that starts at ``step``; a line on what it has of it.
 
     Args:
@@ -77,7 +77,7 @@ def open_journal(journal: Journal, resumes: bool, step: int, is_writer: bool) ->
     )
 
 
-def begin_records(journal: Journal | None, step: int, model: torch.nn.Module, evaluation: str) -> str:
+def begin_records(journal: RolloutStore | None, step: int, model: torch.nn.Module, evaluation: str) -> str:
     """Begin a round's records, or an evaluation's, on this rank; a line on what is wrong with them, or was with the
     last ones."""
     if journal is None:
@@ -87,7 +87,7 @@ def begin_records(journal: Journal | None, step: int, model: torch.nn.Module, ev
     return problem or journal.problem or journal.warning
 
 
-def end_records(journal: Journal | None) -> str:
+def end_records(journal: RolloutStore | None) -> str:
     """End the last round's records; a line on what is wrong with them."""
     if journal is None:
         return ""
@@ -96,7 +96,7 @@ def end_records(journal: Journal | None) -> str:
     return problem
 
 
-def keep_recipe(journal: Journal, recipe: str | None) -> str:
+def keep_recipe(journal: RolloutStore, recipe: str | None) -> str:
     """Write the run's recipe beside its records, for `colograd replay`; a line on why that isn't possible.
 
     Args:
@@ -116,7 +116,7 @@ def keep_recipe(journal: Journal, recipe: str | None) -> str:
     return ""
 
 
-def prune_journal(journal: Journal, newest: int, refused: Collection[int]) -> None:
+def prune_journal(journal: RolloutStore, newest: int, refused: Collection[int]) -> None:
     """Delete the rounds that the last two checkpoints have made needless: of two, since the last may be damaged."""
     found = complete_steps(str(journal.folder.parent))
     steps = [step for step in found if step <= newest and step not in refused]

@@ -28,12 +28,16 @@ from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
 from ..report import write_report
 from ..reporting.advisor import Advisor
+from ..reporting.group_views import chosen_groups, shown_notes
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
-from ..reporting.run_record import SAMPLES, RunRecord, events_of, histogram, plain
-from ..reporting.samples import Pieces, chosen_groups, sample_entries
+from ..reporting.run_record import RunRecord, events_of, histogram, plain
 from ..reporting.timeline import Timeline
+from ..reporting.token_texts import TokenTexts
 from ..reporting.trackers import Trackers
+from ..rollout.group_records import Recorded, group_bytes
+from ..rollout.group_table import entries
 from ..rollout.statistics import Combine, RolloutStatistics
+from ..rollout.store import RolloutStore
 from .utilisation import Matrices, Work, peak_flops
 
 T = TypeVar("T")
@@ -78,7 +82,8 @@ class Recorder(TrainerCallback):
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
-        self._pieces: Pieces | None = None
+        self._token_texts: TokenTexts | None = None
+        self._store: RolloutStore
         self._advisor = Advisor({})
         self._told: set[str] = set()  # rules whose alarms were said
 
@@ -130,12 +135,15 @@ class Recorder(TrainerCallback):
         trainer = self.trainer
         self._matrices = Matrices.of(trainer.model)
         self._peak, source = peak_flops(args.device, torch.bfloat16 if args.bf16 else trainer.policy.model.dtype)
-        self._pieces = Pieces(trainer.policy.tokenizer)
+        self._token_texts = TokenTexts(trainer.policy.tokenizer)
         step, facts = state.global_step, run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
         self._advisor = Advisor(facts["settings"])
         if step:
             self._advisor.restore(events_of(self.args.output_dir), step)
         self.file.begin(step)
+        self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
+        if not step and trainer.journal is None:
+            self._store.set_aside()
         self._is_open = True
         self.file.event(
             "start",
@@ -310,15 +318,20 @@ class Recorder(TrainerCallback):
     def _write_samples(
         self, groups: Sequence[ScoredGroup], step: int, purpose: str, trainer: dict[RolloutId, torch.Tensor]
     ) -> None:
-        assert self._pieces is not None
+        assert self._token_texts is not None
         judged = [(scored, self.trainer.combine(scored.rewards).tolist()) for scored in groups]
         chosen = chosen_groups(judged, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
-        entries = sample_entries(chosen, step, purpose, names, trainer, self._pieces, masked)
-        self.file.write(SAMPLES, entries)
+        notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
+        recorded = [Recorded(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
+        try:
+            self._store.show(notes, recorded)
+        except OSError as error:
+            self.file.warn(error)
         every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)
         if self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
-            self.trackers.traces(entries)
+            contents = {each.group.position: group_bytes(each) for each in recorded}
+            self.trackers.traces(list(entries(notes, contents)))
 
 
 def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:

@@ -15,8 +15,8 @@ from ..config import GRPOConfig
 from ..data.images import ImageReader
 from ..parallel.ranks import on_all_ranks
 from ..rollout.figures import read_figures
-from ..rollout.journal import About, Journal, JournalError
 from ..rollout.sampler import Sampler
+from ..rollout.store import About, JournalError, RolloutStore
 from .journaling import OF_GROUPS
 
 
@@ -55,12 +55,12 @@ def steps_named(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-class RecordedRounds(Journal):
+class RecordedRounds(RolloutStore):
     """A run's journal for a replay: nothing is written, and settings may differ that only training depends on.
 
     Args:
         replay: names the run.
-        rank, settings, reader: as of a `Journal`.
+        rank, settings, reader: as of a `RolloutStore`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RecordedRounds(Journal):
             "save_total_limit."
         )
 
-    def _open(self, folder: Path, about: About) -> None:
+    def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
         """Nothing is written: `add` then does nothing."""
         self._round = None
 
@@ -129,7 +129,7 @@ class Comparison:
         journal: what they were noted in.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: RolloutStore) -> None:
         self.recorded: dict[int, dict[str, float]] = {}
         for folder in journal.rounds().values():
             self.recorded |= read_figures(folder)
