@@ -2,12 +2,12 @@
 
     python tests/benchmarks/checkouts.py BEFORE AFTER [--repeats 1] [--steps 3] [--only PART ...] [--out F.json]
 
-Each run is a process of its own (`ranks`: two) with PYTHONPATH set to the checkout, in turns (before, after, before ...):
+Each run is a process of its own (`ranks`: two), with PYTHONPATH set to the checkout; the checkouts take turns. Parts:
 
 - `recorded`: a tiny random model is trained in float32 on made-up rollouts, with several settings of the loss;
-- `quickstart`, `calculator` (a tool and several turns), `lora`: the first steps of that recipe, with the real engine and
+- `quickstart`, `calculator` (a tool and several turns), `lora`: the first steps of that recipe, with the real engine,
   in float32;
-- `ranks`: the quickstart on two ranks, with two processes of torchrun.
+- `ranks`: the quickstart on two ranks, in two processes of torchrun.
 
 Prints Markdown tables. Exit status 1 if a loss (bit for bit), a sampled completion or a trained weight differs between
 the checkouts, or between repeats of one. Seconds fail nothing. The start-up lasts from the process's start until the
@@ -91,7 +91,7 @@ def run(part: str, checkout: Path, options: argparse.Namespace) -> Answer:
 
 
 def joined(answers: Sequence[Answer]) -> Answer:
-    """The answers of a run's ranks as one: the numbers of each, processor seconds of all, and of the last to be done."""
+    """One answer for a run's ranks: each rank's numbers, summed processor seconds, the slowest rank's wall clock."""
     if len(answers) == 1:
         return answers[0]
 
