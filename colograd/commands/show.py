@@ -17,7 +17,6 @@ MOST_BYTES = 2**28  # of a step's completions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; the exit status."""
     options = _parser().parse_args(argv)
     logged, samples = logged_steps(options.run), Samples(options.run)
     samples.refresh(1)
