@@ -460,7 +460,7 @@ class Advisor:
         self.history.rollouts.append(event)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
-        """Take up metrics of a step, or of an evaluation after it; returns new alarms, and the rules whose alarms end."""
+        """Take up a step's or an evaluation's metrics; returns new alarms, and the rules whose alarms end."""
         self._add(step, metrics)
         begin, end = [], []
         for each in RULES:

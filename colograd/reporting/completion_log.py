@@ -73,7 +73,7 @@ class CompletionLog:
     def add_evaluation(
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], state: TrainerState, name: str
     ) -> None:
-        """Log the completions of an evaluation, which have no advantages: a collective. Its file has the name ``name``."""
+        """Log an evaluation's completions, which have no advantages, in a file of its name: a collective."""
         step = state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()

@@ -11,7 +11,7 @@ ROWS = 30  # of the table
 
 
 class StepProfile:
-    """Of one rank, from `start` to `stop`, into files of ``folder``. It names a step's phases as the step's line does."""
+    """Of one rank, from `start` to `stop`, into files of ``folder``, with the phases of a step by name."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.folder, self.suffix = folder, f"-rank{rank}" if ranks > 1 else ""

@@ -1,4 +1,4 @@
-"""The figures of optimizer steps (loss, gradient's norm), a line of JSON each, exact to the bit, in a round's folder."""
+"""The figures of optimizer steps (loss, gradient's norm) in a round's folder: lines of JSON, exact to the bit."""
 
 from __future__ import annotations
 
