@@ -1,9 +1,8 @@
-"""The advisor: rules that look at what a run has logged so far, and alarms with what was seen, why it matters and what
-to change.
+"""The advisor: rules over a run's logged metrics, and alarms with what was seen, why it matters and what to change.
 
-A rule is a function of a `History` that returns what it saw, or None. It looks at the last steps together, so that one
-odd step raises nothing (but a spike is one step by its nature). An alarm is given once, ends when its rule has been
-quiet for a while, and may then be given again.
+A rule is a function of a `History`. It looks at the last steps together, so that one odd step raises nothing (but a
+spike is one step by its nature). An alarm is raised once, ends when its rule has been quiet for a while, and may then
+be raised again.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class History:
     rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A training step's metrics."""
         self.steps.append((step, metrics))
         if len(self.first) < WINDOW:
             self.first.append(metrics)
@@ -50,28 +48,26 @@ class History:
             self.rewards.append((step, float(reward)))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation's metrics, after a step."""
         for name, value in metrics.items():
             if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
                 self.evaluations.setdefault(found[1], []).append((step, float(value)))
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """A metric's values in the last ``count`` steps, as far as it was logged there."""
+        """A metric's values in the last ``count`` steps that logged it."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
     def at_first(self, name: str) -> float | None:
-        """Its mean over the first steps of the run."""
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float | None:
-        """Its mean over the last steps; None where there are too few."""
+        """A metric's mean over the last steps; None if there are too few."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else None
 
     @property
     def is_solved(self) -> bool:
-        """Whether the reward has come up to that of a pass: a policy that is sure of itself then is what was wanted."""
+        """Whether the reward has come up to that of a pass: then a policy that is sure of itself is wanted."""
         at_first, now = self.at_first("reward"), self.recently("reward")
         wanted = self.settings.get("pass_threshold_eval", 1.0)
         if at_first is None or now is None or not _is_number(wanted):
@@ -80,7 +76,6 @@ class History:
 
     @property
     def reward_names(self) -> list[str]:
-        """Of functions that the last steps tell of."""
         names = (re.fullmatch(r"rewards/(.+)/abstained", name) for _, m in list(self.steps)[-WINDOW:] for name in m)
         return sorted({found[1] for found in names if found})
 
@@ -95,8 +90,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that can go wrong."""
-
     name: str
     look: Callable[[History], Seen | None]
     when: str  # what it asks for, for the documentation
@@ -107,8 +100,6 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A rule's, with what it saw."""
-
     rule: str
     severity: str  # severe or warning
     seen: str
@@ -117,7 +108,6 @@ class Alarm:
     source: str
 
     def line(self) -> str:
-        """For the console."""
         return f"advisor: {self.seen}. {self.why} {self.remedy} ({self.rule}, {self.source})"
 
 
@@ -125,8 +115,6 @@ RULES: list[Rule] = []
 
 
 def rule(name: str, when: str, why: str, remedy: str, source: str) -> Callable[..., Any]:
-    """Makes a function one of `RULES`."""
-
     def add(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
         RULES.append(Rule(name, look, when, why, remedy, source))
         return look
@@ -244,7 +232,6 @@ def reward_hacked(history: History) -> Seen | None:
 
 
 def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | None:
-    """The mean of the last `WINDOW` training rewards up to a step."""
     return _mean([reward for at, reward in rewards if at <= step][-WINDOW:])
 
 
@@ -444,14 +431,12 @@ def _waits(rollout: Mapping[str, Any]) -> bool:
 
 
 class Advisor:
-    """Holds a run's history and says which alarms begin and end."""
-
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
         self._raised: dict[str, int] = {}  # the step at which each rule that raised one last saw something
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Take up what a run recorded up to step ``last``, from which it goes on: nothing is said twice."""
+        """Take up a run's events up to step ``last``, from which it goes on: no alarm is raised twice."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -472,12 +457,10 @@ class Advisor:
             self.history.step(step, metrics)
 
     def rollout(self, event: Mapping[str, Any]) -> None:
-        """A rank's rollout, as it is recorded."""
         self.history.rollouts.append(event)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
-        """Take up a step's metrics, or those of an evaluation after it: the alarms that begin, and the names of rules
-        whose alarms end."""
+        """Take up a step's or an evaluation's metrics; returns new alarms, and the rules whose alarms end."""
         self._add(step, metrics)
         begin, end = [], []
         for each in RULES:
@@ -497,7 +480,7 @@ class Advisor:
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """A remedy whose first mention of each knob is followed by its present value."""
+    """A remedy with the present value behind the first mention of each knob."""
     told: set[str] = set()
 
     def shown(match: re.Match[str]) -> str:

@@ -34,7 +34,6 @@ def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
 
 
 def _logged(scored: ScoredGroup, index: int) -> dict[str, Any]:
-    """A completion's values that reward functions logged."""
     return {name: values[index] for name, values in scored.logged.columns.items()}
 
 
@@ -42,7 +41,6 @@ def _logged(scored: ScoredGroup, index: int) -> dict[str, Any]:
 
 
 def as_utf8(texts: Sequence[str]) -> list[bytes]:
-    """Texts as `CompletionRow` has them."""
     return [text.encode(errors="replace") for text in texts]
 
 
@@ -53,7 +51,6 @@ def completion_rows(
 
     Args:
         texts: ``texts[g][i]`` is completion i of group g, as UTF-8.
-        images: log prompts' images.
     """
     rows = []
     small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object, too
@@ -100,7 +97,7 @@ def shown_notes(
     Args:
         groups: each with the weighted sums of its rewards [G].
         purpose: ``train``, or the evaluation's name.
-        trainer: the trainer's log-probabilities of completions, as far as they are known.
+        trainer: log-probabilities of the completions that were trained on this rank.
         mask_truncated: truncated completions aren't in the loss.
     """
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
@@ -141,7 +138,6 @@ def shown_notes(
 
 
 def _picture_urls(*images: Images | None) -> list[str]:
-    """Small versions of the first pictures, as data URLs."""
     pictures = [picture for of in images if of is not None for picture in of.pictures]
     return [*map(data_url, thumbnails(pictures))]
 
@@ -153,8 +149,9 @@ def _rounded(values: torch.Tensor) -> list[float]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """The groups to record: by turns the one whose rewards differ most and the one where sampler and trainer differ
-    most, then the first."""
+    """The ``number`` groups to show: by turns the one whose rewards differ most and the one where sampler and trainer
+    differ most, then the first.
+    """
     spreads = [_spread(totals) for _, totals in groups]
     differences = [_difference(scored, trainer) for scored, _ in groups]
     chosen: list[int] = []
@@ -171,7 +168,7 @@ def _spread(totals: Sequence[float]) -> float:
 
 
 def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:
-    """The mean over the group's tokens of |trainer - sampler|; 0 where it isn't known."""
+    """The mean over the group's tokens of |trainer - sampler|; 0 if unknown."""
     total, count = 0.0, 0
     for identity, rollout in zip(scored.group.rollout_ids, scored.group.rollouts, strict=True):
         if (known := trainer.get(identity)) is not None:

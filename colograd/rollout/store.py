@@ -184,7 +184,6 @@ class RolloutStore:
             alone.close()
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the figures of a step that was trained on the round."""
         if self._round is not None:
             try:
                 note_figures(self._round, step, figures)
@@ -192,7 +191,6 @@ class RolloutStore:
                 self.problem = _problem(self._round, error)
 
     def take_seconds(self) -> float:
-        """Seconds that writing took since the last call."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 
@@ -243,7 +241,6 @@ class RolloutStore:
         }
 
     def positions(self, step: int) -> set[int]:
-        """The positions of a round's recorded groups."""
         return {record.position for _, _, records in _files(self._folder_of(step, "")) for record in records}
 
     def has_groups(self, step: int) -> bool:
@@ -259,7 +256,7 @@ class RolloutStore:
         }
 
     def recorded_settings(self) -> Mapping[str, Any]:
-        """The settings that the first file was recorded with; empty without one."""
+        """Of the first file; empty without one."""
         files = (found for _, folder in self._folders() for _, found, _ in _files(folder))
         return next((found.settings for found in files), {})
 

@@ -1,4 +1,4 @@
-"""The journal in a run: what it must hold for, when it begins anew, and when its rounds are no longer needed."""
+"""The store of rollouts in a run: the settings it holds for, when it begins anew, and when rounds are deleted."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ OF_GROUPS = frozenset((*OF_ROUNDS, *(field.name for field in dataclasses.fields(
 
 
 def journal_of(args: GRPOConfig, reward_names: Sequence[str], reader: ImageReader | None = None) -> RolloutStore | None:
-    """This rank's journal; None where nothing is recorded, and on ranks that follow another one's engine."""
+    """This rank's store; None without a journal, and on ranks that follow another one's engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
     return RolloutStore(str(args.output_dir), args.layout.rank, settings_of(args, reward_names), reader)
 
 
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
-    """By name."""
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
     if args.router_replay:  # else rounds are what they were before there was such a setting
@@ -54,14 +53,14 @@ def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]
 
 
 def open_journal(journal: RolloutStore, resumes: bool, step: int, is_writer: bool) -> str:
-    """Make the journal ready for a run that starts at ``step``; a line on what it has of it.
+    """Prepare the store for a run that starts at ``step``; returns a line for people.
 
     Args:
-        resumes: the run goes on from what is in its folder; else this is put aside.
+        resumes: the run goes on from its folder's records; else these are put aside.
         is_writer: this rank writes what its node writes once.
 
     Raises:
-        JournalError: what is there was recorded with other settings.
+        JournalError: the records were made with other settings.
     """
     journal.start_at_checkpoint()
     if not resumes:
@@ -78,8 +77,9 @@ def open_journal(journal: RolloutStore, resumes: bool, step: int, is_writer: boo
 
 
 def begin_records(journal: RolloutStore | None, step: int, model: torch.nn.Module, evaluation: str) -> str:
-    """Begin a round's records, or an evaluation's, on this rank; a line on what is wrong with them, or was with the
-    last ones."""
+    """Begin a round's records, or an evaluation's; returns a line on what is wrong with them, or was with the last
+    ones.
+    """
     if journal is None:
         return ""
     problem = journal.problem
@@ -88,7 +88,7 @@ def begin_records(journal: RolloutStore | None, step: int, model: torch.nn.Modul
 
 
 def end_records(journal: RolloutStore | None) -> str:
-    """End the last round's records; a line on what is wrong with them."""
+    """End the last round's records; returns a line on what is wrong with them."""
     if journal is None:
         return ""
     journal.close()
@@ -97,10 +97,8 @@ def end_records(journal: RolloutStore | None) -> str:
 
 
 def keep_recipe(journal: RolloutStore, recipe: str | None) -> str:
-    """Write the run's recipe beside its records, for `colograd replay`; a line on why that isn't possible.
-
-    Args:
-        recipe: as YAML; None: the run was started without one, as a script does.
+    """Write the run's recipe (YAML, None for a script) beside its records, for `colograd replay`; returns a line on why
+    not.
     """
     path = journal.folder / RECIPE
     try:
