@@ -20,8 +20,8 @@ from .rewards.functions import as_list
 from .rollout.store import RolloutStore
 from .trainer import GRPOTrainer
 from .training.checkpointer import Checkpointer
-from .training.journaling import settings_of
 from .training.prompts import image_reader_of
+from .training.recorded_settings import settings_of
 from .training.replaying import Comparison, RecordedRounds, RecordedSampler, Replay
 from .training.task import Task
 

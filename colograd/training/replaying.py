@@ -17,7 +17,7 @@ from ..parallel.ranks import on_all_ranks
 from ..rollout.figures import read_figures
 from ..rollout.sampler import Sampler
 from ..rollout.store import About, JournalError, RolloutStore
-from .journaling import OF_GROUPS
+from .recorded_settings import OF_GROUPS
 
 
 @dataclass(frozen=True, slots=True)

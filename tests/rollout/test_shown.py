@@ -15,8 +15,7 @@ from shown_rows import samples_of
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, RolloutId, ScoredGroup
 from colograd.commands.cli import main
 from colograd.report.samples import Samples
-from colograd.reporting.group_views import shown_notes
-from colograd.reporting.token_texts import TokenTexts
+from colograd.reporting.group_views import TokenTexts, shown_notes
 from colograd.rollout.group_records import Recorded
 from colograd.rollout.record_file import Record, RecordFile, read_records
 from colograd.rollout.store import RolloutStore
