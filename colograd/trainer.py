@@ -38,9 +38,9 @@ from .sharding import way_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
 from .training.evaluation import evaluate_prompts
-from .training.journaling import journal_of
 from .training.learner import Learner
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
+from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
 from .training.task import Given, Task, prepare, prepared_config
 from .training.transformers_seam import SeamTrainer
@@ -135,7 +135,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         names = [reward.name for reward in task.rewards]
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in task.rewards])
         self.completion_log = completion_log_of(args, names, self.recorder.trackers, task.policy.processor is not None)
-        self.journal = journal_of(args, names, image_reader_of(task.policy))
+        self.journal = store_of(args, names, image_reader_of(task.policy))
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         if self.journal is not None:

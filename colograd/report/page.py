@@ -1,7 +1,7 @@
-"""A report: one HTML file that holds its data, its scripts and its styles, and asks nobody for anything.
+"""A report: one HTML file that holds its data, scripts and styles, and loads nothing.
 
-What models wrote is in it as JSON, where `<` is escaped, or packed (zlib, base64). Scripts run by their hash alone, so
-that nothing that stands in the data could run if a browser took it for markup.
+Texts that models wrote are in it as JSON, where `<` is escaped, or packed (zlib, base64). Only scripts with a known
+hash run, so nothing in the data could.
 """
 
 from __future__ import annotations
@@ -35,15 +35,11 @@ STEP_BYTES = 2_000_000  # of a step's completions as JSON, about: a sixth to a t
 
 
 def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | None = None) -> Path:
-    """Write a run's report, or that of several runs side by side.
+    """Write the report of a run, or of several side by side; returns the file's path. It is complete or not there.
 
     Args:
-        run_dir: a run's output_dir. Also of one that hasn't ended, or that only has a trainer_state.json.
-        others: further runs to compare it with.
+        run_dir: a run's output_dir; the run may go on, or only have a trainer_state.json.
         out: the file; default ``report.html`` in ``run_dir``.
-
-    Returns:
-        The file's path. It is complete or not there.
 
     Raises:
         ValueError: a run's folder holds nothing to report.
@@ -61,11 +57,6 @@ def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | Non
 
 
 def read_run(folder: str | Path) -> RecordedRun:
-    """Read a run's folder once.
-
-    Raises:
-        ValueError: it holds nothing to report.
-    """
     run = RecordedRun(folder)
     run.refresh()
     if not (run.starts or run.steps.rows or run.evaluations.rows or run.samples.steps):
@@ -91,7 +82,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
-    """Steps packed for the page, as many as it has room for.
+    """As many steps as the page has room for.
 
     Returns:
         The packed steps, whether (1) each has completions, and the beginnings of their prompts by key.
@@ -129,12 +120,12 @@ def _pack(value: Any) -> bytes:
 
 
 def compact(value: Any) -> str:
-    """JSON without blanks. NaN is an error: readers make nothing of it before."""
+    """JSON without blanks. NaN is an error."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def escaped(value: Any) -> str:
-    """JSON that can stand in a script element: no `<`, no `>`, no `&`, no line end that only JavaScript knows."""
+    """JSON for a script element: without `<`, `>`, `&`, and the line ends that only JavaScript knows."""
     found = compact(value)
     for character in "<>&\u2028\u2029":
         found = found.replace(character, f"\\u{ord(character):04x}")
@@ -145,9 +136,9 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
     """The page around its data.
 
     Args:
-        data: ``runs`` as `overview` gives them, ``live``, ``version``.
-        blocks: elements that hold packed steps.
-        connect: whom the page may ask, as its policy says it.
+        data: ``runs`` (see `overview`), ``live``, ``version``.
+        blocks: elements with packed steps.
+        connect: the addresses that the page may load, for its content security policy.
     """
     # Character data only: what ends an element must not stand in a script of ours.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)

@@ -36,7 +36,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class Table:
-    """Numbers by step and name: an array of floats per step, with the number of the change that last touched it."""
+    """Numbers by step and name, with the change that last touched each step."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
@@ -44,7 +44,6 @@ class Table:
         self.changed: dict[int, int] = {}
 
     def put(self, step: int, values: Mapping[str, Any], change: int) -> None:
-        """Set a step's numbers; a later one replaces an earlier one of its name."""
         row = self.rows.setdefault(step, array("d"))
         for name, value in values.items():
             found = number(value)
@@ -68,11 +67,7 @@ class Table:
 
 
 class RecordedRun:
-    """A run as its files have it since the last `refresh`.
-
-    Args:
-        folder: the run's output_dir. It needn't be there yet.
-    """
+    """A run's files as of the last `refresh`. The folder needn't be there yet."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
@@ -103,7 +98,6 @@ class RecordedRun:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The last "start" event."""
         return self.starts[-1] if self.starts else {}
 
     @property
@@ -155,7 +149,6 @@ class RecordedRun:
         self.take_metrics(step, mapping(event.get("metrics")))
 
     def take_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a training step, of an evaluation, or of the whole run."""
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         rest = {name: value for name, value in metrics.items() if name not in evaluated and name != "step"}
         if evaluated:
@@ -308,7 +301,6 @@ def _numbers(values: Any, most: int, digits: int) -> list[Any] | None:
 
 
 def _points(value: Any) -> list[list[float]]:
-    """[[second, value], ...]"""
     pairs = [_numbers(pair, 2, 4) for pair in items(value)[:100]]
     return [pair for pair in pairs if pair is not None and len(pair) == 2]
 

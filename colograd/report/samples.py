@@ -51,11 +51,9 @@ class Samples:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of which there are completions."""
         return sorted({*self.lines, *self.stored, *self.files})
 
     def restarted(self) -> bool:
-        """Whether samples.jsonl was replaced since the last `refresh`."""
         return self._tail.restarted()
 
     def refresh(self, change: int) -> bool:
@@ -107,8 +105,9 @@ class Samples:
         return fresh
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """A step's completions in order, whole groups while their JSON fits into about ``most_bytes``; and how many are
-        left out."""
+        """A step's completions in order, whole groups while their JSON fits into about ``most_bytes``; and how many
+        don't fit.
+        """
         groups = _by_group(self._recorded(step))
         for found in self._logged(step):
             groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
@@ -153,7 +152,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
-    """(purpose, position) -> index -> completion; the last one recorded where there are two."""
+    """(purpose, position) -> index -> completion; the last one recorded counts."""
     groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for entry in found:
         groups.setdefault((entry["purpose"], entry["position"]), {})[entry["index"]] = entry
@@ -161,12 +160,11 @@ def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int
 
 
 def _size(found: dict[str, Any]) -> int:
-    """About the bytes of a completion as JSON."""
     return 400 + len(found["text"]) + 16 * len(found.get("tokens", ())) + sum(map(len, found.get("images", ())))
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """A line of samples.jsonl, bounded and checked; lists by token have one length or are left out."""
+    """A completion token by token, bounded and checked; lists by token have one length or are left out."""
     tokens = [text(token, 200) for token in items(entry.get("tokens"))[:MOST_TOKENS]]
     if any(not isinstance(token, str) for token in items(entry.get("tokens"))[:MOST_TOKENS]):
         return None
@@ -206,13 +204,11 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _pictures(values: Any) -> list[str] | None:
-    """The values that are small pictures: at most MOST of a prompt, and as many of its tools' answers."""
     found = [value for value in items(values)[: 2 * MOST] if isinstance(value, str) and _PICTURE.fullmatch(value)]
     return found or None
 
 
 def _milli(values: Any, many: int) -> list[int | None] | None:
-    """Log-probabilities as whole thousandths, which are short and pack well."""
     given = items(values)
     if len(given) < many or not many:
         return None
@@ -221,7 +217,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """[1, 0, 1] as "101"; nothing where all are 1."""
+    """[1, 0, 1] as "101"; None if all are 1."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None
@@ -233,7 +229,6 @@ def _rewards(values: Any) -> dict[str, float | None]:
 
 
 def _prompt(value: Any) -> Any:
-    """A text, or messages whose texts are as long as a completion may be."""
     if isinstance(value, str):
         return text(value, LONGEST)
     return [
@@ -278,7 +273,6 @@ def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
 
 
 def _files(values: Any) -> list[bytes]:
-    """The small pictures of a prompt, from `datasets`' type of images."""
     found = [mapping(value).get("bytes") for value in items(values)]
     return [file for file in found if isinstance(file, bytes) and len(file) <= BYTES]
 

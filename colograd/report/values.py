@@ -11,7 +11,6 @@ LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
-    """A finite number of so many significant digits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -26,7 +25,6 @@ def number(value: Any, digits: int = 5) -> float | int | None:
 
 
 def whole(value: Any) -> int | None:
-    """A count or a step: an integer from 0."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_STEP:
@@ -35,7 +33,7 @@ def whole(value: Any) -> int | None:
 
 
 def text(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """A text that UTF-8 can hold, cut where it is too long; "" for another type."""
+    """A text that UTF-8 can hold, cut if it is too long; "" for another type."""
     if not isinstance(value, str):
         return ""
     cut = value if len(value) <= longest else value[:longest] + " …"
@@ -43,12 +41,10 @@ def text(value: Any, longest: int = LONGEST_TEXT) -> str:
 
 
 def texts(value: Any, most: int, longest: int) -> list[str]:
-    """The texts among a list's first ``most`` values."""
     return [text(item, longest) for item in items(value)[:most] if isinstance(item, str)]
 
 
 def entries(value: Any, most: int, bounded: Callable[[Any], Any]) -> dict[str, Any]:
-    """A mapping's first ``most`` entries."""
     return {text(str(name), 200): bounded(each) for name, each in list(mapping(value).items())[:most]}
 
 
@@ -68,10 +64,8 @@ def plain(value: Any, depth: int = 6) -> Any:
 
 
 def items(value: Any) -> list[Any]:
-    """A list, or an empty one."""
     return value if isinstance(value, list) else []
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A mapping, or an empty one."""
     return value if isinstance(value, dict) else {}

@@ -25,17 +25,12 @@ UPLOAD_MINUTES = 2  # as TRL
 def completion_log_of(
     config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers, images: bool
 ) -> CompletionLog | None:
-    """A run's log; None where completions aren't logged. images: its model reads some."""
     images = images and config.log_multimodal
     return CompletionLog(config, reward_names, trackers, images) if config.log_completions else None
 
 
 class CompletionLog:
-    """Writes a file per step and per evaluation, and shows some of its rows.
-
-    Args:
-        images: log prompts' images.
-    """
+    """Writes a file per step and per evaluation, and shows some of its rows."""
 
     def __init__(
         self,
@@ -52,7 +47,7 @@ class CompletionLog:
             self._uploads = _start_uploads(Path(str(config.output_dir)) / FOLDER, config)
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Keep texts that were decoded for the rewards (5 bytes a token): decoding takes longer than all else here."""
+        """Keep texts that were decoded for the rewards: decoding takes longer than all else here."""
         self._texts |= {group.position: as_utf8(of_group) for group, of_group in zip(groups, texts, strict=True)}
 
     def add(
@@ -62,8 +57,8 @@ class CompletionLog:
 
         Args:
             steps: this rank's groups of each of the round's optimizer steps.
-            decode: a group -> its texts, where `keep` didn't get them.
-            state: as it is before the round.
+            decode: a group's texts, if `keep` didn't get them.
+            state: of before the round.
         """
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
@@ -78,14 +73,7 @@ class CompletionLog:
     def add_evaluation(
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], state: TrainerState, name: str
     ) -> None:
-        """Log the completions of an evaluation, which have no advantages: a collective.
-
-        Args:
-            groups: this rank's.
-            decode: as in `add`.
-            state: as it is after the evaluated step.
-            name: the prefix of its metrics, and of its file's name.
-        """
+        """Log an evaluation's completions, which have no advantages, in a file of its name: a collective."""
         step = state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()
@@ -94,7 +82,6 @@ class CompletionLog:
             self._show(rows, f"Step {step}, {name}", f"{name}_completions")
 
     def _show(self, rows: Sequence[CompletionRow], title: str, key: str) -> None:
-        """Print the table, and send it to the trackers."""
         config = self.config
         sent = chosen_rows(rows, None, config.log_unique_prompts)
         if self.trackers:
@@ -106,20 +93,18 @@ class CompletionLog:
     def _rows(
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
     ) -> list[CompletionRow]:
-        """The rows of all ranks, by position."""
         texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
         parts = gather(completion_rows(groups, texts, step, self.images))
         return sorted((row for part in parts for row in part), key=lambda row: row.position)
 
     def close(self) -> None:
-        """Wait until all files are on the Hub."""
         if self._uploads is not None:
             self._uploads.trigger().result()
             self._uploads.stop()
 
 
 def _start_uploads(folder: Path, config: GRPOConfig) -> Any:
-    """Begin to send a folder's complete files to ``log_completions_hub_repo``, every two minutes, from a thread."""
+    """Send the complete files to ``log_completions_hub_repo`` every two minutes, from a thread."""
     from huggingface_hub import CommitScheduler
 
     folder.mkdir(parents=True, exist_ok=True)

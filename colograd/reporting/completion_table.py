@@ -38,10 +38,8 @@ def completions_table(
     """A table of completions with their rewards and advantages.
 
     Args:
-        rows: the step's completions, group by group.
-        reward_names: [R], in the order of ``CompletionRow.rewards``.
         limit: rows at most, one of each group before the second of any; None is all.
-        unique_prompts: show one completion per group only.
+        unique_prompts: one completion per group.
         width: characters. Long texts are shortened in the middle to fit.
     """
     extra = extra_names(rows)
@@ -106,11 +104,7 @@ def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts
 
 
 def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
-    """The prompt's text; of a conversation the last user message (or the last one, where no user speaks).
-
-    Args:
-        sizes: of its images: each is shown as a mark such as "[image 32x32]".
-    """
+    """The text of a prompt, or of its last user message, with a mark such as "[image 32x32]" for each image."""
     if not isinstance(prompt, list):
         return str(prompt)
     messages = [message for message in prompt if isinstance(message, dict)] or [{}]
@@ -124,7 +118,6 @@ def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
 
 
 def _content_text(message: dict[str, Any], marks: Iterator[str]) -> str:
-    """A message's content, with the next mark for each image."""
     content = message.get("content")
     if not isinstance(content, list):
         return "" if content is None else str(content)
@@ -155,7 +148,6 @@ def _shorten(text: str, limit: int) -> str:
 
 
 def _extra_cell(value: Any) -> Text:
-    """A logged value as a cell: a number as rewards are shown, else its text."""
     if isinstance(value, float):
         return Text(_number_text(value))
     return Text("–" if value is None else _shorten(str(value), EXTRA_CHARACTERS))

@@ -1,9 +1,8 @@
 """Files of completions: one parquet file per optimizer step and per evaluation, written and read without torch.
 
-Files are named as TRL names them (``completions/completions_00001.parquet``; those of an evaluation ``eval_00001``) and
-have its columns, those that reward functions log with ``log_extra`` among them, and more: the prompt's position in the
-stream, token counts, how each completion ended, and for a model that reads images small pictures of them. Each row has
-its prompt's, so that rows may be sorted and filtered; parquet's dictionaries store equal ones of ROWS rows once.
+They are named as TRL names them (``completions/completions_00001.parquet``, ``eval_00001.parquet``) and have its
+columns and more: the prompt's position in the stream, token counts, how each completion ended, values of ``log_extra``,
+small pictures of prompts' images. Each row has its prompt's; parquet's dictionaries store equal ones of ROWS rows once.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ NONSENSE = (
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One completion, as it is logged."""
-
     step: int  # the optimizer step that trains on it, from 1
     position: int  # the prompt's position in the stream of prompts: one per group
     prompt: Any  # text, or messages
@@ -68,29 +65,20 @@ class CompletionRow:
 
 
 def extra_names(rows: Sequence[CompletionRow]) -> list[str]:
-    """The columns that reward functions logged for any of the rows."""
     return list(dict.fromkeys(name for row in rows for name in row.extra))
 
 
 def column_names(
     reward_names: Sequence[str], extra: Sequence[str], images: bool = False
 ) -> tuple[list[str], list[str]]:
-    """The columns of rewards and of logged values: their names, or with a prefix where an earlier column has the name.
-
-    Args:
-        images: the file has the columns of images.
-    """
+    """The columns of rewards and of logged values: their names, with a prefix if an earlier column has the name."""
     taken = (*FIXED, IMAGES, SIZES) if images else FIXED
     rewards = [f"rewards/{name}" if name in taken else name for name in reward_names]
     return rewards, [f"extra/{name}" if name in (*taken, *rewards) else name for name in extra]
 
 
 def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: bool = False) -> dict[str, list[Any]]:
-    """Rows as columns, without the small pictures; texts as UTF-8.
-
-    Args:
-        images: add the column of images' sizes.
-    """
+    """Rows as columns, without the small pictures; texts as UTF-8."""
     found = {name: [row.text if name == TEXT else getattr(row, name) for row in rows] for name in FIXED}
     if images:
         found[SIZES] = [list(row.sizes) for row in rows]
@@ -123,7 +111,7 @@ def write_log(
     kind: str = "completions",
     images: bool = False,
 ) -> Path:
-    """Write a step's completions, or those of an evaluation after it; a file is complete or not there.
+    """Write the completions of a step, or of an evaluation after it; a file is complete or not there.
 
     Prompts that parquet has no type for (messages of different shapes) are written as JSON.
 
@@ -155,7 +143,7 @@ def write_log(
 
 
 def _write_with_images(table: pa.Table, rows: Sequence[CompletionRow], path: Path) -> None:
-    """Write a table with its rows' small pictures, ROWS rows at a time: Arrow repeats the pictures for each row."""
+    """ROWS rows at a time: Arrow repeats the pictures for each row."""
     schema = table.schema.append(pa.field(IMAGES, IMAGE_TYPE))
     with pq.ParquetWriter(path, schema, write_page_checksum=True) as file:
         for first in range(0, max(len(rows), 1), ROWS):
@@ -168,12 +156,9 @@ def _write_with_images(table: pa.Table, rows: Sequence[CompletionRow], path: Pat
 
 
 class CompletionFile:
-    """A file of completions that is read: ours, or TRL's, which names no rewards.
+    """A file of completions, ours or TRL's, which names no rewards.
 
-    Args:
-        source: its path, or the file opened.
-        size: its bytes. Rows that unpack to more than PACKING times as many, or to half of the free memory, are an
-            error.
+    Rows that unpack to more than PACKING times ``size``, the file's bytes, or to half of the free memory, are an error.
 
     Raises:
         pyarrow.ArrowException, or one of `NONSENSE`: it is damaged, or no parquet file. `rows` may raise them, too.
@@ -188,11 +173,7 @@ class CompletionFile:
         self._most_bytes = min(PACKING * size + 2**26, psutil.virtual_memory().available // 2)
 
     def rows(self, pictures: bool) -> Iterator[dict[str, Any]]:
-        """The rows by column, of which at most ROWS are in memory at once.
-
-        Args:
-            pictures: read the small pictures, too.
-        """
+        """The rows by column, of which at most ROWS are in memory at once; with the small ``pictures`` or without."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
@@ -207,11 +188,9 @@ class CompletionFile:
             yield from batch.to_pylist()
 
     def rewards(self, row: Mapping[str, Any]) -> list[Any]:
-        """A row's rewards, in the order of ``reward_names``."""
         return [row[column] for column in self._columns[0]]
 
     def extra(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row's values that reward functions logged, by name."""
         return {name: row[column] for name, column in zip(self._extra_names, self._columns[1], strict=True)}
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..batch import Group, Images, ModelInput, RolloutId, ScoredGroup
 from ..data.images import text_of
 from ..policy.packing import loss_tokens
 from .completions import CompletionRow
 from .thumbnails import data_url, thumbnails
-from .token_texts import TokenTexts
 
 MOST_TOKENS = 4096  # of a completion
 MOST_OF_A_STEP = 32_768  # tokens of a step's shown completions together
@@ -34,7 +34,6 @@ def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
 
 
 def _logged(scored: ScoredGroup, index: int) -> dict[str, Any]:
-    """A completion's values that reward functions logged."""
     return {name: values[index] for name, values in scored.logged.columns.items()}
 
 
@@ -42,7 +41,6 @@ def _logged(scored: ScoredGroup, index: int) -> dict[str, Any]:
 
 
 def as_utf8(texts: Sequence[str]) -> list[bytes]:
-    """Texts as `CompletionRow` has them."""
     return [text.encode(errors="replace") for text in texts]
 
 
@@ -53,7 +51,6 @@ def completion_rows(
 
     Args:
         texts: ``texts[g][i]`` is completion i of group g, as UTF-8.
-        images: log prompts' images.
     """
     rows = []
     small: dict[str, tuple[bytes, ...]] = {}  # by digest: equal images of several prompts are one object, too
@@ -86,6 +83,37 @@ def completion_rows(
 # -- the report's view by token
 
 
+class TokenTexts:
+    """Token ids -> texts that join to the completion's text; lone bytes of a character become escapes (``\\xe2``)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", ()))
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
+        # Byte-level vocabularies write each byte as one character.
+        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()} if b'"ByteLevel"' in decoder else None
+        self._marks_spaces = b"\xe2\x96\x81" in decoder
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        return [self._known[i] if i in self._known else self._known.setdefault(i, self._text(i)) for i in ids]
+
+    def _text(self, token: int) -> str:
+        raw = self._tokenizer.convert_ids_to_tokens(token)
+        if raw is None:
+            return f"<{token}>"
+        if token in self._special:
+            return str(raw)
+        if self._bytes is not None and all(char in self._bytes for char in raw):
+            return bytes(self._bytes[char] for char in raw).decode("utf-8", "backslashreplace")
+        if len(raw) == 6 and raw.startswith("<0x"):  # a byte of a vocabulary that falls back to them
+            return bytes([int(raw[3:5], 16)]).decode("utf-8", "backslashreplace")
+        if self._marks_spaces:
+            return str(raw).replace("\u2581", " ")
+        return str(self._tokenizer.decode([token]))
+
+
 def shown_notes(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]],
     step: int,
@@ -100,7 +128,7 @@ def shown_notes(
     Args:
         groups: each with the weighted sums of its rewards [G].
         purpose: ``train``, or the evaluation's name.
-        trainer: the trainer's log-probabilities of completions, as far as they are known.
+        trainer: log-probabilities of the completions that were trained on this rank.
         mask_truncated: truncated completions aren't in the loss.
     """
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
@@ -141,7 +169,6 @@ def shown_notes(
 
 
 def _picture_urls(*images: Images | None) -> list[str]:
-    """Small versions of the first pictures, as data URLs."""
     pictures = [picture for of in images if of is not None for picture in of.pictures]
     return [*map(data_url, thumbnails(pictures))]
 
@@ -153,8 +180,9 @@ def _rounded(values: torch.Tensor) -> list[float]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """The groups to record: by turns the one whose rewards differ most and the one where sampler and trainer differ
-    most, then the first."""
+    """The ``number`` groups to show: by turns the one whose rewards differ most and the one where sampler and trainer
+    differ most, then the first.
+    """
     spreads = [_spread(totals) for _, totals in groups]
     differences = [_difference(scored, trainer) for scored, _ in groups]
     chosen: list[int] = []
@@ -171,7 +199,7 @@ def _spread(totals: Sequence[float]) -> float:
 
 
 def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:
-    """The mean over the group's tokens of |trainer - sampler|; 0 where it isn't known."""
+    """The mean over the group's tokens of |trainer - sampler|; 0 if unknown."""
     total, count = 0.0, 0
     for identity, rollout in zip(scored.group.rollout_ids, scored.group.rollouts, strict=True):
         if (known := trainer.get(identity)) is not None:

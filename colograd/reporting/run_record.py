@@ -24,11 +24,7 @@ BINS = 20  # of a histogram
 
 
 class RunRecord:
-    """Appends events to a run's record; one process does.
-
-    Args:
-        warn: gets one line, once, if the record can't be written.
-    """
+    """Appends events to a run's record, in one process. ``warn`` gets one line, once, if that isn't possible."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:
         self.folder = Path(run_dir) / FOLDER
@@ -48,7 +44,6 @@ class RunRecord:
                 self.warn(error)
 
     def event(self, kind: str, **content: Any) -> None:
-        """Append an event of now."""
         line = json_line({"kind": kind, "time": round(time.time(), 3), **content})
         try:
             self._open()
@@ -59,13 +54,11 @@ class RunRecord:
             self.close()  # the next line begins on a line of its own: see `_open`
 
     def close(self) -> None:
-        """Close the file; the next event opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def warn(self, error: OSError) -> None:
-        """Warn, once, that a part of the record is missing."""
         if not self._warned:
             self._warned = True
             self._warn_user(
@@ -93,7 +86,7 @@ def _ends_whole(path: Path) -> bool:
 
 
 def json_line(entry: Mapping[str, Any]) -> bytes:
-    """An entry as a line of UTF-8; what JSON can't say becomes null (NaN) or its text."""
+    """An entry as a line of UTF-8; values that JSON has no type for become null (NaN) or their text."""
     form: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     try:
         text = json.dumps(entry, **form)
@@ -103,7 +96,7 @@ def json_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: NaN and infinities are None, what has no counterpart is its text."""
+    """A value as JSON has it: NaN and infinities are None, types without a counterpart their text."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -130,8 +123,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """A run's events in their order. What was recorded of steps after the one from which the run then went on is left
-    out: these steps were taken again."""
+    """A run's events in order, without those of steps that a resumed run took again."""
     found: list[dict[str, Any]] = []
     for entry in entries(Path(run_dir) / FOLDER / EVENTS):
         if entry.get("kind") == "start":
@@ -146,7 +138,7 @@ def _step(entry: Mapping[str, Any]) -> float:
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; what is no such line, or no file, is passed over."""
+    """The objects of a file of JSON lines; other lines are passed over."""
     try:
         with open(path, "rb") as file:
             for line in file:

@@ -32,7 +32,7 @@ EXPERTS = pa.schema(
 
 
 class JournalError(ValueError):
-    """What was recorded doesn't fit this run."""
+    """The records don't fit this run."""
 
     says_all = True  # see `process.tell_briefly`
 
@@ -47,7 +47,7 @@ class Recorded:
 
 
 def _digest_of(example: Mapping[str, Any]) -> str:
-    """Of a dataset's row. What JSON has no type for counts with its type, an image with its pixels too."""
+    """Of a dataset's row. A value that JSON has no type for counts with its type, an image with its pixels too."""
     text = json.dumps(dict(example), sort_keys=True, default=_named)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -60,7 +60,6 @@ def _named(value: Any) -> str:
 
 
 def group_bytes(recorded: Recorded) -> bytes:
-    """A group as a table."""
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
     inputs = [list(r.input.ids) if not row or r.input != first else None for row, r in enumerate(rollouts)]
     columns = [
@@ -81,7 +80,6 @@ def group_bytes(recorded: Recorded) -> bytes:
 
 
 def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """A second table behind the first, where the engine told the experts of any token."""
     if all(rollout.experts is None for rollout in rollouts):
         return b""
     prompt: torch.Tensor | None = None
@@ -105,7 +103,6 @@ def _shape_of(experts: RoutedExperts) -> list[int]:
 
 
 def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    """The rollouts with what stands behind their table."""
     if reader.tell() == reader.size() or at_pictures(reader):
         return tuple(rollouts)
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
@@ -130,10 +127,10 @@ def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) 
 
 
 def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) -> Recorded:
-    """The same again.
+    """The group that `group_bytes` made the bytes of.
 
     Raises:
-        JournalError: of another prompt, or made by no journal.
+        JournalError: it is of another prompt, or the bytes are damaged.
     """
     where = f"the journal's group at position {prompt.position}"
     try:
@@ -161,7 +158,6 @@ def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) 
 
 
 def _input(ids: Sequence[int], prompt: Prompt) -> ModelInput:
-    """What a rollout was asked, with the prompt's images, which the dataset has. Others are recorded (`pictures`)."""
     return prompt.input if tuple(ids) == prompt.input.ids else ModelInput(tuple(ids))
 
 
@@ -194,7 +190,7 @@ def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
 
 
 def _json(value: Any) -> str:
-    """As JSON; what that has no type for, as its text, and a picture as its type and size."""
+    """As JSON; other types as their text, a picture as its type and size."""
     with contextlib.suppress(TypeError, ValueError):
         return json.dumps(value)
     return json.dumps(

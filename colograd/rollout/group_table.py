@@ -38,7 +38,6 @@ TABLE = pa.schema(
 
 
 def steps_of(positions: list[int]) -> set[int]:
-    """The steps of the notes among records' positions."""
     return {NOTES - position for position in positions if position <= NOTES}
 
 

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import shutil
 import threading
@@ -38,6 +39,7 @@ from .record_file import Record, RecordFile, read_records
 
 FOLDER = "_journal"  # transformers pushes no such name to the Hub
 ASIDE = "_journal.old"
+RECIPE = "recipe.yaml"
 ABOUT = -1  # the position of a file's first record, an `About`
 SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
 
@@ -87,12 +89,49 @@ class RolloutStore:
 
     # -- writing
 
-    def start_at_checkpoint(self) -> None:
-        """The next round's weights come from the disk: they must be the recorded ones, bit for bit."""
-        self._weights_are_read = True
+    def start(self, resumes: bool, step: int, is_writer: bool) -> str:
+        """Prepare for a run that starts at ``step``, with weights from the disk; returns a line for people.
 
-    def begin(self, step: int, weights: str, evaluation: str = "") -> None:
+        Args:
+            resumes: the run goes on from its records; else these are put aside.
+            is_writer: this rank writes what its node writes once.
+
+        Raises:
+            JournalError: the records were made with other settings.
+        """
+        self._weights_are_read = True
+        if not resumes:
+            moved = self.set_aside() if is_writer else None
+            return f"journal: what an earlier run recorded here is now in {moved}" if moved else ""
+        self.check_settings(step)
+        rounds = [recorded for recorded in self.rounds() if recorded >= step and self.has_groups(recorded)]
+        if not rounds:
+            return ""
+        return (
+            f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups are "
+            "neither sampled nor scored again"
+        )
+
+    def keep_recipe(self, recipe: str | None) -> str:
+        """Write the run's recipe (YAML; None: it has none) beside its records; returns a line on why not."""
+        path = self.folder / RECIPE
+        try:
+            if recipe is None:
+                path.unlink(missing_ok=True)  # of an earlier run
+                return ""
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_suffix(".partial")
+            aside.write_text(recipe, encoding="utf-8")
+            os.replace(aside, path)
+        except OSError as error:
+            return f"journal: {path} can't be written ({error}): `colograd replay` will need the recipe (--config)"
+        return ""
+
+    def begin(self, step: int, weights: str, evaluation: str = "") -> str:
         """Begin a round, or an evaluation, which weights of ``step`` sample; `recall` then has its recorded groups.
+
+        Returns:
+            A line on what is wrong with these records, or was with the last ones.
 
         Args:
             weights: their digest (`digest_of`).
@@ -103,7 +142,7 @@ class RolloutStore:
         """
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
-        self.problem = self.warning = ""
+        problem, self.problem, self.warning = self.problem, "", ""
         self.seconds = 0.0  # an evaluation's are no round's
         about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
         self._round = self._round if evaluation else folder
@@ -117,6 +156,7 @@ class RolloutStore:
                     own.add(record.position)
         self._weights_are_read = False
         self._open(folder, about, evaluation, own)
+        return problem or self.problem or self.warning
 
     def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
         self._newest = evaluation
@@ -184,7 +224,6 @@ class RolloutStore:
             alone.close()
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the figures of a step that was trained on the round."""
         if self._round is not None:
             try:
                 note_figures(self._round, step, figures)
@@ -192,17 +231,18 @@ class RolloutStore:
                 self.problem = _problem(self._round, error)
 
     def take_seconds(self) -> float:
-        """Seconds that writing took since the last call."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 
-    def close(self) -> None:
-        """End the files and the thread. Another round may begin afterwards."""
+    def close(self) -> str:
+        """End the files and the thread; returns a line on what is wrong with them. Another round may follow."""
         self._end(self._open_files.keys())
         thread, self._safety = self._safety, None
         if thread is not None:
             self._unsafe.set()
             thread.join()
+        problem, self.problem = self.problem, ""
+        return problem
 
     def _end(self, names: Collection[str]) -> None:
         with self._closing:
@@ -243,7 +283,6 @@ class RolloutStore:
         }
 
     def positions(self, step: int) -> set[int]:
-        """The positions of a round's recorded groups."""
         return {record.position for _, _, records in _files(self._folder_of(step, "")) for record in records}
 
     def has_groups(self, step: int) -> bool:
@@ -259,7 +298,7 @@ class RolloutStore:
         }
 
     def recorded_settings(self) -> Mapping[str, Any]:
-        """The settings that the first file was recorded with; empty without one."""
+        """Of the first file; empty without one."""
         files = (found for _, folder in self._folders() for _, found, _ in _files(folder))
         return next((found.settings for found in files), {})
 

@@ -25,11 +25,10 @@ from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
-from ..rollout.store import RolloutStore
+from ..rollout.store import RolloutStore, digest_of
 from ..sharding import Sharding
 from ..weights import state_dict_on_host
 from .checkpointer import Checkpointer
-from .journaling import begin_records, end_records, keep_recipe, open_journal
 from .learner import Learner
 from .recording import Recorder
 
@@ -102,8 +101,8 @@ class SeamTrainer(Trainer):
         with on_all_ranks("the journal"):
             if self.journal is not None:
                 step = folders.step_of(checkpoint) if checkpoint else 0
-                line = open_journal(self.journal, resumes, step, self.args.should_save)
-                problem = keep_recipe(self.journal, self.facts.get("settings")) if self.args.should_save else ""
+                line = self.journal.start(resumes, step, self.args.should_save)
+                problem = self.journal.keep_recipe(self.facts.get("settings")) if self.args.should_save else ""
         if line:
             self.console.say(line)
         self.console.warn_of_all(gather(problem))
@@ -113,13 +112,14 @@ class SeamTrainer(Trainer):
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
+            journal = self.journal
+            problem = journal.begin(self.state.global_step, digest_of(self.model), evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
 
     def _end_records(self) -> None:
         """Warn of a journal that couldn't be written in the last round."""
         if self.args.keeps_journal:
-            self.console.warn_of_all(gather(end_records(self.journal)))
+            self.console.warn_of_all(gather(self.journal.close() if self.journal else ""))
 
     # -- logs
 

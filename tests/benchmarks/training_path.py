@@ -92,7 +92,7 @@ def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any) -> None:
     """A journal that has made-up groups for each of the configuration's steps."""
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
-    from colograd.training.journaling import settings_of
+    from colograd.training.recorded_settings import settings_of
 
     prompts = tokenize_prompts(rows, PromptRules(tokenizer, sys.maxsize, "error", {}, "train"))
     journal = RolloutStore(run, 0, settings_of(config, [hash_reward.__name__]))

@@ -36,7 +36,7 @@ from colograd.policy.row_proof import choose_rows
 from colograd.policy.supported import check_supported
 from colograd.rollout.group_records import EXPERTS, Logged, Recorded, group_bytes, group_of
 from colograd.rollout.toolbox import Toolbox
-from colograd.training.journaling import settings_of
+from colograd.training.recorded_settings import settings_of
 from colograd.training.task import rollout_func_of
 
 CPU = torch.device("cpu")

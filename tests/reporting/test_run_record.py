@@ -24,7 +24,7 @@ from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, load_of, watched
 from colograd.policy.logprobs import policy_logprobs
 from colograd.reporting import timeline as lanes_module
-from colograd.reporting.group_views import chosen_groups, shown_notes
+from colograd.reporting.group_views import TokenTexts, chosen_groups, shown_notes
 from colograd.reporting.run_record import (
     EVENTS,
     FOLDER,
@@ -35,7 +35,6 @@ from colograd.reporting.run_record import (
     json_line,
 )
 from colograd.reporting.timeline import CALLS, POINTS, Timeline, curve, merged, tail
-from colograd.reporting.token_texts import TokenTexts
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.group_records import Recorded
 from colograd.rollout.store import RolloutStore

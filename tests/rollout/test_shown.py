@@ -13,9 +13,9 @@ import torch
 from shown_rows import samples_of
 
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, RolloutId, ScoredGroup
+from colograd.commands.cli import main
 from colograd.report.samples import Samples
-from colograd.reporting.group_views import shown_notes
-from colograd.reporting.token_texts import TokenTexts
+from colograd.reporting.group_views import TokenTexts, shown_notes
 from colograd.rollout.group_records import Recorded
 from colograd.rollout.record_file import Record, RecordFile, read_records
 from colograd.rollout.store import RolloutStore
@@ -62,6 +62,15 @@ def check(entries: list[dict[str, Any]]) -> None:
     assert first["sampler"] == [0.0, -0.125] and first["trainer"] == [-0.25, -0.25] and second["trainer"] is None
     assert first["rewards"] == {"right": 1.0} and first["extra"] == {"note": "x"} and second["advantage"] == -0.5
     assert first["mask"] == first["sampled"] == [1, 1] and first["reward"] == 1.0
+
+
+def test_show_prints_a_stored_group_where_completions_are_not_logged(tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path)
+    assert main(["show", str(tmp_path), "--width", "100"]) == 0
+    printed = capsys.readouterr().out
+    assert "Step 4" in printed and "prompt 6" in printed and "right" in printed and "note" in printed
+    assert main(["show", str(tmp_path), "--step", "3"]) == 2
+    assert "step 3 isn't in the log of" in capsys.readouterr().err
 
 
 def files(folder: Path) -> list[str]:

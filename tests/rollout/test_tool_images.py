@@ -44,8 +44,8 @@ from colograd.engine.sampling import Sampling
 from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
+from colograd.reporting.group_views import TokenTexts
 from colograd.reporting.run_record import json_line
-from colograd.reporting.token_texts import TokenTexts
 from colograd.rollout import group_records, store
 from colograd.rollout.conversations import Conversations
 from colograd.rollout.pictures import pictures_bytes, with_pictures
