@@ -45,6 +45,16 @@ ABSENT = {
     "commit_scheduler": "the completions log (`trainer.completion_log`) sends its files by itself",
 }
 
+# Public attributes that are of another type than in TRL's trainer.
+DIFFERENT = {
+    "args": "Colograd's `GRPOConfig`, which has TRL's fields and more",
+    "compute_loss_func": "None; TRL's is a text by which transformers before 5.19 leaves the loss unscaled",
+    "data_collator": "`list`; nothing is collated",
+    "optimizer_cls_and_kwargs": "a class and its arguments where `optim: auto` picks `adamw_split`; None in TRL",
+    "vllm_gpu_memory_utilization": "None where it isn't set: the KV cache is planned",
+    "generation_kwargs": "Those of the configuration alone; TRL's without vLLM have every sampling setting",
+}
+
 # Methods of TRL's and transformers' trainers that Colograd never calls, with the stage to override instead.
 GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
 EVALUATE, DATA = "evaluate", "get_train_dataloader"

@@ -23,7 +23,7 @@ class Place:
 
     destination: torch.Tensor
     cut: tuple[slice, ...]
-    through: Callable[[torch.Tensor], torch.Tensor] | None
+    through: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def of(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Of some rows, those that lie in it, and their values; None: none does."""

@@ -6,7 +6,7 @@ One engine, one set of requests, each with its own seed, so both sides sample th
 a GPU's rounding may depend on the batch, so each side is timed by its own tokens, and the share of equal completions is
 said. Every completion ends at a token of a fixed random set, which spreads the lengths.
 
-- `ratio.throughput`: tokens per second of `VLLMEngine.generate` with streaming and a trivial reward, that is of
+- `ratio.throughput`: tokens per second of `Engine.generate` with streaming and a trivial reward, that is of
   `roll_out`, over those of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
   ratio, and of the ratio in processor seconds, which hardly depends on the machine's other work.
 - `ratio.streamed_rewards`: of the seconds that two workers spend in a sleeping reward, the share that lies before the
@@ -231,7 +231,7 @@ def per_token(side: dict[str, list[float]], name: str) -> list[float]:
 def report(found: dict[str, Any], options: argparse.Namespace) -> str:
     in_turns, ratio = found["throughput"], found["ratio"]
     rows = []
-    for name, words in (("plain", "LLM.generate"), ("streamed", "VLLMEngine.generate, streaming, trivial reward")):
+    for name, words in (("plain", "LLM.generate"), ("streamed", "Engine.generate, streaming, trivial reward")):
         seconds, processor = (statistics.median(in_turns[name][key]) for key in ("seconds", "processor_seconds"))
         rate = 1 / statistics.median(per_token(in_turns[name], "seconds"))
         rows.append([words, f"{seconds:.2f}", f"{processor:.2f}", f"{rate:,.0f}"])

@@ -18,18 +18,9 @@ from colograd.policy.reference import FrozenCopy, WithoutAdapter
 from colograd.reporting.console import Console
 from colograd.rewards import resolve_rewards
 from colograd.rollout.toolbox import Toolbox
-from colograd.training.trl_names import ABSENT, ALWAYS, HOOKS, OF_ARGUMENTS, TRLNames
+from colograd.training.trl_names import ABSENT, ALWAYS, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
 
 LEVELS = ("INFO", "WARNING")
-# Public attributes that are of another type than in TRL's trainer.
-DIFFERENT = {
-    "args": "Colograd's `GRPOConfig`, which has TRL's fields and more",
-    "compute_loss_func": "None; TRL's is a text by which transformers before 5.19 leaves the loss unscaled",
-    "data_collator": "`list`; nothing is collated",
-    "optimizer_cls_and_kwargs": "a class and its arguments where `optim: auto` picks `adamw_split`; None in TRL",
-    "vllm_gpu_memory_utilization": "None where it isn't set: the KV cache is planned",
-    "generation_kwargs": "Those of the configuration alone; TRL's without vLLM have every sampling setting",
-}
 
 
 class Bare(TRLNames):
