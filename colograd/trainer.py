@@ -34,7 +34,7 @@ from .rewards import weighted_sum
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process
 from .runtime.closing import closes_if_it_fails
-from .sharding import way_of
+from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
 from .training.evaluation import evaluate_prompts
@@ -141,15 +141,15 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if self.journal is not None:
             self.closing.callback(self.journal.close)
         resolve_by_memory(args, task)
-        way = way_of(args)
-        rules = packing_rules(args, task.policy, task.objective, equal_counts=way.meets_in_backward)
+        strategy = strategy_of(args)
+        rules = packing_rules(args, task.policy, task.objective, equal_counts=strategy.meets_in_backward)
         if self.samples and compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
         built = assemble(args, task, rules.max_tokens, self.times, self.closing, self.samples)
         self.engine: Any = built.engine  # None where nothing is sampled, as the two that follow
         self.weights: Any = built.weights
         self.device_turns: Any = built.device_turns
-        self.sharding = way.for_run(self.model, args)
+        self.sharding = strategy.for_run(self.model, args)
         self.closing.callback(self._release)
         for second in built.second_models.values():
             if isinstance(second, FrozenCopy):

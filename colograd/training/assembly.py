@@ -34,15 +34,15 @@ from ..rollout.custom import CustomRollouts
 from ..rollout.stages import RolloutSource
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
-from ..sharding import name_of
+from ..sharding import strategy_name
 from ..weights import (
-    Publisher,
+    WeightSync,
     bytes_apart,
     check_choice,
     expects_sharing,
     packed_parts,
-    publisher,
     serves_packed,
+    weight_sync,
 )
 from .prompts import Prompts, longest_completion, prompts_with_images, reset_rules
 from .task import Task
@@ -56,7 +56,7 @@ class Assembly:
     """An engine beside a policy, or the policy alone."""
 
     engine: Engine | None  # None: nothing is sampled
-    weights: Publisher | None  # gives the engine the policy's weights
+    weights: WeightSync | None  # gives the engine the policy's weights
     device_turns: DeviceTurns | None  # says who has the device's memory when
     memory: MemoryPlan
     second_models: SecondModels
@@ -102,17 +102,17 @@ def assemble(
     """
     policy, run = task.policy, read_run(config, task, max_tokens)
     if not samples:
-        plan = plan_or_raise(run.without_engine(), name_of(config))
+        plan = plan_or_raise(run.without_engine(), strategy_name(config))
         if not config.on_cpu:
             policy.model.to(config.device)
         with on_all_ranks("the second models"):
             return Assembly(None, None, None, plan, second_models(task.objective.needs, config, policy))
     with on_all_ranks("the engine's experts"):
         check_experts(num_experts(policy.model.config), config.on_cpu)
-    plan = plan_or_raise(run, name_of(config))
+    plan = plan_or_raise(run, strategy_name(config))
     engine = _build_engine(config, task, plan, closing)
     with on_all_ranks("the plan of the weights"):
-        weights = publisher(
+        weights = weight_sync(
             config.weights,
             policy.model,
             engine,
@@ -160,7 +160,7 @@ def resolve_by_memory(config: GRPOConfig, task: Task) -> None:
         config.resolve_sharding(auto(read_run(config, task, config.token_budget)))
     if config.gradient_checkpointing is None:
         run = read_run(config, task, config.token_budget)
-        config.resolve_checkpointing(least_checkpointing(run, name_of(config), task.policy.checkpointing))
+        config.resolve_checkpointing(least_checkpointing(run, strategy_name(config), task.policy.checkpointing))
 
 
 def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:

@@ -29,7 +29,7 @@ from ..policy.second_models import SecondModels, fill, with_second_logprobs
 from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.sampler import SampledRound
-from ..sharding import Sharding
+from ..sharding import ShardingStrategy
 from .evaluation import AFFORDABLE, evaluation_step, loss_share
 from .loss_pass import loss_pass
 from .step_batches import schedule, step_batch
@@ -61,7 +61,7 @@ class Learner:
     objective: Objective
     entropy: EntropyController
     rules: PackingRules
-    sharding: Sharding
+    sharding: ShardingStrategy
     second_models: SecondModels
     estimator: AdvantageEstimator
     reward_names: Sequence[str]
@@ -187,7 +187,7 @@ class Learner:
         timed = self.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
-    def _loss_pass(self, step: StepBatch, sharding: Sharding | None) -> Metrics:
+    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None) -> Metrics:
         """This rank's micro-batches through the loss; backward too where a ``sharding`` does it."""
         compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
         denominator = self.objective.denominator(step)

@@ -15,7 +15,7 @@ from ..parallel import watchdog
 from ..policy.logprobs import PolicyForward
 from ..reporting.metrics import Metrics, numbers
 from ..rollout.stages import shown
-from ..sharding import Sharding
+from ..sharding import ShardingStrategy
 
 
 def loss_pass(
@@ -23,7 +23,7 @@ def loss_pass(
     compute_loss: Callable[[MicroBatch], LossOutput],
     denominator: float,
     autocast: Callable[[], AbstractContextManager],
-    sharding: Sharding | None,
+    sharding: ShardingStrategy | None,
 ) -> Metrics:
     """Forward, and backward where asked for, of this rank's micro-batches. Gradients add up in the parameters.
 

@@ -26,7 +26,7 @@ from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
 from ..rollout.store import RolloutStore, digest_of
-from ..sharding import Sharding
+from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
 from .checkpointer import Checkpointer
 from .learner import Learner
@@ -39,7 +39,7 @@ class SeamTrainer(Trainer):
     policy: Policy
     rewards: list[RewardFunction]
     learner: Learner
-    sharding: Sharding
+    sharding: ShardingStrategy
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -137,7 +137,7 @@ class SeamTrainer(Trainer):
     # -- the model
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Nothing: the policy moves into the engine's memory once the engine is built (see `weights.publisher`)."""
+        """Nothing: the policy moves into the engine's memory once the engine is built (see `weights.weight_sync`)."""
 
     def compute_loss_context_manager(self) -> Any:
         """Autocast, if `bf16` asks for it; accelerate would wrap the model in it."""

@@ -23,7 +23,7 @@ from ..engine.protocol import Engine, EngineTensors, LoRALayer
 from ..policy.lora import PREFIX, AdaptedLayer, adapted_layers
 from .copied import CopiedWeights
 from .shared import SharedWeights
-from .way import PlannedWay
+from .sync import PlannedSync
 
 
 class Unserved(ValueError):
@@ -58,7 +58,7 @@ class Slot:
         return torch.equal(self.destination, expected.to(self.stack.dtype))
 
 
-class AdapterWeights(PlannedWay):
+class AdapterWeights(PlannedSync):
     """Publishes a LoRA adapter into the engine's first LoRA slot.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 
 from ..engine.protocol import Engine
 from .mapping import Slice
-from .way import PlannedWay
+from .sync import PlannedSync
 
 
 class Copies:
@@ -36,7 +36,7 @@ class Copies:
         return self.nbytes
 
 
-class CopiedWeights(PlannedWay):
+class CopiedWeights(PlannedSync):
     """Copies the policy into the engine, cast to the engine's dtype.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from ..engine.protocol import Engine
 from ..sharding.rows import ELEMENTS, Rows, cuts_of, gathered
 from .mapping import Slice
-from .way import PlannedWay
+from .sync import PlannedSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Place:
         return self.destination[first - held.start : last - held.start], values
 
 
-class GatheredWeights(PlannedWay):
+class GatheredWeights(PlannedSync):
     """Publishes a policy that ranks have cut by rows.
 
     Args:
@@ -69,7 +69,7 @@ class GatheredWeights(PlannedWay):
         return self.nbytes
 
     def differing(self) -> list[str]:
-        """See `Publisher.differing`. A collective."""
+        """See `WeightSync.differing`. A collective."""
         found: dict[str, bool] = {}
         for name, destination, values in self._rows():
             found[name] = found.get(name, False) or not torch.equal(destination, values)

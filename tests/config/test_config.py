@@ -466,7 +466,7 @@ def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, 
 
 
 def test_a_class_of_the_user_s_own_publishes_weights() -> None:
-    assert config(weights="my.module:Publisher").weights == "my.module:Publisher"
+    assert config(weights="my.module:WeightSync").weights == "my.module:WeightSync"
     with pytest.raises(ValueError, match="weights 'moved' isn't supported in this version: choose one of auto, shared"):
         config(weights="moved")
 

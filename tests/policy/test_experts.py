@@ -219,7 +219,7 @@ def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
 ) -> None:
     last = two_whole(family) if sharding == "none" else on_two_ranks(models[family], tmp_path, sharding)
     assert last[0] == last[1] == two_whole(family)[0]
-    tried(family, two_ranks="each way of sharding")
+    tried(family, two_ranks="each sharding strategy")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from colograd.batch import Prompt
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
 from colograd.runtime import process
-from colograd.weights import proof, publisher, sign_probe, state_dict_on_host
+from colograd.weights import proof, sign_probe, state_dict_on_host, weight_sync
 from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.shared import SharedWeights
 
@@ -218,10 +218,10 @@ def test_another_dtype_is_copied_and_a_resized_or_impossible_wish_is_refused(tin
         assert "the engine has it in bfloat16, the policy in float32" in trainer.weights.describe()
         assert trainer.weights.publish(0) == nbytes and trainer.weights.differing() == []
         with pytest.raises(ValueError, match=r"weights: shared can't be had for 20 of 20 .*bfloat16.* weights: auto"):
-            publisher("shared", trainer.model, trainer.engine, untouched=True, device=torch.device("cpu"))
+            weight_sync("shared", trainer.model, trainer.engine, untouched=True, device=torch.device("cpu"))
         trainer.model.resize_token_embeddings(300)
         with pytest.raises(ValueError, match=r"has 300 embeddings, but the checkpoint that vLLM loaded has 258: save"):
-            publisher("auto", trainer.model, trainer.engine, untouched=False, device=torch.device("cpu"))
+            weight_sync("auto", trainer.model, trainer.engine, untouched=False, device=torch.device("cpu"))
     finally:
         trainer.close()
     tried("llama", copied="into another dtype")
@@ -253,20 +253,20 @@ class TestProof:
         assert [part.name for part in proof.unread(slices, engine)] == ["model.layers.1.mlp.down_proj.weight"]
         for wanted in ("auto", "copied"):
             with pytest.raises(RuntimeError, match=r"doesn't depend on 1 of 20 .*layers\.1\.mlp\.down_proj"):
-                publisher(wanted, policy, engine, untouched=True, device=cpu)
+                weight_sync(wanted, policy, engine, untouched=True, device=cpu)
         layer.cpu_linear = live
 
         # Another value than the engine's, though both came from one checkpoint.
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         policy.model.layers[0].mlp.up_proj.weight.data.neg_()
         with pytest.raises(RuntimeError, match=r"1 parameters differ .*up_proj"):
-            publisher("auto", policy, engine, untouched=True, device=cpu)
+            weight_sync("auto", policy, engine, untouched=True, device=cpu)
 
         # Behind an output projection of zeros nothing can be seen, here or there: these are copied.
         engine.model.get_parameter("model.layers.0.self_attn.o_proj.weight").data.zero_()
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         policy.model.layers[0].self_attn.o_proj.weight.data.zero_()
-        plan = publisher("auto", policy, engine, untouched=False, device=cpu)
+        plan = weight_sync("auto", policy, engine, untouched=False, device=cpu)
         hidden = [
             f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         ]
