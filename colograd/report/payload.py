@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .reading import RecordedRun
-from .values import mapping, number, text, whole
+from .untrusted import mapping, number, text, whole
 
 POINTS = 2000  # of a curve: beyond, each point is the mean of several steps
 MOST_SPREADS = 400  # steps with histograms

@@ -92,14 +92,9 @@ def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
         prompt = experts.prompt
         parts = (None if known else experts.prompt, experts.completion)
         first, second = (None if part is None else part.numpy().tobytes() for part in parts)
-        rows.append((first, second, _shape_of(experts)))
+        rows.append((first, second, [*experts.completion.shape[1:], experts.completion.element_size()]))
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), EXPERTS, strict=True)]
     return bytes(pa.record_batch(columns, schema=EXPERTS).serialize().to_pybytes())
-
-
-def _shape_of(experts: RoutedExperts) -> list[int]:
-    """Layers, experts per token, and bytes of each number."""
-    return [*experts.completion.shape[1:], experts.completion.element_size()]
 
 
 def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
