@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LONGEST_LINE = 64 * 2**20  # bytes; what is longer is no line that a run has written
+LONGEST_LINE = 64 * 2**20  # bytes; no run writes longer ones
 BLOCK = 2**20
 LARGEST_STEP = 2**53  # a number that JavaScript holds exactly
 LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's

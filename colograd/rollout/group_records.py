@@ -19,13 +19,13 @@ from ..data.images import ImageReader
 from .group_table import TABLE
 from .pictures import at_pictures, pictures_bytes, with_pictures
 
-# What reading bytes that no journal has written may raise.
+# Errors that reading bytes of another origin may raise.
 NONSENSE = (
     AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
     TypeError, ValueError,
 )  # fmt: skip
 
-# With `router_replay` (see `batch.RoutedExperts`). A prompt's are null where they are those of the row before.
+# With `router_replay` (see `batch.RoutedExperts`). A prompt's are null if they equal the row before's.
 EXPERTS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
