@@ -222,6 +222,9 @@ def from_recipe(folder: Path) -> dict[str, Any]:
     given |= {"max_steps": JOB["steps"], "log_completions": False, "model_init_kwargs": {"dtype": "float32"}}
     if "chat_template_path" in own:
         given["chat_template_path"] = str(checkout / own["chat_template_path"])
+    if tools := own.get("tools"):
+        # Between two engine steps: an answer's timing would decide which turns share a forward, and so its rounding.
+        given |= {"tool_workers": 0, "main_thread_tools": [tool.rpartition(":")[2] for tool in tools]}
     if adapter := {ADAPTER[name]: value for name, value in recipe.items() if name in ADAPTER}:
         targets = adapter["target_modules"]
         adapter["target_modules"] = targets[0] if targets == ["all-linear"] else targets
@@ -231,7 +234,7 @@ def from_recipe(folder: Path) -> dict[str, Any]:
         args=settings(str(folder / "run"), **(given | {"bf16": False})),
         train_dataset=getattr(importlib.import_module(module), function)(),
         peft_config=peft.LoraConfig(task_type="CAUSAL_LM", **adapter) if adapter else None,
-        tools=own.get("tools"),
+        tools=tools,
     )
     start = {"processor": time.process_time(), "wall": time.time() - JOB["started"]}
     clock = Clock()
