@@ -21,11 +21,11 @@ from .reporting.tracing import StepProfile
 from .rewards.functions import as_list
 from .rollout.journal import Journal
 from .trainer import GRPOTrainer
-from .training.assembly import Assembly, Prompts, assemble_alone
 from .training.checkpointer import Checkpointer
 from .training.journaling import settings_of
-from .training.replaying import Comparison, RecordedRounds, Replay
-from .training.task import image_reader_of
+from .training.prompts import image_reader_of
+from .training.replaying import Comparison, RecordedRounds, RecordedSampler, Replay
+from .training.task import Task
 
 
 class Unasked:
@@ -55,6 +55,8 @@ class Replayer(GRPOTrainer):
             depends on.
     """
 
+    samples = False
+
     def __init__(
         self,
         *,
@@ -77,18 +79,15 @@ class Replayer(GRPOTrainer):
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
-        self.source = self.engine
-        settings = settings_of(args, self._reward_names)
-        self.rounds = RecordedRounds(replay, args.layout.rank, settings, image_reader_of(self.policy))
-        self.journal = None if args.layout.engine_place else self.rounds
         self.comparison = Comparison(self.rounds)
         self.add_callback(_EndAfter(replay.last))
 
-    def check_engine(self, args: GRPOConfig) -> None:
-        """None is built."""
-
-    def assemble(self, prompts: Sequence[Prompts]) -> Assembly:
-        return assemble_alone(self.args, self.policy, prompts, self.toolbox, self.rules.max_tokens, self.times)
+    def _make_sampler(self, task: Task) -> RecordedSampler:
+        """The recorded rounds in the engine's place."""
+        settings = settings_of(self.args, self.learner.reward_names)
+        self.rounds = RecordedRounds(self.replay, self.args.layout.rank, settings, image_reader_of(self.policy))
+        self.journal = None if self.args.layout.engine_place else self.rounds
+        return self._sampler_of(RecordedSampler, task, source=None)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """From the checkpoint before the first step to the end of the last one."""
@@ -96,21 +95,21 @@ class Replayer(GRPOTrainer):
         self.console.say(self.comparison.summary(self.flags))
         return output
 
-    def get_batch_samples(self, *args: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.profile is not None and self.state.global_step + 1 == self.replay.first:
             self.profile.start()
-        return super().get_batch_samples(*args)
+        return super().training_step(*args, **kwargs)
 
-    def tell_step(self, entry: Mapping[str, float]) -> None:
-        """Of those that were asked for, beside what they were."""
+    def report_step(self, metrics: Mapping[str, float]) -> None:
+        """Show the steps that were asked for beside their recorded figures."""
         step = self.state.global_step
         if step < self.replay.first:
             return
         if self.profile is not None and step == self.replay.last:
             with on_all_ranks("the profile"):
                 line = self.profile.stop()
-        self.console.step(step, self.state.max_steps, entry)
-        self.console.say(self.comparison.line(step, self.figures))
+        self.console.step(step, self.state.max_steps, metrics)
+        self.console.say(self.comparison.line(step, self.learner.figures))
         if self.profile is not None and step == self.replay.last:
             self.console.say(line)
 

@@ -76,8 +76,7 @@ def report(trainer: GRPOTrainer) -> int:
     """Say what each check found; 0 if all is well on all ranks, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
 
-    if not trainer.rules.max_tokens:
-        trainer._measure_budget()  # forward and backward of rows without a signal; no optimizer step
+    trainer.measure_budget()  # forward and backward of rows without a signal; no optimizer step
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]
     of_ranks = gather(own)
@@ -137,7 +136,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     """Memory, weights, and log-probabilities of completions sampled for it."""
     from ..memory.table import PHASES, REMEDIES
 
-    plan = trainer.memory
+    plan = trainer.learner.memory
     yield Check(
         "memory",
         ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),
@@ -226,9 +225,9 @@ def sample(trainer: GRPOTrainer) -> tuple[tuple, int]:
     scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
     rows = pack(
         sorted(scored, key=lambda group: group.group.position),
-        trainer.rules.max_tokens or 4096,
+        trainer.learner.rules.max_tokens or 4096,
         mask_truncated=False,
         device=trainer.args.device,
-        share_prompts=trainer.rules.share_prompts,
+        share_prompts=trainer.learner.rules.share_prompts,
     )
     return rows, sum(len(g.rollouts) for g in groups)

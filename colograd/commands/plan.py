@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", dest="model_name_or_path", metavar="MODEL", help="a folder with a config.json, or a Hub id")
     add("--gpus", type=int, help="ranks: one per GPU; default: this machine's")
     add("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
-    size = {"type": int, "metavar": "N"}
+    size: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--tensor-parallel", dest="vllm_tensor_parallel_size", **size, default=1, help="ranks per engine; default: 1")
     add("--context", dest="vllm_max_model_length", **size, default=8192, help="of prompt and completion; default: 8192")
     add("--completion", dest="max_completion_length", **size, help="tokens; default: half of the context")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..batch import ScoredGroup
+from ..batch import SampledStep, ScoredGroup
 from ..config import GRPOConfig
 from ..parallel.ranks import gather
 from ..rewards import weighted_sum
@@ -138,3 +138,23 @@ def step_std(scores: Sequence[torch.Tensor]) -> float:
 def divided(group: ScoredGroup, std: float) -> ScoredGroup:
     """The group with its advantages, one per completion or per token, divided by ``std``."""
     return dataclasses.replace(group, advantages=group.advantages / std)
+
+
+def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
+    """The steps with advantages divided by a deviation over the step, where the run scales them so. A collective.
+
+    What was sampled and not kept is divided by the deviation of the step that counts it.
+    """
+    scores = estimator.step_scores
+    if scores is None:
+        return list(steps)
+    stds = [step_std([scores(group.rewards) for group in step.kept]) for step in steps]
+    of_group = {group.group.position: std for step, std in zip(steps, stds, strict=True) for group in step.kept}
+
+    def scaled(groups: Sequence[ScoredGroup], std: float) -> tuple[ScoredGroup, ...]:
+        return tuple(divided(group, of_group.get(group.group.position, std)) for group in groups)
+
+    return [
+        dataclasses.replace(step, kept=scaled(step.kept, std), sampled=scaled(step.sampled, std))
+        for step, std in zip(steps, stds, strict=True)
+    ]

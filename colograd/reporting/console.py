@@ -9,14 +9,12 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
-
-from .metrics import PhaseTimes
 
 # The phases of a step in the order of the line; what they leave is `other`.
 PHASES = (
@@ -140,21 +138,3 @@ class GenerationBar:
 
     def close(self) -> None:
         self._bar.close()
-
-
-class Timekeeper(TrainerCallback):
-    """Times the optimizer's phase, and says when a step has ended."""
-
-    def __init__(self, times: PhaseTimes, step_ended: Callable[[], None]) -> None:
-        self._times, self._step_ended = times, step_ended
-        self._phase: Any = None
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._phase = self._times.phase("optimizer")
-        self._phase.__enter__()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._phase.__exit__(None, None, None)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step_ended()

@@ -104,6 +104,7 @@ class PhaseTimes:
 
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._step_began = time.perf_counter()
         self._synchronize = synchronize  # on CUDA, so that a phase is charged with its kernels
 
     @contextmanager
@@ -121,6 +122,16 @@ class PhaseTimes:
         """Charge ``seconds`` that passed inside ``source`` to ``target`` (a reward called between engine steps)."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
+
+    def begin_step(self) -> None:
+        """Forget the phases so far: an evaluation's seconds are no step's."""
+        self.seconds.clear()
+        self._step_began = time.perf_counter()
+
+    def end_step(self) -> dict[str, float]:
+        """The phases of the step, its ``step_time``, and ``time/other``, the seconds that no phase explains."""
+        taken, step_time = self.take(), time.perf_counter() - self._step_began
+        return {**taken, "step_time": step_time, "time/other": step_time - sum(taken.values())}
 
     def take(self) -> dict[str, float]:
         """The seconds so far, as ``time/<phase>``; starts anew."""

@@ -1,4 +1,4 @@
-"""One round: prompts -> scored groups. Each group is scored when its source is done with it, beside the others."""
+"""One round: prompts -> scored groups. A group is scored as soon as it is whole, while others are still decoded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .journal import Recorded
 from .stages import PendingRewards, Stages, checked_groups
 
 
-def draw(
+def sample_steps(
     steps: Sequence[Sequence[Prompt]],
     stages: Stages,
     times: PhaseTimes,
@@ -72,7 +72,7 @@ def roll_out(
     """
     if one_call:
         return _first(_scored_together(prompts, stages, times), enough)
-    settled: dict[int, Recorded] = stages.recall(prompts)  # by position, until they are judged
+    settled: dict[int, Recorded] = stages.recall(prompts)  # by position, until they have advantages
     missing = [prompt for prompt in prompts if prompt.position not in settled]
     begun: dict[int, tuple[Group, PendingRewards]] = {}  # by position
     known: list[ScoredGroup] = []  # of the first prompts, as far as all before are known too
@@ -83,7 +83,7 @@ def roll_out(
 
     def settle(position: int) -> None:
         group, pending = begun.pop(position)
-        settled[position] = stages.settle(group, pending.result())
+        settled[position] = stages.record(group, pending.result())
 
     def settle_done() -> None:
         for position in [position for position, (_, pending) in begun.items() if pending.done()]:
@@ -98,7 +98,7 @@ def roll_out(
                     break
                 settle(prompt.position)
                 settle_done()
-            known.append(stages.judged(settled.pop(prompt.position)))
+            known.append(stages.with_advantages(settled.pop(prompt.position)))
             signals.append(has_signal(known[-1]))
 
     try:
@@ -129,15 +129,15 @@ def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTime
     """The groups in the order of the prompts, from one call of the rewards: recorded are all of them, or none."""
     recorded = stages.recall(prompts)
     if len(recorded) == len(prompts):
-        return [stages.judged(recorded[prompt.position]) for prompt in prompts]
+        return [stages.with_advantages(recorded[prompt.position]) for prompt in prompts]
     with times.phase("generate"):
         groups = sorted(checked_groups(stages.generate(prompts), prompts), key=lambda group: group.position)
     with times.phase("reward"):
         if not groups:  # a rank may have none in an evaluation
             return []
         rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-        settled = [stages.settle(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
-        return [stages.judged(one) for one in settled]
+        settled = [stages.record(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
+        return [stages.with_advantages(one) for one in settled]
 
 
 def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:

@@ -1,4 +1,4 @@
-"""The stages between prompts and scored groups: rollout sources, rewards on their way, and what each must return."""
+"""The stages between prompts and scored groups, and checks of the values that a replaced stage returns."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class RolloutSource(Protocol):
 
 
 class PendingRewards(Protocol):
-    """Rewards on their way. `rewards.Scoring` and `rewards.Ready` are such."""
+    """Rewards that are being computed: `rewards.Scoring`, or `rewards.Ready`."""
 
     def done(self) -> bool:
-        """Whether `result` wouldn't have to wait."""
+        """Whether `result` returns at once."""
 
     def cancel(self) -> object:
-        """Nobody asks for the result."""
+        """The result isn't needed any more."""
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, [completions, R] float32, NaN where a function abstained."""
@@ -53,28 +53,28 @@ class Stages:
     """How a run, or its evaluation, gets from prompts to scored groups."""
 
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
-    begin_score: Callable[[Sequence[Group]], PendingRewards]  # of all of the groups together
-    judge: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
-    take_logged: Callable[[int], Logged] = _nothing  # of the group at a position, whose rewards were just waited for
+    begin_score: Callable[[Sequence[Group]], PendingRewards]  # of several groups, in one call
+    add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
+    take_logged: Callable[[int], Logged] = _nothing  # logs of the group at a position, once its rewards are there
     journal: Journal | None = None
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, Recorded]:
-        """What the journal has of these prompts' groups, by position."""
+        """The groups of these prompts that the journal has, by position."""
         return self.journal.recall(prompts) if self.journal is not None else {}
 
-    def judged(self, recorded: Recorded) -> ScoredGroup:
+    def with_advantages(self, recorded: Recorded) -> ScoredGroup:
         """A group with its advantages."""
-        return dataclasses.replace(self.judge(recorded.group, recorded.rewards), logged=recorded.logged)
+        return dataclasses.replace(self.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
 
-    def settle(self, group: Group, rewards: torch.Tensor) -> Recorded:
-        """A group whose rewards [G, R] are there: it is recorded."""
+    def record(self, group: Group, rewards: torch.Tensor) -> Recorded:
+        """Write a group with its rewards [G, R] into the journal."""
         recorded = Recorded(group, rewards, self.take_logged(group.position))
         if self.journal is not None:
             self.journal.add(recorded)
         return recorded
 
 
-# -- what a stage that a subclass replaces must return: one clear error instead of a later one
+# -- checks: a stage that a subclass replaces may return anything
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generator[Group]:

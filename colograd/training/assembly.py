@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from ..batch import ModelInput
 from ..config import GRPOConfig
-from ..data import PromptDataset, PromptStream
-from ..engine.absent import NoEngine
+from ..data import PromptDataset
+from ..engine.building import check_experts
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
@@ -27,17 +26,16 @@ from ..policy.liger import apply_liger
 from ..policy.loading import Policy
 from ..policy.lora import unwrap
 from ..policy.reference import FrozenCopy, Reference, reference_bytes, reference_of
+from ..policy.routing import num_experts
 from ..reporting.metrics import PhaseTimes
 from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
 from ..rollout.stages import RolloutSource
-from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
 from ..sharding import name_of
 from ..weights import (
     Publisher,
-    Unpublished,
     bytes_apart,
     check_choice,
     expects_sharing,
@@ -45,86 +43,73 @@ from ..weights import (
     publisher,
     serves_packed,
 )
-from .task import image_reader_of, longest_completion, reset_rules
+from .prompts import Prompts, longest_completion, prompts_with_images, reset_rules
+from .task import Task
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
 OBSERVATION = 1024
-IMAGES_LOOKED_AT = 64  # rows, of which one should have an image
-Prompts = PromptDataset | PromptStream
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An engine beside a policy, or what stands in its place."""
+    """An engine beside a policy, or the policy alone."""
 
-    engine: Engine
-    weights: Publisher  # gives the engine the policy's weights
-    device_turns: DeviceTurns  # says who has the device's memory when
+    engine: Engine | None  # None: nothing is sampled
+    weights: Publisher | None  # gives the engine the policy's weights
+    device_turns: DeviceTurns | None  # says who has the device's memory when
     memory: MemoryPlan
     reference: Reference | None  # of the KL term; None where `beta` is 0
 
     def describe(self) -> Iterator[str]:
         """What the user should know of it, in lines."""
-        yield self.engine.describe()
-        yield self.weights.describe()
+        if self.engine is None or self.weights is None or self.device_turns is None:
+            yield "engine: none, as nothing is sampled"
+        else:
+            yield self.engine.describe()
+            yield self.weights.describe()
         yield from self.memory.table().splitlines()
-        yield from self.device_turns.notes
+        if self.device_turns is not None:
+            yield from self.device_turns.notes
         if self.reference is not None:
             yield self.reference.describe()
 
-    def warnings(self, config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts]) -> Iterator[str]:
+    def warnings(self, config: GRPOConfig, task: Task) -> Iterator[str]:
         """What the user should look at, in lines."""
-        yield from (*config.notes, *config.advice(), *self.engine.warnings(config), *policy.warnings(config))
-        for part in prompts:
+        yield from (*config.notes, *config.advice())
+        yield from () if self.engine is None else self.engine.warnings(config)
+        yield from task.policy.warnings(config)
+        for part in task.prompts:
             if isinstance(part, PromptDataset) and part.num_dropped:
                 total = part.num_dropped + len(part)
                 yield f"data: {part.num_dropped} of {total} prompts are too long and were dropped"
 
 
 def assemble(
-    config: GRPOConfig,
-    policy: Policy,
-    prompts: Sequence[Prompts],
-    tools: Toolbox | None,
-    max_tokens: int,
-    times: PhaseTimes,
-    closing: ExitStack,
+    config: GRPOConfig, task: Task, max_tokens: int, times: PhaseTimes, closing: ExitStack, samples: bool = True
 ) -> Assembly:
     """Build the engine, and bring the policy to its place beside it. A collective.
 
     Args:
-        prompts: all that the engine will be asked, in training and in evaluation.
         max_tokens: of a micro-batch; 0: still to be measured.
         closing: closes the engine.
+        samples: False: no engine is built, and the policy trains alone.
 
     Raises:
-        ValueError: no room for the KV cache of one sequence, settings that vLLM refuses, or a way of publishing that
-            can't be had.
+        ValueError: no room for the KV cache of one sequence or for training, settings that vLLM refuses, or a way of
+            publishing that can't be had.
         RuntimeError: the engine doesn't read a parameter where it should be.
     """
-    context = needed_context(config, policy, prompts, tools)
-    plan = plan_or_raise(read_run(config, policy, prompts, tools, max_tokens), name_of(config))
-    end = policy.tokenizer.eos_token_id
-    engine = Engine(
-        policy.path,
-        config,
-        policy.model.dtype,
-        context,
-        plan.kv_bytes,
-        end_tokens=() if end is None else (end,),
-        adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
-        sequences=most_sequences(config, prompts),
-        blank=policy.quantization is not None and policy.quantization.in_checkpoint,
-        parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
-        images=most_images(prompts, policy, tools, context),
-    )
-    closing.callback(engine.close)
-    with on_all_ranks("the check of the sampling settings"):
-        for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
-            engine.check(sampling)
-    if policy.processor is not None:
-        with on_all_ranks("the check of the processor"):
-            engine.check_processor(policy.processor)
+    policy, run = task.policy, read_run(config, task, max_tokens)
+    if not samples:
+        plan = plan_or_raise(run.without_engine(), name_of(config))
+        if not config.on_cpu:
+            policy.model.to(config.device)
+        with on_all_ranks("the reference model"):
+            return Assembly(None, None, None, plan, reference_of(config, policy))
+    with on_all_ranks("the engine's experts"):
+        check_experts(num_experts(policy.model.config), config.on_cpu)
+    plan = plan_or_raise(run, name_of(config))
+    engine = _build_engine(config, task, plan, closing)
     with on_all_ranks("the plan of the weights"):
         weights = publisher(
             config.weights,
@@ -134,7 +119,7 @@ def assemble(
             device=config.device,
             adapter=policy.adapter,
             cut=config.cuts_weights,
-            seen=next(iter(prompts_with_images(prompts, policy, tools)), None),
+            seen=next(iter(prompts_with_images(task.prompts, policy, task.toolbox)), None),
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
@@ -145,47 +130,50 @@ def assemble(
     return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
 
 
-def assemble_alone(
-    config: GRPOConfig,
-    policy: Policy,
-    prompts: Sequence[Prompts],
-    tools: Toolbox | None,
-    max_tokens: int,
-    times: PhaseTimes,
-) -> Assembly:
-    """The policy without an engine, in a run that samples nothing; otherwise as `assemble`.
+def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: ExitStack) -> Engine:
+    policy, context = task.policy, needed_context(config, task)
+    end = policy.tokenizer.eos_token_id
+    engine = Engine(
+        policy.path,
+        config,
+        policy.model.dtype,
+        context,
+        plan.kv_bytes,
+        end_tokens=() if end is None else (end,),
+        adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
+        sequences=most_sequences(config, task.prompts),
+        blank=policy.quantization is not None and policy.quantization.in_checkpoint,
+        parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
+        images=most_images(task.prompts, policy, task.toolbox, context),
+    )
+    closing.callback(engine.close)
+    with on_all_ranks("the check of the sampling settings"):
+        for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
+            engine.check(sampling)
+    if policy.processor is not None:
+        with on_all_ranks("the check of the processor"):
+            engine.check_processor(policy.processor)
+    return engine
 
-    Raises:
-        ValueError: no room for training.
-    """
-    plan = plan_or_raise(read_run(config, policy, prompts, tools, max_tokens).without_engine(), name_of(config))
-    engine = NoEngine(config, policy.model.dtype, needed_context(config, policy, prompts, tools))
-    if not config.on_cpu:
-        policy.model.to(config.device)
-    with on_all_ranks("the reference model"):
-        reference = reference_of(config, policy)
-    return Assembly(engine, Unpublished(engine), DeviceTurns(engine, config, times), plan, reference)
 
-
-def settle_by_memory(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> None:
+def resolve_by_memory(config: GRPOConfig, task: Task) -> None:
     """Resolve what the memory decides where nothing is said: ``sharding: auto`` is the least sharded way that leaves
     room, ``gradient_checkpointing`` is on for as few layers as this way needs. A collective."""
     if config.sharding == "auto":
-        config.settle_sharding(auto(read_run(config, policy, prompts, tools, config.token_budget)))
+        config.settle_sharding(auto(read_run(config, task, config.token_budget)))
     if config.gradient_checkpointing is None:
-        run = read_run(config, policy, prompts, tools, config.token_budget)
-        config.settle_checkpointing(least_checkpointing(run, name_of(config), policy.checkpointing))
+        run = read_run(config, task, config.token_budget)
+        config.settle_checkpointing(least_checkpointing(run, name_of(config), task.policy.checkpointing))
 
 
-def read_run(
-    config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None, max_tokens: int
-) -> RunDescription:
+def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
     """The run in numbers, from which its memory follows."""
+    policy = task.policy
     work = Workload(
-        length=needed_context(config, policy, prompts, tools),
+        length=needed_context(config, task),
         sequences=sampled_together(config),
         tokens=max_tokens,
-        prompt=max(part.longest for part in prompts),
+        prompt=max(part.longest for part in task.prompts),
         shares_prompts=not policy.why_padded,
     )
     return describe_run(
@@ -196,18 +184,6 @@ def read_run(
         shared=expects_sharing(config, policy),
         reference=reference_bytes(config, policy),
     )
-
-
-def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None) -> list[ModelInput]:
-    """A prompt with images, to prove things on; none where there are no images. One is made up where tools may show
-    some to a model whose prompts have none, or only rows behind the first ones have any."""
-    seen = any(getattr(part, "most_images", 0) for part in prompts)
-    if getattr(prompts[0], "most_images", 0):
-        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
-        if (first := next(found, None)) is not None:
-            return [first]
-    reader = image_reader_of(policy)
-    return [reader.made_up()] if reader is not None and (seen or tools is not None) else []
 
 
 def most_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None, context: int) -> int:
@@ -233,39 +209,28 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
     return max(sampled_together(config), *evaluated, 1)
 
 
-def needed_context(config: GRPOConfig, policy: Policy, prompts: Sequence[Prompts], tools: Toolbox | None) -> int:
+def needed_context(config: GRPOConfig, task: Task) -> int:
     """Tokens that one sequence of the engine may have, prompt and completion together."""
-    longest = max(part.longest for part in prompts) + longest_completion(config)
-    told = OBSERVATION if tools is not None and tools.has_environments else 0
-    return config.vllm_max_model_length or min(longest + told, policy.context)
+    longest = max(part.longest for part in task.prompts) + longest_completion(config)
+    told = OBSERVATION if task.toolbox is not None and task.toolbox.has_environments else 0
+    return config.vllm_max_model_length or min(longest + told, task.policy.context)
 
 
-def rollout_source(
-    engine: Engine,
-    config: GRPOConfig,
-    policy: Policy,
-    tools: Toolbox | None,
-    form: ToolFormat | None,
-    rollout_func: Any,
-    trainer: Any,
-) -> RolloutSource:
-    """Who writes completions: a source or a function of the user's, conversations with tools, or the engine alone.
+def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any) -> RolloutSource:
+    """The writer of completions: the user's source or function, conversations with tools, or the engine alone.
 
     Args:
-        form: how the policy's chat template writes tool calls, where there are tools.
-        rollout_func: a class made with the engine, an object with a method ``generate`` (see `RolloutSource`), or TRL's
-            ``f(prompts, trainer)``.
-        trainer: is handed to such a function.
+        trainer: is handed to a user's function.
     """
-    if hasattr(rollout_func, "generate"):
-        source: RolloutSource = rollout_func(engine) if isinstance(rollout_func, type) else rollout_func
+    write, tools = task.rollout_func, task.toolbox
+    if hasattr(write, "generate"):
+        source: RolloutSource = write(engine) if isinstance(write, type) else write
         return source
-    if rollout_func is not None:
-        write: Callable[[list[Any]], dict[str, Any]] = lambda prompts: rollout_func(prompts, trainer)  # noqa: E731
-        return CustomRollouts(engine, write, policy.end_tokens)
-    if tools is not None and form is not None:
-        rules = reset_rules(policy, config, tools, engine.context)
-        return Conversations(engine, tools, form, rules, config.max_tool_calling_iterations)
+    if write is not None:
+        return CustomRollouts(engine, lambda prompts: write(prompts, trainer), task.policy.end_tokens)
+    if tools is not None and task.tool_format is not None:
+        rules = reset_rules(task.policy, config, tools, engine.context)
+        return Conversations(engine, tools, task.tool_format, rules, config.max_tool_calling_iterations)
     return engine
 
 

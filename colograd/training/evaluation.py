@@ -6,21 +6,46 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
-from ..losses.advantages import AdvantageEstimator
+from ..data import PromptDataset
+from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.logprobs import evaluation_mode, policy_logprobs
 from ..policy.packing import PackingRules, collate
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import Combine, RolloutStatistics
-from .step_batches import scale, step_batch
+from .step_batches import step_batch
 
 EVALUATION_TOKENS = 4096  # of a micro-batch in an evaluation's forward where a GPU's room hasn't been measured yet
 AFFORDABLE = 0.1  # of an evaluation's time: what its loss may take where nobody asked for it
+
+
+def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[str, float]:
+    """Sample, score and measure every prompt once, over all ranks.
+
+    Args:
+        trainer: whose `sampler` and `learner` do it.
+        name: the evaluation's, in the records of the run.
+    """
+    config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
+    with on_all_ranks("publishing"):
+        trainer.publish()
+    groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
+    counts = sampler.take_counts()
+    trainer.recorder.evaluated(groups, name)
+    if sampler.completion_log is not None:
+        sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name)
+    names = trainer.learner.reward_names
+    metrics = evaluation_metrics(groups, counts, names, trainer.combine, config)
+    metrics |= trainer.learner.evaluate(groups, sampler.add_advantages, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
+    return metrics | {"num_tokens": float(trainer.state.num_input_tokens_seen)}
 
 
 def evaluation_metrics(
@@ -82,7 +107,7 @@ def evaluation_step(
     """What an evaluation sampled, with its advantages, as a step of all of it. A collective."""
     tokens = rules.max_tokens or EVALUATION_TOKENS
     rules = dataclasses.replace(rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
-    (drawn,) = scale([SampledStep(tuple(groups), ())], estimator)
+    (drawn,) = scale_over_steps([SampledStep(tuple(groups), ())], estimator)
     return step_batch(drawn, RolloutStatistics(), rules, reward_names, times)
 
 

@@ -145,7 +145,7 @@ class Recorder(TrainerCallback):
             run=facts,
             memory=[
                 {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
-                for part, sampling, training in trainer.memory.rows()
+                for part, sampling, training in trainer.learner.memory.rows()
             ],
         )
 
@@ -174,7 +174,7 @@ class Recorder(TrainerCallback):
         def run() -> T:
             trainer = self.trainer
             self.lanes.begin()
-            trainer.scorer.on_call = self.lanes.reward
+            trainer.sampler.scorer.on_call = self.lanes.reward
             if trainer.toolbox is not None:
                 trainer.toolbox.on_call = self.lanes.tool
             with watched(trainer.engine, self.lanes.look) as preemptions:
@@ -216,7 +216,7 @@ class Recorder(TrainerCallback):
 
     def _limits(self, whole: RolloutStatistics) -> dict[str, list[float]]:
         """The least and the greatest reward of each function that judged any of a step's completions."""
-        names, columns = self.trainer._reward_names, zip(*whole.rewards, strict=True)
+        names, columns = self.trainer.learner.reward_names, zip(*whole.rewards, strict=True)
         judged = {n: [v for v in column if math.isfinite(v)] for n, column in zip(names, columns, strict=False)}
         return {name: [min(values), max(values)] for name, values in judged.items() if values}
 
@@ -226,7 +226,7 @@ class Recorder(TrainerCallback):
             "train/completions/lengths": [float(length) for length in whole.lengths],
             "train/rewards": whole.totals,
         }
-        names = self.trainer._reward_names
+        names = self.trainer.learner.reward_names
         if len(names) > 1:
             columns = zip(*whole.rewards, strict=True)
             found |= {f"train/rewards/{n}/values": list(c) for n, c in zip(names, columns, strict=False)}
@@ -280,7 +280,7 @@ class Recorder(TrainerCallback):
         """A step has ended: its line."""
         if not self._is_open:
             return
-        found = {**metrics, **self.trainer.figures, **self._step}
+        found = {**metrics, **self.trainer.learner.figures, **self._step}
         flops, seconds = found.pop("flops", 0.0), metrics.get("time/train", 0.0)
         if flops and seconds and self._peak:
             found["mfu"] = round(flops / (seconds * self._peak), 4)
@@ -313,7 +313,7 @@ class Recorder(TrainerCallback):
         assert self._pieces is not None
         judged = [(scored, self.trainer.combine(scored.rewards).tolist()) for scored in groups]
         chosen = chosen_groups(judged, trainer, self.args.report_groups)
-        names, masked = self.trainer._reward_names, self.args.mask_truncated_completions
+        names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         entries = sample_entries(chosen, step, purpose, names, trainer, self._pieces, masked)
         self.file.write(SAMPLES, entries)
         every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)

@@ -5,15 +5,18 @@ alike. The run's journal is read here, and never written.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..batch import Group, Prompt, SampledStep
 from ..checkpoint.folders import complete_steps
 from ..config import GRPOConfig
 from ..data.images import ImageReader
+from ..parallel.ranks import on_all_ranks
 from ..rollout.figures import read_figures
 from ..rollout.journal import About, Journal, JournalError
+from ..rollout.sampler import Sampler
 from .journaling import OF_GROUPS
 
 
@@ -165,3 +168,27 @@ class Comparison:
 
 def _shown(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.9g}" for name, value in figures.items())
+
+
+class RecordedSampler(Sampler):
+    """A `Sampler` whose groups are all recorded ones: there is no engine, and no reward function is called."""
+
+    def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
+        with on_all_ranks("the rollout"):
+            if self.config.layout.engine_place:  # the first rank of an engine has the groups of all of its ranks
+                return [SampledStep((), ()) for _ in prompts]
+            return self._draw(prompts)
+
+    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+        """
+        Raises:
+            ValueError: the group of a prompt isn't recorded.
+        """
+        if prompts:
+            positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
+            raise ValueError(
+                f"{len(prompts)} group(s) of the round from step {self.hooks.state.global_step} aren't recorded (the "
+                f"first at position {positions}), and there is no engine to sample them: a replay takes what the "
+                "journal has."
+            )
+        yield from ()

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
-from ..losses.advantages import AdvantageEstimator, divided, step_std
 from ..losses.objective import Objective
 from ..parallel.balance import balance, pair_cost
 from ..parallel.ranks import gather
@@ -36,26 +35,6 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
         device=config.device,
         ranks_per_engine=config.layout.ranks_per_engine,
     )
-
-
-def scale(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
-    """The steps with advantages divided by a deviation over the step, where the run scales them so. A collective.
-
-    What was sampled and not kept is divided by the deviation of the step that counts it.
-    """
-    scores = estimator.step_scores
-    if scores is None:
-        return list(steps)
-    stds = [step_std([scores(group.rewards) for group in step.kept]) for step in steps]
-    of_group = {group.group.position: std for step, std in zip(steps, stds, strict=True) for group in step.kept}
-
-    def scaled(groups: Sequence[ScoredGroup], std: float) -> tuple[ScoredGroup, ...]:
-        return tuple(divided(group, of_group.get(group.group.position, std)) for group in groups)
-
-    return [
-        dataclasses.replace(step, kept=scaled(step.kept, std), sampled=scaled(step.sampled, std))
-        for step, std in zip(steps, stds, strict=True)
-    ]
 
 
 class _Share(NamedTuple):

@@ -1,27 +1,154 @@
-"""What a trainer is given, made ready: tools, reward functions, tokenised prompts."""
+"""A run made ready before its engine: the arguments of a `GRPOTrainer` become a `Task`."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset, IterableDataset
-
+from ..batch import ModelInput
 from ..config import GRPOConfig
-from ..data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
-from ..data.columns import check_columns, columns_of
-from ..data.images import COLUMNS as IMAGES
-from ..data.images import ImageReader
-from ..policy.loading import Policy
+from ..data import PromptDataset
+from ..data.columns import columns_of
+from ..engine.arguments import check_split
+from ..engine.building import check_vllm
+from ..engine.sampling import check_sampling
+from ..losses.entropy import EntropyController
+from ..losses.objective import Objective
+from ..memory.segments import expand_segments
+from ..parallel import watchdog
+from ..parallel.layout import Place, check_engines, check_places
+from ..parallel.ranks import gather, on_all_ranks
+from ..policy.layers import check_compiled
+from ..policy.liger import check_liger
+from ..policy.loading import Policy, load_policy, proven_with_images
+from ..policy.outline import note_on_cpu
+from ..policy.quantized import take_quantization
+from ..policy.reference import check_reference
+from ..policy.supported import check_supported
 from ..reporting.console import Console
-from ..rewards import RewardFunction, resolve_rewards
+from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
 from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
 from ..rollout.tool_format import ToolFormat
-from ..rollout.toolbox import EMPTY, Toolbox, environment_reward
+from ..rollout.toolbox import Toolbox, environment_reward
 from ..runtime import process
 from ..runtime.importing import find_object
+from ..sharding import check_sharding
+from ..weights import check_choice
+from .prompts import Prompts, eval_prompts_of, image_reader_of, prompts_with_images, train_prompts_of
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The arguments of a `GRPOTrainer` that a task is made of."""
+
+    model: Any
+    reward_funcs: Any = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    processing_class: Any = None
+    reward_processing_classes: Any = None
+    quantization_config: Any = None
+    peft_config: Any = None
+    tools: Any = None
+    rollout_func: Any = None
+    environment_factory: Any = None
+    optimizer: Any = None
+    samples: bool = True  # False: the groups are recorded ones, and no engine is built
+    needs_columns: bool = True  # False: a subclass generates or scores in its own way
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A policy, the prompts, the rewards, the tools and the objective of a run."""
+
+    policy: Policy
+    train_prompts: Prompts
+    eval_prompts: Any  # a PromptDataset, a dict of them, or None
+    seen: list[ModelInput]  # a prompt with images, to prove rows and weights on; empty: there are no images
+    rewards: list[RewardFunction]
+    scorer: Scorer
+    toolbox: Toolbox | None
+    tool_format: ToolFormat | None
+    rollout_func: Any
+    objective: Objective
+    entropy: EntropyController
+
+    @property
+    def prompts(self) -> list[Prompts]:
+        """All prompts: of training, then of each evaluation."""
+        parts = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
+        return [self.train_prompts, *(part for part in parts if part is not None)]
+
+
+def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
+    """Check the run, load the policy, and make the prompts ready. A collective: bad input is an error on all ranks.
+
+    Args:
+        closing: closes the processes of rewards and tools.
+
+    Raises:
+        ValueError: bad input.
+    """
+    watchdog.set_limit(args.rank_timeout)
+    expand_segments(args)
+    places = gather(Place.here(args.device))
+    with on_all_ranks("the start"):
+        check_places(places)
+        check_engines(args.layout, places)
+        _check_config(given, args)
+        objective, entropy = Objective.from_config(args), EntropyController(args)
+        toolbox = toolbox_of(args, given.tools, given.environment_factory)
+        if toolbox is not None:
+            closing.callback(toolbox.close)
+        rollout_func = rollout_func_of(given.rollout_func, toolbox, args)
+        rewards = rewards_of(with_models(given.reward_funcs, given.reward_processing_classes, args), args, toolbox)
+        scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
+        closing.callback(scorer.close)
+        policy = load_policy(given.model, given.processing_class, args, given.peft_config)
+        check_choice(args.weights, policy.adapter, args.cuts_weights)
+        check_split(args, policy.model.config)
+        objective = dataclasses.replace(objective, router_coef=policy.router_coef(args))
+        check_reference(args, policy)
+        check_compiled(args, policy.why_padded)
+        args.settle_precision(policy.model.dtype)
+        tool_format = tool_format_of(toolbox, policy, args)
+        train_prompts = train_prompts_of(given.train_dataset, policy, args, toolbox)
+        eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, toolbox)
+        seen = prompts_with_images([train_prompts], policy, toolbox)
+        policy = proven_with_images(policy, seen)
+        if rollout_func is None and given.needs_columns:
+            check_rewards(rewards, train_prompts, toolbox)
+    return Task(
+        policy,
+        train_prompts,
+        eval_prompts,
+        seen,
+        rewards,
+        scorer,
+        toolbox,
+        tool_format,
+        rollout_func,
+        objective,
+        entropy,
+    )
+
+
+def _check_config(given: Given, args: GRPOConfig) -> None:
+    """Refuse what the configuration and the model's name alone show, before anything is loaded."""
+    args.check_for_trainer()
+    take_quantization(args, given.model, given.quantization_config)
+    check_supported(given.model, args, given.peft_config)
+    if args.layout.is_main and (note := note_on_cpu(given.model, args)):
+        Console(enabled=True, bars=False).warn(note)
+    if given.samples:
+        check_vllm()
+        check_sampling(args)
+    check_sharding(args, given.optimizer)
+    check_liger(args)
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
@@ -45,11 +172,6 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
     if args.on_cpu:
         process.keep_freed_memory()
     return args
-
-
-def longest_completion(args: GRPOConfig) -> int:
-    """Tokens a completion may have, in training or evaluation."""
-    return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
 
 
 def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbox | None:
@@ -94,21 +216,10 @@ def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) 
     return rollout_func
 
 
-def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) -> PromptRules:
-    """How a prompt becomes tokens when an environment has changed it, in an engine with room for ``context``."""
-    most = context - 1
-    return dataclasses.replace(_rules(policy, args, "reset", None, tools), max_prompt_tokens=most, overlong="drop")
-
-
 def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> ToolFormat | None:
     """How the policy's chat template writes tool calls, where there are tools."""
     kwargs: dict[str, Any] = dict(args.chat_template_kwargs or {})  # type: ignore[arg-type]
     return ToolFormat(policy.tokenizer, kwargs, image_reader_of(policy)) if tools else None
-
-
-def image_reader_of(policy: Policy) -> ImageReader | None:
-    """What reads images for the policy; None: it takes none."""
-    return None if policy.processor is None else ImageReader(policy.processor, policy.image_token)
 
 
 def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[RewardFunction]:
@@ -123,29 +234,7 @@ def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[
     return resolve_rewards(given, weights)
 
 
-def train_prompts_of(
-    dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None, context: int | None = None
-) -> PromptDataset | PromptStream:
-    """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
-
-    Without a dataset, empty ones for one generation, where one environment makes all of them and ``max_steps`` says
-    when to end (as in TRL).
-
-    Raises:
-        ValueError: no dataset and no environment that does without, no room for a prompt, prompts that don't fill a
-            round, or what tokenising finds.
-    """
-    rules = _rules(policy, args, "train", context, tools)
-    if dataset is None:
-        dataset = _empty_prompts(args, tools)
-    if isinstance(dataset, IterableDataset):
-        return PromptStream(_wanted(dataset, policy, args, tools, "train"), rules, args)
-    prompts = tokenize_prompts(_wanted(dataset, policy, args, tools, "train"), rules)
-    StepOrder.of(args, len(prompts))
-    return prompts
-
-
-def check_rewards(rewards: list[RewardFunction], prompts: PromptDataset | PromptStream, tools: Toolbox | None) -> None:
+def check_rewards(rewards: list[RewardFunction], prompts: Prompts, tools: Toolbox | None) -> None:
     """Whether the dataset has what the functions ask for, before a group is sampled; of a streamed one its rows tell.
 
     Raises:
@@ -153,93 +242,3 @@ def check_rewards(rewards: list[RewardFunction], prompts: PromptDataset | Prompt
     """
     if isinstance(prompts, PromptDataset) and not (tools is not None and tools.has_environments):
         check_columns_for(rewards, columns_of(prompts.dataset))
-
-
-def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
-    """A row for each prompt of one generation, all of whose text is an environment's.
-
-    Raises:
-        ValueError: there is no environment, or one per row's name, or no end.
-    """
-    if tools is None or not tools.has_environments:
-        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
-    if tools.by_name:
-        raise ValueError(
-            "train_dataset is missing, but environment_factory is a dict, of which each row's column `environment` "
-            "names one: give a dataset with that column, or a single factory."
-        )
-    if args.max_steps <= 0:
-        raise ValueError(
-            f"train_dataset is missing and max_steps is {args.max_steps}, but without a dataset nothing else says when "
-            "to end: set max_steps."
-        )
-    rows = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
-    return Dataset.from_dict({"prompt": [EMPTY] * rows})
-
-
-def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
-    """One item is the list of prompts of one optimizer step on this rank."""
-    if isinstance(prompts, PromptStream):
-        return StreamLoader(prompts)
-    return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
-
-
-def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
-    """The dataset without what ``remove_unused_columns`` takes from the reward functions; with empty prompts where
-    environments bring their own."""
-    names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
-    if tools is not None and tools.has_environments and names and "prompt" not in names:
-        return dataset.map(lambda row: {"prompt": EMPTY})
-    if args.remove_unused_columns and "prompt" in names:
-        check_columns(dataset, name, policy.processor is not None)  # before the columns are gone that it looks for
-        images = [column for column in IMAGES if column in names]
-        named = ["environment"] if tools is not None and tools.by_name and "environment" in names else []
-        return dataset.select_columns(["prompt", *images, *named])
-    return dataset
-
-
-def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, tools: Toolbox | None) -> PromptRules:
-    """How rows become prompts behind which there is room for a completion.
-
-    Args:
-        name: of the dataset in messages: train, eval or the user's.
-        context: tokens that an engine which is there has room for.
-    """
-    completion = longest_completion(args)
-    most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
-    limit = min(args.max_prompt_tokens or most, most - completion)
-    if limit < 1:
-        raise ValueError(
-            f"max_completion_length is {completion}, but the context has {most} tokens: no room is left for a "
-            "prompt. Lower max_completion_length or raise vllm_max_model_length."
-        )
-    return PromptRules(
-        policy.tokenizer,
-        max_prompt_tokens=limit,
-        overlong=args.overlong_prompts,
-        chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
-        name=name,
-        tools=tools.schemas if tools else None,
-        images=image_reader_of(policy),
-        tell=Console(args.layout.is_main, bars=False).say,
-    )
-
-
-def eval_prompts_of(
-    dataset: Any,
-    policy: Policy,
-    args: GRPOConfig,
-    tools: Toolbox | None = None,
-    context: int | None = None,
-    name: str = "eval",
-) -> Any:
-    """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are.
-
-    Iterable ones are read to their end: evaluation takes every prompt once.
-    """
-    if dataset is None or isinstance(dataset, PromptDataset):
-        return dataset
-    if isinstance(dataset, dict):
-        given: dict[str, Any] = dataset
-        return {name: eval_prompts_of(part, policy, args, tools, context, name) for name, part in given.items()}
-    return tokenize_prompts(_wanted(dataset, policy, args, tools, name), _rules(policy, args, name, context, tools))

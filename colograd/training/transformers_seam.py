@@ -1,85 +1,154 @@
-"""`CheckpointedTrainer` for a model that sees packed rows: transformers' other hooks.
+"""`SeamTrainer`: what `transformers.Trainer` asks on its way, answered by the parts of a `GRPOTrainer`.
 
-It looks at the gradient's norm before the weights change, casts, logs, saves, and writes the model card.
+Weights, optimizer and random state are saved and loaded by the `Checkpointer`; logs get the metrics of the steps since
+the last one; the model card describes the run.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping, Sequence
+import functools
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import TrainOutput
 
+from ..checkpoint import folders, search
+from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
 from ..engine.queue_order import LengthHistory
+from ..parallel import watchdog
 from ..parallel.faults import ends_together
+from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
-from ..reporting.console import Console, Timekeeper
+from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
+from ..rollout.journal import Journal
+from ..sharding import Sharding
 from ..weights import state_dict_on_host
-from .checkpointed_trainer import CheckpointedTrainer
+from .checkpointer import Checkpointer
+from .journaling import begin_records, end_records, keep_recipe, open_journal
+from .learner import Learner
 from .recording import Recorder
 
 
-class PackedTrainer(CheckpointedTrainer):
-    """Does for packed rows what `transformers.Trainer` would do as for padded batches."""
+class SeamTrainer(Trainer):
+    """`transformers.Trainer` for packed rows, sharded policies and checkpoints that are whole or not there."""
 
     policy: Policy
     rewards: list[RewardFunction]
+    learner: Learner
+    sharding: Sharding
+    journal: Journal | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.model_accepts_loss_kwargs = True  # the step's denominator is applied in it, not by transformers
         # No DDP around the model: ranks hold full copies whose gradients are summed once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
-        self.facts = {}
+        self.facts: dict[str, Any] = {}  # for the model card and the journal: recipe, command, dataset
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self._logs: list[dict[str, float]] = []  # one entry per step since the last log
-        self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
-        self._step_started = 0.0
+        self._unlogged: list[dict[str, float]] = []  # the metrics of each step since the last log
         self._gathered: dict[str, torch.Tensor] | None = None  # the weights to be saved, of a policy that is cut
+        self.checkpointer = self.make_checkpointer()
+        self.recorder = Recorder(self, self.is_world_process_zero())
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        self.add_callback(self.console)
-        self.add_callback(Timekeeper(self.times, self._finish_step))
-        self.run_record = Recorder(self, self.is_world_process_zero())
-        self.add_callback(self.run_record)
+        for callback in (self.checkpointer, self.console, self.recorder):
+            self.add_callback(callback)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """And this rank's history of lengths, which says what the engine's batches will be."""
-        super()._save_rng_state(output_dir)
-        if self.args.layout.engine_place == 0:  # which has seen them
-            self.lengths.save(output_dir, self.args.layout.data_rank)
+    def make_checkpointer(self) -> Checkpointer:
+        """Overridden where checkpoints are read from another run's folder. A collective."""
+        return Checkpointer(self)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:  # here and not with the random state, which comes after the first generation
-            self.lengths.load(checkpoint, self.args.layout.data_rank)
+    def at_boundary(self) -> bool:
+        """Whether a checkpoint written now could be resumed from."""
+        return True
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends.
+
+        A run that had reached its last step is loaded and not trained further.
+        """
+        checkpoint = self.checkpointer.find(resume_from_checkpoint)
+        if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
+            return finished
+        self.checkpointer.begin(checkpoint)
+        self._open_journal(checkpoint, resume_from_checkpoint)
+        with self.checkpointer.during_training():
+            output = super().train(checkpoint, *args, **kwargs)
+        self._end_records()
+        return output
+
+    def _finished(self, checkpoint: str) -> TrainOutput | None:
+        """Load the checkpoint of a run's last step, so that it can be saved again; None: there are steps to train.
+
+        transformers would train one more step.
+        """
+        state = trainer_state(checkpoint)
+        *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+        if state.global_step < max_steps:
+            return None
+        self._load_from_checkpoint(checkpoint)
+        self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self.optimizer: Any = self.accelerator.prepare(self.optimizer)
+        self._load_optimizer_and_scheduler(checkpoint)
+        self._load_rng_state(checkpoint)
+        self.state = state
+        self.console.say(f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train")
+        return TrainOutput(state.global_step, 0.0, {})
+
+    # -- the rollout log
+
+    def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
+        line, problem, resumes = "", "", search.is_wanted(wanted)
+        with on_all_ranks("the journal"):
+            if self.journal is not None:
+                step = folders.step_of(checkpoint) if checkpoint else 0
+                line = open_journal(self.journal, resumes, step, self.args.should_save)
+                problem = keep_recipe(self.journal, self.facts.get("settings")) if self.args.should_save else ""
+        if line:
+            self.console.say(line)
+        self.console.warn_of_all(gather(problem))
+
+    def begin_records(self, evaluation: str = "") -> None:
+        """Open the journal of the round, or of an evaluation in between, and read what it has of it. A collective."""
+        if not self.args.keeps_journal or not self.is_in_train:
+            return
+        with on_all_ranks("the journal"), self.times.phase("journal"):
+            problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
+        self.console.warn_of_all(gather(problem))
+
+    def _end_records(self) -> None:
+        """Of the last round, after which no other one would tell what went wrong with its records."""
+        if self.args.keeps_journal:
+            self.console.warn_of_all(gather(end_records(self.journal)))
+
+    # -- logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the means of the steps since the last log; at the end of training, of those that were never logged."""
+        if self._unlogged and ("loss" in logs or "train_loss" in logs):
+            names = dict.fromkeys(name for entry in self._unlogged for name in entry)
+            for name in names:
+                values = [entry[name] for entry in self._unlogged if name in entry]
+                logs[name] = sum(values) / len(values)
+            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+            self._unlogged = []
+        super().log(logs, start_time)
+
+    # -- the model
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not before the engine is built: the policy then moves into its memory (see `weights.publisher`)."""
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> float:
-        with self.times.phase("optimizer"):
-            return self.sharding.clip(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
-        """The norm of the whole gradient; and the last look before the weights change."""
-        norm = self.figures["grad_norm"] = self.sharding.clip(math.inf) if grad_norm is None else grad_norm
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"The gradient of step {self.state.global_step + 1} has norm {norm}: training stops before the "
-                "weights are touched. Lower learning_rate, or train with dtype: float32."
-            )
-        return norm
 
     def compute_loss_context_manager(self) -> Any:
         """bfloat16 autocast where it is asked for. (accelerate would put it into the model, which stays unwrapped.)"""
@@ -91,17 +160,6 @@ class PackedTrainer(CheckpointedTrainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: the trainer counts prompts and completions of all ranks when a round is collected."""
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means of the steps since the last log; at the end of training, of those that were never logged."""
-        if self._logs and ("loss" in logs or "train_loss" in logs):
-            names = dict.fromkeys(name for entry in self._logs for name in entry)
-            for name in names:
-                values = [entry[name] for entry in self._logs if name in entry]
-                logs[name] = sum(values) / len(values)
-            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
-            self._logs = []
-        super().log(logs, start_time)
 
     # -- saving
 
@@ -120,9 +178,64 @@ class PackedTrainer(CheckpointedTrainer):
             state_dict = self._gathered
             if state_dict is None:
                 state_dict = state_dict_on_host(self.model, self.checkpointer.weight_places())
-        super()._save(output_dir, state_dict)
+        with self.checkpointer.saving_model():
+            super()._save(output_dir, state_dict)
         if self.policy.quantization is not None:
             self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        watchdog.progress("saving the optimizer")
+        usual = functools.partial(super()._save_optimizer_and_scheduler, output_dir)
+        self.checkpointer.save_optimizer(output_dir, usual)
+        watchdog.progress()
+        if self.learner.reference is not None and self.args.should_save:
+            self.learner.reference.save(output_dir, self.checkpointer.write_tensors)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """And this rank's history of lengths, on which the engine's batches depend."""
+        super()._save_rng_state(output_dir)
+        if self.args.layout.engine_place == 0:  # which has seen them
+            self.lengths.save(output_dir, self.args.layout.data_rank)
+
+    # -- loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        usual = functools.partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self.checkpointer.load_weights(resume_from_checkpoint, usual)
+
+    def _load_best_model(self) -> None:
+        self.checkpointer.load_weights(str(self.state.best_model_checkpoint), super()._load_best_model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """A parameter that isn't in the files is an error, and not a line in a log."""
+        self.checkpointer.check_all_loaded(load_result.missing_keys)
+        super()._issue_warnings_after_load(load_result)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self.checkpointer.load_optimizer(checkpoint)
+        self.lengths.load(checkpoint, self.args.layout.data_rank)
+        if self.learner.reference is not None:
+            with loading(checkpoint, "the reference"):
+                self.learner.reference.load(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with loading(str(checkpoint), "the random state"):
+            super()._load_rng_state(checkpoint)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """As in transformers; the ranks then share out its state."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
+            self.sharding.share(optimizer)
+        return optimizer
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which deletes checkpoints and loads the best one: all must have been written."""
+        self.checkpointer.settle(wait=True)
+        return super()._finalize_training(*args, **kwargs)
 
     def create_model_card(
         self,
@@ -161,22 +274,6 @@ class PackedTrainer(CheckpointedTrainer):
             base_dtype=str(self.model.dtype).removeprefix("torch."),
         )
         write_card(folder, run=facts)
-
-    def _finish_step(self) -> None:
-        """After the optimizer: the step's times, its line, and whether SIGTERM asks for the end."""
-        entry = self._logs[-1]
-        entry |= self.times.take() | self.sharding.traffic.take()
-        entry["step_time"] = time.perf_counter() - self._step_started
-        explained = sum(value for name, value in entry.items() if name.startswith("time/"))
-        entry["time/other"] = entry["step_time"] - explained
-        self.tell_step(entry)
-
-    def tell_step(self, entry: Mapping[str, float]) -> None:
-        """Say what became of the step that has ended, and note its figures beside what it was trained on."""
-        if self.journal is not None and self.args.layout.is_main:
-            self.journal.note(self.state.global_step, self.figures)
-        self.console.step(self.state.global_step, self.state.max_steps, entry)
-        self.run_record.step(entry)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:

@@ -61,6 +61,8 @@ GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "
 EVALUATE, DATA = "evaluate", "get_train_dataloader"
 HOOKS = {
     "_generate_and_score_completions": f"{GENERATE}, {SCORE} and {ADVANTAGES}",
+    "get_batch_samples": DATA,
+    "_run_epoch": DATA,
     "_prepare_inputs": f"{GENERATE}, {SCORE} and {ADVANTAGES}",
     "_generate": GENERATE,
     "_generate_single_turn": GENERATE,
@@ -128,18 +130,24 @@ def _end_tokens(trainer: Any) -> list[int]:
     return named if own in named else [own, *named]
 
 
+def _reference(reference: Any) -> Any:
+    return reference.model if isinstance(reference, FrozenCopy) else None
+
+
 _FOUND = {
     # As in TRL, an adapter's reference is no second model.
-    "ref_model": lambda trainer: trainer.reference.model if isinstance(trainer.reference, FrozenCopy) else None,
+    "ref_model": lambda trainer: (
+        trainer.learner.reference.model if isinstance(trainer.learner.reference, FrozenCopy) else None
+    ),
     "num_generations_eval": lambda trainer: trainer.args.eval_generations(),
     "max_tool_calling_iterations": lambda trainer: trainer.args.max_tool_calling_iterations or sys.maxsize,
     "chat_template_kwargs": lambda trainer: trainer.args.chat_template_kwargs or {},
     "generation_kwargs": lambda trainer: trainer.args.generation_kwargs or {},
     "eos_token_ids": _end_tokens,
     "epsilon_low": lambda trainer: trainer.args.epsilon,
-    "router_aux_loss_coef": lambda trainer: trainer.loss.router_coef,
-    "aux_loss_enabled": lambda trainer: trainer.loss.router_coef != 0,
-    "entropy_coef": lambda trainer: trainer.entropy.coefficient,
+    "router_aux_loss_coef": lambda trainer: trainer.learner.objective.router_coef,
+    "aux_loss_enabled": lambda trainer: trainer.learner.objective.router_coef != 0,
+    "entropy_coef": lambda trainer: trainer.learner.entropy.coefficient,
     "reward_funcs": lambda trainer: [reward.function for reward in trainer.rewards],
     "reward_func_names": lambda trainer: [reward.name for reward in trainer.rewards],
     "reward_weights": lambda trainer: torch.tensor(trainer.estimator.weights, dtype=torch.float32),

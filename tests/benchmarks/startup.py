@@ -41,15 +41,17 @@ STAGES = {
     "colograd.policy.supported": {"check_supported": "the model's configuration: is it supported?"},
     "colograd.data": {"load_datasets": "dataset"},
     "colograd.trainer": {
-        "load_policy": "policy: model and tokenizer",
-        "train_prompts_of": "prompts: tokenised",
         "assemble": "engine and policy brought together",
         "choose_kernels": "kernels",
-        "settle_by_memory": "memory plan",
-        "EvaluatingTrainer.__init__": "transformers.Trainer",
-        "GRPOTrainer._prove_rows": "proof of the rows",
+        "resolve_by_memory": "memory plan",
+        "SeamTrainer.__init__": "transformers.Trainer",
         "GRPOTrainer.train": "train: until the first generation",
     },
+    "colograd.training.task": {
+        "load_policy": "policy: model and tokenizer",
+        "train_prompts_of": "prompts: tokenised",
+    },
+    "colograd.training.learner": {"Learner.prove_rows": "proof of the rows"},
     "colograd.policy.loading": {"choose_rows": "proof of the rows"},
     "colograd.training.assembly": {
         "Engine.__init__": "engine: vLLM is built",

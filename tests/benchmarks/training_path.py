@@ -185,9 +185,9 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
     kind: Any = GRPOTrainer if options.sampled else Replayer
 
     class Watched(kind):
-        def get_batch_samples(self, *given: Any) -> Any:
+        def publish(self) -> None:
             watch.memory.reset()
-            return super().get_batch_samples(*given)
+            super().publish()
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             watch.begin_training(inputs.rows)
@@ -233,7 +233,7 @@ def planned(trainer: Any) -> dict[str, int]:
     """Bytes of the plan in each phase, less what others hold and what is kept free; and what is."""
     from colograd.memory.table import PHASES
 
-    plan = trainer.memory
+    plan = trainer.learner.memory
     others = plan.total - plan.available
     found = {phase: plan.total - others - plan.margin - plan.remains(phase) for phase in PHASES}
     return {**found, "margin": plan.margin, "kv_bytes": plan.kv_bytes}
@@ -249,7 +249,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     start_s, tokens = time.perf_counter() - started, 0
     try:
         trainer.train()
-        plan, tokens = planned(trainer), trainer.rules.max_tokens
+        plan, tokens = planned(trainer), trainer.learner.rules.max_tokens
         limit = allowed(trainer) if options.sampled else 0.0
         matrices = Matrices.of(trainer.model)
         half = trainer.policy.model.dtype == torch.bfloat16 or trainer.args.bf16

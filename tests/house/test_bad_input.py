@@ -33,7 +33,8 @@ from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.rollout.toolbox import Toolbox
 from colograd.runtime import process
 from colograd.sharding import check_sharding
-from colograd.training.task import prepared_config, train_prompts_of
+from colograd.training.prompts import train_prompts_of
+from colograd.training.task import prepared_config
 from colograd.weights import check_choice
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
@@ -596,12 +597,13 @@ def test_none_abstains() -> None:
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """Runs the command, which must fail before an engine is built; returns what it said."""
     from colograd import train, trainer
+    from colograd.training import task
 
     def build(*args: Any) -> None:
         raise AssertionError("an engine would have been built")
 
     monkeypatch.setattr(process, "prepare_ranks", lambda: None)
-    monkeypatch.setattr(trainer, "check_vllm", lambda: None)
+    monkeypatch.setattr(task, "check_vllm", lambda: None)
     monkeypatch.setattr(trainer, "assemble", build)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')

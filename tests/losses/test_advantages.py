@@ -12,13 +12,20 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout, SampledStep, ScoredGroup
-from colograd.losses.advantages import AdvantageEstimator, divided, group_advantages, group_std, step_std
+from colograd.losses.advantages import (
+    AdvantageEstimator,
+    divided,
+    group_advantages,
+    group_std,
+    scale_over_steps,
+    step_std,
+)
 from colograd.policy.packing import PackingRules, collate, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import draw
+from colograd.rollout.rounds import sample_steps
 from colograd.rollout.stages import Stages
-from colograd.training.step_batches import scale, trainable
+from colograd.training.step_batches import trainable
 
 NAN = math.nan
 GROUP = 6  # completions
@@ -250,8 +257,8 @@ class Made:
 
     def draw(self, max_rounds: int = 0) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
-        drawn = draw(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
-        return scale(drawn, self.estimator)
+        drawn = sample_steps(STEPS, stages, PhaseTimes(), max_rounds=max_rounds, more_prompts=self.more_prompts)
+        return scale_over_steps(drawn, self.estimator)
 
 
 RULES = PackingRules(
@@ -290,5 +297,5 @@ def test_without_scaling_over_the_step_nothing_is_exchanged(monkeypatch: pytest.
     for scaling in ("group", "none"):
         estimator = AdvantageEstimator(scaling, "sum_then_normalize", "mean", (1.0,))
         assert estimator.step_scores is None
-        monkeypatch.setattr("colograd.training.step_batches.step_std", None)
+        monkeypatch.setattr("colograd.losses.advantages.step_std", None)
         Made(estimator, False).draw()

@@ -40,11 +40,11 @@ def test_the_entropy_s_terms_do_not_depend_on_the_token_budget(tiny_model: Path,
             folder, max_tokens_per_microbatch=budget, max_steps=3, save_strategy="steps", save_steps=3, **TERMS
         )
         trainer = GRPOTrainer(tiny_model, equal_or_not, args, tiny.prompts(), tiny.prompts(3))
-        assert not trainer.rules.skip_without_signal
+        assert not trainer.learner.rules.skip_without_signal
         trainer.train()
-        of_training = trainer.loss
+        of_training = trainer.learner.objective
         evaluated = trainer.evaluate()
-        assert trainer.loss is of_training
+        assert trainer.learner.objective is of_training
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
         logs = [entry for entry in trainer.state.log_history if "reward" in entry]
         trainer.close()

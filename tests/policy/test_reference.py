@@ -308,7 +308,7 @@ def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_mod
     assert "reference: a frozen copy of the policy beside it" in capfd.readouterr().out
     shared = {p.untyped_storage().data_ptr() for p in trainer.engine.model.parameters()}
     assert shared & {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
-    assert not shared & {p.untyped_storage().data_ptr() for p in trainer.reference.model.parameters()}
+    assert not shared & {p.untyped_storage().data_ptr() for p in trainer.learner.reference.model.parameters()}
     trainer.dies_above = 150
     trainer.train()
     assert "ran out of it and is repeated" in capfd.readouterr().out
@@ -337,14 +337,14 @@ def test_a_reference_that_follows_is_resumed_as_it_was(tiny_model, tmp_path, clo
         assert torch.equal(row.ref_logprobs, policy), "the divergence of the first step is 0, bit for bit"
     kl = [entry["kl"] for entry in trainer.state.log_history if "reward" in entry]
     assert kl[0] == 0 and kl[2] < kl[1], "it came closer after step 2"
-    final = [p.clone() for p in trainer.reference.model.parameters()]
+    final = [p.clone() for p in trainer.learner.reference.model.parameters()]
     first, trainer.rows = trainer.rows, {}
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert trainer.rows.keys() == {4, 5, 6}
     for step, rows in trainer.rows.items():
         for (row, _), (before, _) in zip(rows, first[step], strict=True):
             assert torch.equal(row.ref_logprobs, before.ref_logprobs)
-    assert all(torch.equal(a, b) for a, b in zip(final, trainer.reference.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(final, trainer.learner.reference.model.parameters(), strict=True))
     (row, _), *_ = first[3]
     assert (row.ref_logprobs - plain(tiny_model, row, 1.0)).abs().max() > 1e-3, "it had moved after step 2"
 

@@ -430,7 +430,7 @@ def test_the_cost_of_a_record(recorded: Any) -> None:
 
 @pytest.mark.engine
 def test_how_a_run_ends_is_told_also_where_it_fails_or_is_stopped(recorded: Any, tmp_path: Path) -> None:
-    trainer, record = recorded.trainer, recorded.trainer.run_record
+    trainer, record = recorded.trainer, recorded.trainer.recorder
     record.file = RunRecord(tmp_path, pytest.fail)
 
     def ends(work: Any) -> dict[str, Any]:
@@ -484,7 +484,7 @@ def test_a_run_that_goes_on_goes_on_with_its_record(tiny_model: Path, tmp_path: 
     assert steps == [1, 2, 3, 4] and events[-1]["status"] == "finished"
     trained = {entry["step"]: entry["trainer"] is not None for entry in samples_of(tmp_path)}
     assert trained == {1: False, 2: False, 3: True, 4: True}
-    assert len(second.run_record._advisor.history.steps) == 4, "the advisor remembers"
+    assert len(second.recorder._advisor.history.steps) == 4, "the advisor remembers"
 
 
 def test_what_goes_wrong_in_recording_ends_the_record_and_not_the_run(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def trained(talker: Path, template: str, tmp_path_factory: pytest.TempPathFactor
 
 def test_masks_and_tokens_are_the_turns_and_the_answers_token_by_token(trained: Any) -> None:
     trainer, groups, _ = trained
-    tokenizer, form = trainer.processing_class, trainer.source.form
+    tokenizer, form = trainer.processing_class, trainer.sampler.source.form
     end, answered = tokenizer.eos_token_id, 0
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         cut = pieces(rollout)

@@ -27,7 +27,7 @@ from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.tool_calls import text_of
 from colograd.rollout.tool_format import ToolCall
 from colograd.rollout.toolbox import EMPTY, Toolbox, environment_reward
-from colograd.training.task import train_prompts_of
+from colograd.training.prompts import train_prompts_of
 
 
 def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -> list[str]:

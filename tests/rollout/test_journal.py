@@ -105,7 +105,9 @@ def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny
     torn.write_bytes(torn.read_bytes()[:-7])
     again = train(tiny_model, tmp_path, resume="auto")
     assert len(again["sampled"]) == 5 and again["scored"] == 20, "a group of the third round, and the fourth"
-    assert same(again["weights"], first["weights"])
+    # Some processors' kernels round a group that is sampled alone otherwise than among others, in the last bit.
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(again["weights"], first["weights"], strict=True))
+    assert again["logs"][-1]["reward"] == first["logs"][-1]["reward"]
     assert train(tiny_model, tmp_path, resume="auto")["sampled"] == [], "what was cut is whole again"
 
 

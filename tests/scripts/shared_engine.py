@@ -33,7 +33,7 @@ from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.rollout.conversations import Conversations
 from colograd.rollout.custom import CustomRollouts
-from colograd.rollout.rounds import draw
+from colograd.rollout.rounds import sample_steps
 from colograd.rollout.stages import Stages
 from colograd.rollout.tool_format import ToolCall, ToolFormat
 from colograd.rollout.toolbox import Toolbox
@@ -114,7 +114,7 @@ class Cases:
             return ScoredGroup(group, rewards, rewards[:, 0] - rewards[:, 0].mean())
 
         stages = Stages(self.write, begin, judge)
-        (step,) = draw(
+        (step,) = sample_steps(
             [self.prompts()], stages, PhaseTimes(), max_rounds=6, more_prompts=lambda d, c: self.prompts(100 + d, c)
         )
         return [scored.group for scored in step.kept]

@@ -109,8 +109,8 @@ class Watching(GRPOTrainer):
         self.seen.append(
             {"version": self.engine.version, "differing": self.weights.differing(), "weights": digest(self.model)}
         )
-        if self.reference is not None:
-            self.seen[-1]["reference"] = digest(self.reference.model)
+        if self.learner.reference is not None:
+            self.seen[-1]["reference"] = digest(self.learner.reference.model)
 
     def generate(self, prompts):
         groups = []

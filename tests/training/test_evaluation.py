@@ -103,7 +103,7 @@ def test_a_loss_that_nobody_asked_for_is_there_where_it_costs_little(
     monkeypatch.setattr("colograd.training.evaluation.share_of_forward", measured)
     expected = trained.evaluate()["eval_loss"]
     monkeypatch.setattr(trained.args, "loss_eval", None)
-    monkeypatch.setattr(trained, "_loss_is_affordable", None)
+    monkeypatch.setattr(trained.learner, "_loss_is_affordable", None)
     found = [trained.evaluate().get("eval_loss") for _ in range(2)]
     assert found == [expected if share < 0.1 else None] * 2
     assert len(asked) == 1 and asked[0][0] > 0 and asked[0][1] > 0, "the first evaluation finds out"

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from colograd.policy.loading import load_policy
 from colograd.rollout.toolbox import EMPTY, Toolbox
-from colograd.training.task import prepared_config, train_prompts_of
+from colograd.training.prompts import train_prompts_of
+from colograd.training.task import prepared_config
 
 
 def test_without_a_configuration_the_output_folder_has_the_model_s_name(tiny_model, tmp_path, monkeypatch) -> None:

@@ -178,7 +178,7 @@ def test_leaving_out_groups_without_a_signal_changes_no_update(tiny_model, tmp_p
     found = []
     for skipped in (True, False):
         trainer = make_trainer(tiny_model, tmp_path / str(skipped), reward=half, loss_type=loss_type, max_steps=3)
-        trainer.rules = dataclasses.replace(trainer.rules, skip_without_signal=skipped)
+        trainer.learner.rules = dataclasses.replace(trainer.learner.rules, skip_without_signal=skipped)
         trainer.train()
         logs = [entry for entry in trainer.state.log_history if "reward" in entry]
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
@@ -406,7 +406,7 @@ def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(
         proved.append(torch.is_autocast_enabled(device.type))
         return "as a test"
 
-    monkeypatch.setattr("colograd.trainer.choose_rows_where_it_trains", prove)
+    monkeypatch.setattr("colograd.training.learner.choose_rows_where_it_trains", prove)
 
     class Watching(GRPOTrainer):
         def compute_loss(self, model, micro_batch, **kwargs):
@@ -417,7 +417,7 @@ def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(
             return output
 
     trainer = closing(make_trainer(tiny_model, tmp_path, cls=Watching, bf16=True, max_steps=1))
-    assert proved == [True] and not trainer.rules.share_prompts and trainer.policy.why_padded == "as a test"
+    assert proved == [True] and not trainer.learner.rules.share_prompts and trainer.policy.why_padded == "as a test"
     trainer.train()
     assert set(seen) == {torch.bfloat16}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}

@@ -27,10 +27,10 @@ class Bare(TRLNames):
     """The names alone, on what a trainer would have."""
 
     def __init__(self, args: Any, reference: Any = None) -> None:
-        self.args, self.reference, self.toolbox = args, reference, None
+        self.args, self.toolbox = args, None
         self.rewards = resolve_rewards([tiny.vowels, len], [2.0, 1.0])
         self.estimator = SimpleNamespace(weights=[2.0, 1.0])
-        self.entropy = EntropyController(args)
+        self.learner = SimpleNamespace(reference=reference, entropy=EntropyController(args))
 
 
 def test_attributes_of_trl_are_there_under_its_names(tmp_path) -> None:
@@ -47,7 +47,7 @@ def test_attributes_of_trl_are_there_under_its_names(tmp_path) -> None:
 def test_the_coefficient_of_the_entropy_is_the_present_one(tmp_path) -> None:
     bare = Bare(tiny.config(tmp_path, use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=1.0))
     assert bare.entropy_coef == 0.1
-    bare.entropy.finish({BONUS_ENTROPY: 0.5}, loss=0.0)
+    bare.learner.entropy.finish({BONUS_ENTROPY: 0.5}, loss=0.0)
     assert bare.entropy_coef == pytest.approx(0.1 + bare.args.entropy_coef_delta)
 
 

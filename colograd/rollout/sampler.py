@@ -1,0 +1,207 @@
+"""`Sampler`: prompts in, scored groups out, for training and for evaluation."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..batch import Group, Prompt, SampledStep, ScoredGroup
+from ..config import GRPOConfig
+from ..data import PromptDataset, extra_prompts
+from ..engine.queue_order import LengthHistory
+from ..engine.sampling import Sampling
+from ..engine.vllm_engine import Engine
+from ..losses.advantages import AdvantageEstimator, scale_over_steps
+from ..memory.device_turns import DeviceTurns
+from ..parallel.ranks import on_all_ranks
+from ..reporting.completion_log import CompletionLog
+from ..reporting.console import Console
+from ..reporting.metrics import PhaseTimes
+from ..rewards import Ready, Scorer, Scoring
+from .journal import Journal
+from .rounds import roll_out, sample_steps, unscored
+from .stages import RolloutSource, Stages, checked_advantages, checked_rewards
+from .statistics import RolloutStatistics, round_statistics
+from .tool_format import with_messages
+from .toolbox import Toolbox
+
+
+class SamplerHooks(Protocol):
+    """The stages that a subclass of `GRPOTrainer` may replace, and the trainer's state."""
+
+    state: Any
+    is_in_train: bool
+    optimizer: Any
+    train_prompts: Any
+
+    def begin_records(self, evaluation: str = "") -> None: ...
+    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]: ...
+    def score(self, group: Group) -> torch.Tensor: ...
+    def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor: ...
+    def combine(self, rewards: torch.Tensor) -> torch.Tensor: ...
+    def decode(self, group: Group) -> list[str]: ...
+    def replaces(self, stage: str) -> bool: ...
+
+
+class Purpose(enum.StrEnum):
+    """Why completions are sampled; part of each request's seed."""
+
+    TRAINING = "train"
+    EVALUATION = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRound:
+    """The scored groups of a round's optimizer steps on this rank, with what they count."""
+
+    steps: tuple[SampledStep, ...]
+    statistics: tuple[RolloutStatistics, ...]  # of each step
+
+
+@dataclass(eq=False)
+class Sampler:
+    """Samples a round's groups, scores each when its last completion ends, and computes advantages.
+
+    On an engine of several ranks all of them call it; the first one has the groups.
+    """
+
+    hooks: SamplerHooks
+    config: GRPOConfig
+    tokenizer: Any
+    engine: Engine
+    source: RolloutSource
+    device_turns: DeviceTurns
+    scorer: Scorer
+    estimator: AdvantageEstimator
+    toolbox: Toolbox | None
+    journal: Journal | None
+    completion_log: CompletionLog | None
+    recorder: Any
+    times: PhaseTimes
+    console: Console
+    lengths: LengthHistory = field(default_factory=LengthHistory)
+
+    def __post_init__(self) -> None:
+        self.purpose = Purpose.TRAINING
+        self._warned_unscored = False
+
+    # -- a round, and an evaluation
+
+    def collect(self, prompts: list[list[Prompt]]) -> SampledRound:
+        """Sample and score a round.
+
+        Args:
+            prompts: this rank's, a list per optimizer step.
+        """
+        self.hooks.begin_records()
+        steps = self._sample(prompts)
+        if self.journal is not None:
+            self.times.move("reward", "journal", self.journal.take_seconds())
+        steps = scale_over_steps(steps, self.estimator)
+        self._log_completions(steps)
+        counts, config = self.take_counts(), self.config
+        with on_all_ranks("the statistics"):
+            statistics = round_statistics(
+                steps, counts, self.hooks.combine, config.mask_truncated_completions, config.dynamic_sampling
+            )
+            self.recorder.note(steps, statistics, self.hooks.combine)
+        return SampledRound(tuple(steps), tuple(statistics))
+
+    def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
+        """Sample and score an evaluation's prompts, with the evaluation's settings. Advantages are zero.
+
+        Args:
+            name: the evaluation's, in the records of the run.
+        """
+        self.hooks.begin_records(name)
+        self.purpose = Purpose.EVALUATION
+        try:
+            with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the evaluation"):
+                return self.engine.on_engine_leader(
+                    lambda: roll_out(prompts, self.stages(), self.times, self.config.reward_call == "all"), others=[]
+                )
+        finally:
+            self.purpose = Purpose.TRAINING
+
+    def take_counts(self) -> dict[str, float]:
+        """Sums of rewards and tools since the last call."""
+        return self.scorer.take_counts() | (self.toolbox.take_counts() if self.toolbox else {})
+
+    def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
+        """Let the engine sample, on the device's memory."""
+        with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the rollout"):
+            return self.engine.on_engine_leader(
+                self.recorder.watching(lambda: self._draw(prompts)), others=[SampledStep((), ()) for _ in prompts]
+            )
+
+    def _draw(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
+        """The groups of each step; with dynamic sampling, of further prompts too."""
+        config = self.config
+
+        def more_prompts(drawn: int, count: int) -> list[Prompt]:
+            dataset = self.hooks.train_prompts
+            assert isinstance(dataset, PromptDataset), "a streamed one was refused with dynamic_sampling"
+            return extra_prompts(dataset, config, self.hooks.state.global_step, drawn, count)
+
+        rounds = config.dynamic_sampling_max_rounds if config.dynamic_sampling else 0
+        return sample_steps(prompts, self.stages(), self.times, config.reward_call == "all", rounds, more_prompts)
+
+    # -- the stages
+
+    def stages(self) -> Stages:
+        """The stages from prompts to scored groups, as the trainer's hooks have them."""
+        journal = self.journal if self.hooks.is_in_train else None
+        return Stages(
+            self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged, journal
+        )
+
+    def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+        """Sample each prompt's group for the present purpose; yield groups as they finish."""
+        config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
+        sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
+        bar = self.console.generation(len(prompts), "evaluate" if evaluates else "generate")
+        if len(prompts) * sampling.n > self.engine.max_sequences:
+            prompts = self.lengths.longest_first(prompts)
+        by_position = {prompt.position: prompt for prompt in prompts}
+        purpose = self.purpose.value
+        for group in self.source.generate(prompts, sampling, version=step, seed=config.seed, purpose=purpose):
+            self.lengths.add(by_position[group.position], group)
+            bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
+            yield group
+        bar.close()
+
+    def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
+        """Call the reward functions on some groups together, while the engine goes on decoding."""
+        read = [with_messages(group, self.tokenizer) for group in groups]
+        texts = [self.hooks.decode(group) for group in groups]
+        if self.completion_log is not None:
+            self.completion_log.keep(groups, texts)
+        return self.scorer.submit(read, texts, self.hooks.state)
+
+    def _begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
+        """Begin to score groups; the result is [completions, R]."""
+        if not self.hooks.replaces("score"):
+            return self.begin_scoring(groups)
+        functions = len(self.scorer.rewards)
+        return Ready(torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups]))
+
+    def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
+        """The group with its rewards and the advantages that the trainer's hook computes."""
+        return ScoredGroup(group, rewards, checked_advantages(self.hooks.compute_advantages(group, rewards), group))
+
+    def _advantages_for_purpose(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
+        if self.purpose is Purpose.EVALUATION:  # its loss, if one is wanted, asks for advantages later
+            return ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))
+        return self.add_advantages(group, rewards)
+
+    def _log_completions(self, steps: Sequence[SampledStep]) -> None:
+        if not self._warned_unscored and (line := unscored(steps)):
+            self._warned_unscored = True  # rank 0 warns of its own completions; the metric counts all ranks'
+            self.console.warn(line)
+        if self.completion_log is not None:
+            with self.times.phase("log"):
+                self.completion_log.add([step.sampled for step in steps], self.hooks.decode, self.hooks.state)

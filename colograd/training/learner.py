@@ -1,0 +1,302 @@
+"""`Learner`: scored groups in, a trained policy out; or, in an evaluation, the loss of what was sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from ..batch import Group, LossOutput, MicroBatch, ModelInput, PackedRow, ScoredGroup, StepBatch, StepConstants
+from ..config import GRPOConfig
+from ..losses.advantages import AdvantageEstimator
+from ..losses.entropy import EntropyController, with_step_entropy
+from ..losses.mismatch import SamplerMismatch
+from ..losses.objective import Objective
+from ..memory import token_budget
+from ..memory.table import MemoryPlan
+from ..parallel.ranks import on_all_ranks
+from ..policy.layers import check_compiled
+from ..policy.loading import Policy
+from ..policy.logprobs import evaluation_mode, policy_logprobs, routed_logprobs, with_old_logprobs
+from ..policy.packing import PackingRules, collate
+from ..policy.reference import Reference, fill, with_ref_logprobs
+from ..policy.router_replay import replay_figures
+from ..policy.row_proof import choose_rows_where_it_trains
+from ..reporting.console import Console
+from ..reporting.metrics import Metrics, PhaseTimes
+from ..rollout.sampler import SampledRound
+from ..sharding import Sharding
+from .evaluation import AFFORDABLE, evaluation_step, loss_share
+from .loss_pass import loss_pass
+from .step_batches import schedule, step_batch
+
+AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # to a group with its rewards [G, R]
+
+
+class LearnerHooks(Protocol):
+    """The loss, which a subclass of `GRPOTrainer` may replace, and the trainer's state."""
+
+    state: Any
+    optimizer: Any
+
+    def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
+
+
+@dataclasses.dataclass(eq=False)
+class Learner:
+    """Packs scored groups into optimizer steps, sends their rows through the loss, and sums gradients over ranks.
+
+    A step that runs out of memory is packed again in smaller micro-batches, on all ranks, and repeated.
+    """
+
+    hooks: LearnerHooks
+    config: GRPOConfig
+    policy: Policy
+    model: torch.nn.Module
+    objective: Objective
+    entropy: EntropyController
+    rules: PackingRules
+    sharding: Sharding
+    reference: Reference | None  # of the KL term; None where `beta` is 0
+    estimator: AdvantageEstimator
+    reward_names: Sequence[str]
+    memory: MemoryPlan
+    recorder: Any
+    times: PhaseTimes
+    console: Console
+
+    def __post_init__(self) -> None:
+        self.mismatch = SamplerMismatch(self.config)
+        self.pending: list[StepBatch] = []  # the steps of the present round that aren't trained yet
+        self.metrics: dict[str, float] = {}  # of the step that was trained last, over all ranks
+        self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
+        self._loss_is_affordable: bool | None = None  # in evaluations that don't ask for it; None: not known yet
+
+    # -- a round
+
+    def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
+        """Pack a round, and yield its optimizer steps in the order of their training."""
+        steps = [
+            step_batch(step, found, self.rules, self.reward_names, self.times, self.recorder.sampled)
+            for step, found in zip(sampled.steps, sampled.statistics, strict=True)
+        ]
+        self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
+        self.pending = self._add_logprobs(steps)
+        while self.pending:
+            yield self.pending.pop(0)
+
+    def _add_logprobs(self, steps: list[StepBatch]) -> list[StepBatch]:
+        """Add ref_logprobs (if beta > 0), and old_logprobs to off-policy steps."""
+        while True:
+            try:
+                return self._forward_others(steps)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            steps = self._back_off(steps, reason, among=len(steps))
+
+    def _forward_others(self, steps: list[StepBatch]) -> list[StepBatch]:
+        config, autocast = self.config, self.hooks.compute_loss_context_manager
+        if self.reference is not None:
+            with on_all_ranks("the reference's log-probabilities"), self.times.phase("ref_logprobs"), autocast():
+                steps = with_ref_logprobs(self.reference, steps, config.temperature)
+
+        def add_old(step: StepBatch) -> StepBatch:
+            with self.times.phase("old_logprobs"), autocast():
+                return with_old_logprobs(self.model, step, config.temperature)
+
+        with on_all_ranks("the old log-probabilities"):
+            return schedule(steps, self.hooks.state.global_step, config.num_iterations, add_old)
+
+    # -- an optimizer step
+
+    def train(self, step: StepBatch) -> float:
+        """Forward and backward of one optimizer step; leaves the summed, normalised gradient in ``.grad``.
+
+        Returns:
+            The step's loss over all ranks.
+        """
+        self.model.train()
+        while True:
+            try:
+                step = self._with_constants(step)
+                with on_all_ranks("training"), self.recorder.trains(step), self.times.phase("train"):
+                    metrics = self._loss_pass(step, self.sharding)
+                break
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            # The exception, whose traceback holds activations, is gone.
+            step, *self.pending = self._back_off([step, *self.pending], reason)
+        with self.times.phase("sync"):
+            self.sharding.sum_gradients()
+            reduced = metrics.reduce()
+        loss = self.figures["loss"] = reduced.pop("loss")
+        self.entropy.finish(reduced, loss - self.objective.router_coef * reduced.get("aux_loss", 0.0))
+        self.mismatch.finish(reduced)
+        if line := self.mismatch.advice(reduced):
+            self.console.warn(line)
+        self.metrics = {**step.metrics, **reduced}
+        return loss
+
+    def clip(self) -> float:
+        """Clip the gradient to `max_grad_norm`; its norm before, the last look before the weights change.
+
+        Raises:
+            FloatingPointError: the norm isn't finite.
+        """
+        most = self.config.max_grad_norm
+        with self.times.phase("optimizer"):
+            norm = self.sharding.clip(most if most > 0 else math.inf)
+        self.figures["grad_norm"] = norm
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"The gradient of step {self.hooks.state.global_step + 1} has norm {norm}: training stops before the "
+                "weights are touched. Lower learning_rate, or train with dtype: float32."
+            )
+        return norm
+
+    def finish_step(self) -> dict[str, float]:
+        """The metrics of the step that the optimizer has just taken, with this rank's bytes and seconds."""
+        return {**self.metrics, **self.sharding.traffic.take(), **self.times.end_step()}
+
+    def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
+        """The objective on one micro-batch, as an unnormalised sum: `GRPOTrainer.compute_loss`."""
+        entropy_gradient = self.objective.needs_entropy_gradient(micro_batch)
+        temperature, routing = self.config.temperature, None
+        if self.policy.tells_routing:
+            logprobs, entropy, routing = routed_logprobs(model, micro_batch, temperature, entropy_gradient)
+        else:
+            logprobs, entropy = policy_logprobs(model, micro_batch, temperature, entropy_gradient)
+        self.recorder.keep(micro_batch, logprobs)
+        output = self.objective(logprobs, entropy, micro_batch, routing)
+        if self.config.router_replay:
+            output = dataclasses.replace(output, sums={**output.sums, **replay_figures(model, micro_batch)})
+        return output
+
+    def _with_constants(self, step: StepBatch) -> StepBatch:
+        """The step, each row of which knows the entropy's threshold and coefficient in this step. A collective."""
+
+        def entropies(row: MicroBatch) -> torch.Tensor:
+            with self.hooks.compute_loss_context_manager():
+                return policy_logprobs(self.model, row, self.config.temperature)[1]
+
+        timed = self.times.phase("entropies")
+        return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
+
+    def _loss_pass(self, step: StepBatch, sharding: Sharding | None) -> Metrics:
+        """This rank's micro-batches through the loss; backward too where a ``sharding`` does it."""
+        compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
+        denominator = self.objective.denominator(step)
+        return loss_pass(step, compute_loss, denominator, self.hooks.compute_loss_context_manager, sharding)
+
+    # -- an evaluation
+
+    def evaluate(
+        self,
+        groups: Sequence[ScoredGroup],
+        add_advantages: Callable[[Group, torch.Tensor], ScoredGroup],
+        seconds: float,
+    ) -> dict[str, float]:
+        """The loss of what an evaluation sampled, as if it were a step's, with the loss's metrics. No gradients.
+
+        Empty where nobody asked for it (`loss_eval`) and it takes too long beside the sampling. A collective.
+
+        Args:
+            groups: this rank's.
+            add_advantages: to a group with its rewards.
+            seconds: that this rank has sampled and scored.
+        """
+        wanted = self.config.loss_eval
+        if wanted is False or (wanted is None and self._loss_is_affordable is False):
+            return {}
+        with on_all_ranks("the advantages"):
+            groups = [add_advantages(scored.group, scored.rewards) for scored in groups]
+        step = evaluation_step(groups, self.estimator, self.rules, self.reward_names, self.times)
+        step = dataclasses.replace(step, version=self.hooks.state.global_step)
+        if wanted is None and self._loss_is_affordable is None:
+            self._loss_is_affordable = self._can_afford(step, seconds)
+            if not self._loss_is_affordable:
+                return {}
+        if self.reference is not None:
+            with on_all_ranks("the reference's log-probabilities"), self.hooks.compute_loss_context_manager():
+                (step,) = with_ref_logprobs(self.reference, [step], self.config.temperature)
+        with evaluation_mode(self.model):
+            step = self._with_constants(step)
+            with on_all_ranks("the evaluation's forward"), torch.no_grad():
+                metrics = self._loss_pass(step, sharding=None)
+        reduced = metrics.reduce()
+        self.entropy.show(reduced, reduced["loss"] - self.objective.router_coef * reduced.get("aux_loss", 0.0))
+        self.mismatch.finish(reduced)
+        return reduced
+
+    def _can_afford(self, step: StepBatch, seconds: float) -> bool:
+        with self.hooks.compute_loss_context_manager():
+            share = loss_share(self.model, step, self.config.temperature, self.reference is not None, seconds)
+        if share > AFFORDABLE:
+            self.console.warn(
+                f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: "
+                "true asks for it"
+            )
+        return share <= AFFORDABLE
+
+    # -- the rows
+
+    def prove_rows(self, seen: Sequence[ModelInput]) -> None:
+        """Prove the rows where they will run: on the device's kernels, compiled where they are. A collective.
+
+        Args:
+            seen: prompts with images, if there are any.
+        """
+        second = None if self.reference is None else self.reference.model
+        why = choose_rows_where_it_trains(self.model, self.config.device, second, seen)
+        check_compiled(self.config, why)
+        if why != self.policy.why_padded:
+            self.policy = dataclasses.replace(self.policy, why_padded=why)
+            self.rules = dataclasses.replace(self.rules, share_prompts=not why)
+
+    # -- the token budget of a micro-batch
+
+    def measure_budget(self, shape: tuple[int, int, int]) -> None:
+        """Find how many tokens a micro-batch may have on this GPU, beside the engine and the optimizer's state.
+
+        Args:
+            shape: tokens of the longest prompt and of the longest completion, and completions per group.
+        """
+        config = self.config
+
+        def train(row: PackedRow) -> None:
+            with self.sharding.agree("measuring"), self.hooks.compute_loss_context_manager():
+                row = dataclasses.replace(row, step_constants=StepConstants(coefficient=config.entropy_coef))
+                if self.reference is not None:
+                    (row,) = fill(self.reference, [row], config.temperature)
+                loss = self.hooks.compute_loss(self.model, collate(row)).loss
+            with self.sharding.agree("measuring"):
+                self.sharding.backward(loss)
+
+        with self.times.phase("measure"):
+            pending = token_budget.optimizer_bytes(self.model, self.hooks.optimizer, config.optim, self.sharding.parts)
+            self.model.train()
+            tokens, size = token_budget.measure(train, self._free_gradients, shape, self.rules, pending)
+        self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
+        self.memory = self.memory.with_measured(tokens, size)
+        self.console.say(
+            f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
+        )
+
+    def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
+        """A rank ran out of memory: pack this step and the rest of its round in smaller micro-batches, on all ranks."""
+        self._free_gradients()
+        self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
+        self.console.warn(
+            f"memory: step {self.hooks.state.global_step + 1} ran out of it and is repeated; micro-batches have at "
+            f"most {self.rules.max_tokens:,} tokens from here on"
+        )
+        return steps
+
+    def _free_gradients(self) -> None:
+        self.sharding.discard()
+        token_budget.free_memory(self.model)

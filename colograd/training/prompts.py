@@ -1,0 +1,162 @@
+"""A run's prompts: the datasets made ready, with the columns that are wanted, such that a completion has room."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from ..batch import ModelInput
+from ..config import GRPOConfig
+from ..data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
+from ..data.columns import check_columns, columns_of
+from ..data.images import COLUMNS as IMAGES
+from ..data.images import ImageReader
+from ..policy.loading import Policy
+from ..reporting.console import Console
+from ..rollout.toolbox import EMPTY, Toolbox
+
+Prompts = PromptDataset | PromptStream
+IMAGES_LOOKED_AT = 64  # rows, of which one should have an image
+
+
+def longest_completion(args: GRPOConfig) -> int:
+    """Tokens a completion may have, in training or evaluation."""
+    return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
+
+
+def train_prompts_of(
+    dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None, context: int | None = None
+) -> PromptDataset | PromptStream:
+    """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
+
+    Without a dataset, empty ones for one generation, where one environment makes all of them and ``max_steps`` says
+    when to end (as in TRL).
+
+    Raises:
+        ValueError: no dataset and no environment that does without, no room for a prompt, prompts that don't fill a
+            round, or what tokenising finds.
+    """
+    rules = _rules(policy, args, "train", context, tools)
+    if dataset is None:
+        dataset = _empty_prompts(args, tools)
+    if isinstance(dataset, IterableDataset):
+        return PromptStream(_wanted(dataset, policy, args, tools, "train"), rules, args)
+    prompts = tokenize_prompts(_wanted(dataset, policy, args, tools, "train"), rules)
+    StepOrder.of(args, len(prompts))
+    return prompts
+
+
+def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
+    """A row for each prompt of one generation, all of whose text is an environment's.
+
+    Raises:
+        ValueError: there is no environment, or one per row's name, or no end.
+    """
+    if tools is None or not tools.has_environments:
+        raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
+    if tools.by_name:
+        raise ValueError(
+            "train_dataset is missing, but environment_factory is a dict, of which each row's column `environment` "
+            "names one: give a dataset with that column, or a single factory."
+        )
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"train_dataset is missing and max_steps is {args.max_steps}, but without a dataset nothing else says when "
+            "to end: set max_steps."
+        )
+    rows = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
+    return Dataset.from_dict({"prompt": [EMPTY] * rows})
+
+
+def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> PromptLoader | StreamLoader:
+    """One item is the list of prompts of one optimizer step on this rank."""
+    if isinstance(prompts, PromptStream):
+        return StreamLoader(prompts)
+    return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
+
+
+def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
+    """The dataset without what ``remove_unused_columns`` takes from the reward functions; with empty prompts where
+    environments bring their own."""
+    names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
+    if tools is not None and tools.has_environments and names and "prompt" not in names:
+        return dataset.map(lambda row: {"prompt": EMPTY})
+    if args.remove_unused_columns and "prompt" in names:
+        check_columns(dataset, name, policy.processor is not None)  # before the columns are gone that it looks for
+        images = [column for column in IMAGES if column in names]
+        named = ["environment"] if tools is not None and tools.by_name and "environment" in names else []
+        return dataset.select_columns(["prompt", *images, *named])
+    return dataset
+
+
+def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, tools: Toolbox | None) -> PromptRules:
+    """How rows become prompts behind which there is room for a completion.
+
+    Args:
+        name: of the dataset in messages: train, eval or the user's.
+        context: tokens that an engine which is there has room for.
+    """
+    completion = longest_completion(args)
+    most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
+    limit = min(args.max_prompt_tokens or most, most - completion)
+    if limit < 1:
+        raise ValueError(
+            f"max_completion_length is {completion}, but the context has {most} tokens: no room is left for a "
+            "prompt. Lower max_completion_length or raise vllm_max_model_length."
+        )
+    return PromptRules(
+        policy.tokenizer,
+        max_prompt_tokens=limit,
+        overlong=args.overlong_prompts,
+        chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
+        name=name,
+        tools=tools.schemas if tools else None,
+        images=image_reader_of(policy),
+        tell=Console(args.layout.is_main, bars=False).say,
+    )
+
+
+def eval_prompts_of(
+    dataset: Any,
+    policy: Policy,
+    args: GRPOConfig,
+    tools: Toolbox | None = None,
+    context: int | None = None,
+    name: str = "eval",
+) -> Any:
+    """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are.
+
+    Iterable ones are read to their end: evaluation takes every prompt once.
+    """
+    if dataset is None or isinstance(dataset, PromptDataset):
+        return dataset
+    if isinstance(dataset, dict):
+        given: dict[str, Any] = dataset
+        return {name: eval_prompts_of(part, policy, args, tools, context, name) for name, part in given.items()}
+    return tokenize_prompts(_wanted(dataset, policy, args, tools, name), _rules(policy, args, name, context, tools))
+
+
+def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) -> PromptRules:
+    """How a prompt becomes tokens when an environment has changed it, in an engine with room for ``context``."""
+    most = context - 1
+    return dataclasses.replace(_rules(policy, args, "reset", None, tools), max_prompt_tokens=most, overlong="drop")
+
+
+def image_reader_of(policy: Policy) -> ImageReader | None:
+    """What reads images for the policy; None: it takes none."""
+    return None if policy.processor is None else ImageReader(policy.processor, policy.image_token)
+
+
+def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None) -> list[ModelInput]:
+    """A prompt with images, to prove things on; none where there are no images. One is made up where tools may show
+    some to a model whose prompts have none, or only rows behind the first ones have any."""
+    seen = any(getattr(part, "most_images", 0) for part in prompts)
+    if getattr(prompts[0], "most_images", 0):
+        found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)
+        if (first := next(found, None)) is not None:
+            return [first]
+    reader = image_reader_of(policy)
+    return [reader.made_up()] if reader is not None and (seen or tools is not None) else []
