@@ -1,8 +1,6 @@
-"""`Replayer`: a `GRPOTrainer` that trains steps again which a run has recorded. It samples nothing and calls no reward.
+"""`Replayer`: a `GRPOTrainer` that trains a run's recorded steps again, without an engine and without rewards.
 
-    the checkpoint before the steps --> the recorded rounds after it, up to the last step --> figures beside the first
-
-No engine is built. Nothing is written into the run's folder, whose journal and checkpoints are read.
+the checkpoint before the steps --> the recorded rounds after it, up to the last step --> figures beside the first
 """
 
 from __future__ import annotations
@@ -19,17 +17,17 @@ from .config import GRPOConfig
 from .parallel.ranks import gather, on_all_ranks
 from .reporting.tracing import StepProfile
 from .rewards.functions import as_list
-from .rollout.journal import Journal
+from .rollout.store import RolloutStore
 from .trainer import GRPOTrainer
 from .training.checkpointer import Checkpointer
-from .training.journaling import settings_of
 from .training.prompts import image_reader_of
+from .training.recorded_settings import settings_of
 from .training.replaying import Comparison, RecordedRounds, RecordedSampler, Replay
 from .training.task import Task
 
 
 class Unasked:
-    """Stands in a reward function's place, whose recorded rewards are taken."""
+    """Stands for a reward function, whose recorded rewards are taken."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -42,17 +40,14 @@ class Replayer(GRPOTrainer):
     """Trains recorded steps again.
 
     Args:
-        replay: which, and of which run.
-        profile: records the steps; None: nothing does.
         flags: by which the settings differ from the run's, for people.
         args: the run's configuration with a folder of its own, ``journal: keep``, and nothing that saves, evaluates or
             reports.
-        reward_funcs: as the run's. They aren't looked at: their rewards and names are recorded.
+        reward_funcs: as the run's; never called.
         given: the other arguments of `GRPOTrainer`.
 
     Raises:
-        ValueError: what `GRPOTrainer` refuses, steps that aren't recorded, or other settings than what is recorded
-            depends on.
+        ValueError: an error of `GRPOTrainer`, steps that aren't recorded, or other settings than the records hold for.
     """
 
     samples = False
@@ -70,7 +65,7 @@ class Replayer(GRPOTrainer):
         self.replay, self.profile, self.flags = replay, profile, flags
         args.report = False  # whose records an engine tells, too
         with on_all_ranks("the journal"):
-            recorded = Journal(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
+            recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
             rewards = _unasked(as_list(reward_funcs), names)
             _check_end(replay, args)
@@ -83,7 +78,6 @@ class Replayer(GRPOTrainer):
         self.add_callback(_EndAfter(replay.last))
 
     def _make_sampler(self, task: Task) -> RecordedSampler:
-        """The recorded rounds in the engine's place."""
         settings = settings_of(self.args, self.learner.reward_names)
         self.rounds = RecordedRounds(self.replay, self.args.layout.rank, settings, image_reader_of(self.policy))
         self.journal = None if self.args.layout.engine_place else self.rounds
@@ -101,7 +95,7 @@ class Replayer(GRPOTrainer):
         return super().training_step(*args, **kwargs)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
-        """Show the steps that were asked for beside their recorded figures."""
+        """Show the requested steps beside their recorded figures."""
         step = self.state.global_step
         if step < self.replay.first:
             return
@@ -127,7 +121,7 @@ class Replayer(GRPOTrainer):
 
 
 class RecordedCheckpoints(Checkpointer):
-    """The checkpoints of the run that is replayed: read by all ranks from its folder, never written."""
+    """The checkpoints of the replayed run: read by all ranks, never written."""
 
     def __init__(self, trainer: GRPOTrainer, replay: Replay) -> None:
         super().__init__(trainer)
@@ -157,7 +151,7 @@ def _check_end(replay: Replay, args: GRPOConfig) -> None:
 
 
 def _unasked(functions: Sequence[Any], names: Sequence[str]) -> list[Unasked]:
-    """Of as many functions as the run's recipe names; environments that reward themselves come with them."""
+    """As many as the run's recipe names; environments that reward themselves come with them."""
     return [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
 
 

@@ -1,12 +1,11 @@
-"""`GRPOTrainer`: a `transformers.Trainer` put together from four parts.
+"""`GRPOTrainer`: a `transformers.Trainer` made of four parts, which `loop.py` calls.
 
-    sampler        rollout/sampler.py       prompts -> scored groups: generate, score, compute_advantages
-    learner        training/learner.py      scored groups -> optimizer steps -> gradients: compute_loss
-    checkpointer   training/checkpointer.py  checkpoints, resuming, the end on SIGTERM
-    recorder       training/recording.py    what the run's report is made of
+    sampler        rollout/sampler.py        prompts -> scored groups
+    learner        training/learner.py       scored groups -> optimizer steps -> gradients
+    checkpointer   training/checkpointer.py  checkpoints, resuming, SIGTERM
+    recorder       training/recording.py     data of the run's report
 
-`loop.py` is the training loop that calls them. To change one stage, override `generate`, `score`,
-`compute_advantages` or `compute_loss`.
+To change one stage, override `generate`, `score`, `compute_advantages` or `compute_loss`.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
 from .training.closing import closes_if_it_fails
 from .training.evaluation import evaluate_prompts
-from .training.journaling import journal_of
 from .training.learner import Learner
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
+from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
 from .training.task import Given, Task, prepare, prepared_config
 from .training.transformers_seam import SeamTrainer
@@ -55,20 +54,19 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     Args:
         model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around one.
-        reward_funcs: a reward function or several: names, import paths or callables (see `colograd.rewards`); or reward
-            models: modules, folders or Hub ids.
-        args: the configuration; its fields are documented in docs/configuration.md.
+        reward_funcs: one or several: names, import paths or callables (see `colograd.rewards`), or reward models
+            (modules, folders or Hub ids).
+        args: the configuration; docs/configuration.md has its fields.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``. So does None,
-            which is enough where an environment makes all prompts.
+            the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``; so does None,
+            for environments that make all prompts.
         eval_dataset: prompts for `evaluate`, in the same forms, or a dict of them (such as a DatasetDict).
         processing_class: the tokenizer, or a vision-language model's processor; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
         callbacks: as in `transformers.Trainer`.
         optimizers: an optimizer and a schedule, as in `transformers.Trainer`.
-        quantization_config: how the model is quantised when it is loaded, below an adapter: a
-            `transformers.BitsAndBytesConfig`.
-        peft_config: a `peft.LoraConfig`: train an adapter and leave the model's weights as they are.
+        quantization_config: a `transformers.BitsAndBytesConfig` for the model below an adapter.
+        peft_config: a `peft.LoraConfig`: train an adapter only.
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
         environment_factory: makes environments, whose methods are tools; or several by name.
@@ -77,7 +75,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         ValueError: bad input, before anything is trained, on all ranks.
     """
 
-    samples = True  # False: the groups are recorded ones, and there is no engine
+    samples = True  # False: groups are read from a record, and there is no engine
 
     @closes_if_it_fails
     @ends_together("the start")
@@ -128,7 +126,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.console.say(f"ready in {time.perf_counter() - started:.0f} s")
 
     def _build(self, task: Task) -> None:
-        """Put the parts together: the engine beside the policy, the sampler, the learner. A collective."""
+        """Build the engine, the sampler and the learner. A collective."""
         args: GRPOConfig = self.args
         self.closing.callback(self.checkpointer.stop_signal.remove)
         self.closing.callback(self.checkpointer.finish_alone)
@@ -137,7 +135,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         names = [reward.name for reward in task.rewards]
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in task.rewards])
         self.completion_log = completion_log_of(args, names, self.recorder.trackers, task.policy.processor is not None)
-        self.journal = journal_of(args, names, image_reader_of(task.policy))
+        self.journal = store_of(args, names, image_reader_of(task.policy))
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         if self.journal is not None:
@@ -174,7 +172,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self._describe(built, task)
 
     def _make_sampler(self, task: Task) -> Sampler:
-        """The part that samples. Overridden where groups are recorded ones."""
+        """Overridden to read groups from a record."""
         return self._sampler_of(Sampler, task, rollout_source(self.engine, self.args, task, trainer=self))
 
     def _sampler_of(self, kind: type[S], task: Task, source: Any) -> S:
@@ -184,7 +182,6 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         )  # fmt: skip
 
     def _describe(self, built: Assembly, task: Task) -> None:
-        """Say what the user should know at start."""
         args: GRPOConfig = self.args
         lines = [*built.describe(), *task.scorer.notes, *(task.toolbox.notes if task.toolbox else [])]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
@@ -196,39 +193,36 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     # -- stages: a subclass replaces any of these
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Sample each prompt's group; yield groups as they finish. Override to change how completions come about.
-
-        Both training and `evaluate` call it; ``self.evaluating`` is true in an evaluation.
-        """
+        """Sample each prompt's group; yield groups as they finish. ``self.evaluating`` is true in `evaluate`."""
         return self.sampler.generate(prompts)
 
     def score(self, group: Group) -> torch.Tensor:
-        """Rewards [G, R] float32 of one group, NaN where a function abstains. Override for rewards of your own."""
+        """Rewards [G, R] float32 of one group, NaN where a function abstains."""
         return self.sampler.begin_scoring([group]).result()
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages of one group: [G], or one per completion token ([sum of lengths]). Override for others.
+        """Advantages of one group: [G], or one per completion token ([sum of lengths]).
 
-        With `scale_rewards: batch` or `normalize_then_sum` they are divided by a deviation over the step afterwards.
+        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards.
         """
         return self.estimator.of_group(rewards)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
-        """The objective on one micro-batch, as an unnormalised sum. Override for another objective."""
+        """The objective's sum over one micro-batch, before the step's denominator divides it."""
         return self.learner.loss_of_row(model, micro_batch)
 
     def replaces(self, stage: str) -> bool:
-        """Whether a subclass, or this object, has a stage of its own."""
+        """Whether a subclass or this object overrides a stage."""
         return getattr(getattr(self, stage), "__func__", None) is not getattr(GRPOTrainer, stage)
 
     @property
     def loss(self) -> Objective:
-        """The objective that `compute_loss` applies, for a subclass with a term of its own."""
+        """The objective of `compute_loss`, for a subclass that adds a term."""
         return self.learner.objective
 
     @property
     def evaluating(self) -> bool:
-        """Whether the stages are called by `evaluate`."""
+        """Whether `evaluate` calls the stages."""
         return self.sampler.purpose is Purpose.EVALUATION
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -244,7 +238,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     @ends_together("training")
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in transformers; `SeamTrainer.train` resumes and stops."""
+        """As in transformers; see `SeamTrainer.train` for resuming."""
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self.learner.pending, self._unlogged = [], []
         self.sampler.take_counts()  # drop what a step counted before it failed
@@ -261,17 +255,17 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of one optimizer step; leaves the summed, normalised gradient in ``.grad``."""
+        """`Learner.train`, for subclasses that wrap a step; returns its loss."""
         return torch.tensor(self.learner.train(inputs), device=self.args.device)
 
     def publish(self) -> None:
-        """Give the engine the policy's present weights, unless it has them."""
+        """Give the engine the policy's weights, unless it has them."""
         with self.times.phase("publish"):
             if self.engine is not None and self.engine.version != self.state.global_step:
                 self.sharding.traffic.published += self.weights.publish(self.state.global_step)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
-        """Note a step that was trained: for the next log, on the console, in the journal and in the run's record."""
+        """Pass a step's metrics to the next log, the journal, the console and the run's record."""
         self._unlogged.append(dict(metrics))
         if self.journal is not None and self.args.layout.is_main:
             self.journal.note(self.state.global_step, self.learner.figures)
@@ -279,14 +273,14 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.recorder.step(metrics)
 
     def measure_budget(self) -> None:
-        """Measure how many tokens a micro-batch may have, unless the configuration says it or it is known already."""
+        """Measure how many tokens fit into a micro-batch, unless the configuration sets it or it is known."""
         args: GRPOConfig = self.args
         if not self.learner.rules.max_tokens:
             shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
             self.learner.measure_budget(shape)
 
     def at_boundary(self) -> bool:
-        """Whether a round has ended: its rollouts aren't saved, so a run can't go on from its middle."""
+        """Whether a round has ended; checkpoints don't hold rollouts, so a run can't resume in the middle of one."""
         return not self.learner.pending
 
     # -- evaluation
@@ -295,11 +289,11 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with their own settings (``*_eval``), and compute the loss of what
-        was sampled, where `loss_eval` asks for it or where that takes little time.
+        """Sample and score the evaluation prompts with the settings ``*_eval``; compute the loss if `loss_eval` asks
+        for it, or if it takes little time.
 
         Args:
-            eval_dataset: prompts to take instead of the trainer's, or the name of one of its evaluation datasets.
+            eval_dataset: other prompts than the trainer's, or the name of one of its evaluation datasets.
 
         Returns:
             ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
@@ -312,13 +306,13 @@ class GRPOTrainer(TRLNames, SeamTrainer):
 
     @ends_together("the evaluation")
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """The metrics of `evaluate` under another prefix, not logged; as in TRL neither predictions nor labels."""
+        """The metrics of `evaluate` with another prefix, not logged; as in TRL without predictions or labels."""
         metrics = self._evaluated(test_dataset, metric_key_prefix)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
     def _evaluated(self, eval_dataset: Any, prefix: str) -> dict[str, float]:
-        """The metrics of an evaluation of one dataset, or of several by name."""
+        """The metrics of one dataset, or of several by name."""
         with on_all_ranks("the evaluation's prompts"):
             self._follow_datasets()
         prompts = self.eval_prompts
@@ -354,7 +348,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """As in transformers; a fraction of an epoch ends with a round, so that its last step has a checkpoint."""
+        """As in transformers, but a fraction of an epoch ends with a whole round, so that it can be saved."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
@@ -366,12 +360,12 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     # -- the end
 
     def close(self) -> None:
-        """Free the engine: another trainer may then be made in the same process."""
+        """Free the engine, so that another trainer can be made in this process."""
         self.closing.close()
         faults.leave()
 
     def _release(self) -> None:
-        """Let go of the engine's tensors, and undo the changes of the way of sharding to the model."""
+        """Drop the engine's tensors, and undo the sharding's changes to the model."""
         self.sharding.close()
         self.learner.reference = None
         del self.weights, self.sharding, self.learner.sharding

@@ -105,8 +105,7 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
         ValueError: the run has recorded none, or a flag isn't one.
     """
     from ..config import given_settings
-    from ..rollout.journal import FOLDER
-    from ..training.journaling import RECIPE
+    from ..rollout.store import FOLDER, RECIPE
 
     recipe = options.config or options.run / FOLDER / RECIPE
     if not recipe.is_file():

@@ -1,4 +1,4 @@
-"""``colograd show RUN --step N``: a step's completions, from the log that a run with ``log_completions`` wrote."""
+"""``colograd show RUN --step N``: a step's completions; without ``log_completions`` those that the report shows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..reporting.completion_log import logged_steps, read_log
-from ..reporting.completion_table import CompletionRow, print_table, prompt_text
+from ..report.samples import Samples
+from ..reporting.completion_table import print_table, prompt_text
+from ..reporting.completions import CompletionRow, logged_steps, read_log
+
+MOST_BYTES = 2**28  # of a step's completions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; the exit status."""
     options = _parser().parse_args(argv)
-    steps = logged_steps(options.run)
+    logged, samples = logged_steps(options.run), Samples(options.run)
+    samples.refresh(1)
+    steps = sorted({*logged, *samples.stored})
     if not steps:
         return _refuse(
             f"{options.run} holds no completions: train with log_completions: true, and give the run's output_dir."
@@ -25,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if step not in steps:
         return _refuse(f"step {step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
     try:
-        rows, names = read_log(steps[step])
+        rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
     except ValueError as error:
         return _refuse(str(error))
     found = chosen(rows, options.group, options.grep, options.worst, options.best)
@@ -54,6 +58,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--unique-prompts", action="store_true", help="one completion per prompt")
     parser.add_argument("--width", type=int, help="characters; default: the terminal's, also in a pager")
     return parser
+
+
+def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[str]]:
+    """A training step's completions that the store of rollouts shows, and the names of their rewards."""
+    found = [entry for entry in samples.of_step(step, MOST_BYTES)[0] if entry["purpose"] == "train"]
+    names = list(dict.fromkeys(name for entry in found for name in entry["rewards"]))
+    rows = [
+        CompletionRow(
+            step=step,
+            position=entry["position"],
+            prompt=entry["prompt"],
+            text="".join(entry["tokens"]).encode(),
+            prompt_tokens=0,  # aren't shown
+            completion_tokens=entry["length"],
+            finish_reason=entry["finish"],
+            rewards=tuple(math.nan if value is None else value for value in map(entry["rewards"].get, names)),
+            advantage=math.nan if entry["advantage"] is None else entry["advantage"],
+            extra=entry["extra"],
+        )
+        for entry in found
+    ]
+    return rows, names
 
 
 def chosen(

@@ -1,6 +1,5 @@
-"""The page of a run: `lines` reads its files as they grow, `values` takes them for what they should be, `reading` makes
-a run of them, `samples` finds its completions, `payload` says what a page is told, `page` writes it as one file,
-`serving` shows it live. What the page does stands in `assets/`. Nothing here imports torch.
+"""The page of a run, made of its files without torch: `RecordedRun` and `Samples` read them, `payload` chooses what the
+page shows, `page` writes one HTML file, `serving` shows it live. The page's scripts lie in `assets/`.
 """
 
 from .page import write_report

@@ -15,9 +15,8 @@ BLOCK = 2**20
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a file of a folder; None if it isn't there, is no regular file, or is a link that leads out.
-
-    Opened without waiting: a named pipe in a run's folder must not hold up who looks at the run.
+    """Open a regular file of a folder; None if there is none, or it is a link that leads out. Never waits (named
+    pipes).
     """
     root = folder.resolve()
     try:
@@ -42,7 +41,7 @@ class Tail:
         self._inode = -1
 
     def restarted(self) -> bool:
-        """Whether the file is another one, or shorter, than at the last look: what was read of it is void then."""
+        """Whether the file was replaced or became shorter since the last look, so that its lines are read anew."""
         if (file := open_inside(self.folder, self.name)) is None:
             return self.offset > 0
         with file:
@@ -53,7 +52,7 @@ class Tail:
         return True
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Each new whole line, and where it begins. A last line without its end is left for the next look."""
+        """Each new whole line, and where it begins; a last line without its end waits for the next look."""
         if (file := open_inside(self.folder, self.name)) is None:
             return
         with file:
@@ -73,12 +72,10 @@ class Tail:
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
-    """A line's object; None if it is none.
+    """A line's JSON object; None if it has none.
 
     Args:
-        line: a whole line.
-        beginning: how each object begins. A run that was killed in the middle of a line and resumed has the next
-            object behind the torn one, on the same line: it is found by its beginning.
+        beginning: how each object begins. A killed run may leave a torn object before the next one, on one line.
     """
     for begin in (0, line.rfind(beginning)):
         if begin < 0:

@@ -1,7 +1,7 @@
-"""A report: one HTML file that holds its data, its scripts and its styles, and asks nobody for anything.
+"""A report: one HTML file that holds its data, scripts and styles, and loads nothing.
 
-What models wrote is in it as JSON, where `<` is escaped, or packed (zlib, base64). Scripts run by their hash alone, so
-that nothing that stands in the data could run if a browser took it for markup.
+Texts that models wrote are in it as JSON, where `<` is escaped, or packed (zlib, base64). Only scripts with a known
+hash run, so nothing in the data could.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import __version__
 from .payload import alarm_steps, of_step, overview, prompt_beginning, spread_out
-from .reading import Run
+from .reading import RecordedRun
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (
@@ -35,15 +35,11 @@ STEP_BYTES = 2_000_000  # of a step's completions as JSON, about: a sixth to a t
 
 
 def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | None = None) -> Path:
-    """Write a run's report, or that of several runs side by side.
+    """Write the report of a run, or of several side by side; returns the file's path. It is complete or not there.
 
     Args:
-        run_dir: a run's output_dir. Also of one that hasn't ended, or that only has a trainer_state.json.
-        others: further runs to compare it with.
+        run_dir: a run's output_dir; the run may go on, or only have a trainer_state.json.
         out: the file; default ``report.html`` in ``run_dir``.
-
-    Returns:
-        The file's path. It is complete or not there.
 
     Raises:
         ValueError: a run's folder holds nothing to report.
@@ -60,13 +56,8 @@ def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | Non
     return path
 
 
-def read_run(folder: str | Path) -> Run:
-    """Read a run's folder once.
-
-    Raises:
-        ValueError: it holds nothing to report.
-    """
-    run = Run(folder)
+def read_run(folder: str | Path) -> RecordedRun:
+    run = RecordedRun(folder)
     run.refresh()
     if not (run.starts or run.steps.rows or run.evaluations.rows or run.samples.steps):
         raise ValueError(
@@ -76,7 +67,7 @@ def read_run(folder: str | Path) -> Run:
     return run
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RecordedRun]) -> str:
     """The page of runs as they were last read."""
     data, blocks = [], []
     for place, run in enumerate(runs):
@@ -90,8 +81,8 @@ def page(runs: Sequence[Run]) -> str:
     return document({"live": False, "version": __version__, "runs": data}, "\n".join(blocks))
 
 
-def _packed_steps(run: Run, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
-    """Steps packed for the page, as many as it has room for.
+def _packed_steps(run: RecordedRun, runs: int) -> tuple[list[tuple[int, str]], dict[int, int], dict[str, str]]:
+    """As many steps as the page has room for.
 
     Returns:
         The packed steps, whether (1) each has completions, and the beginnings of their prompts by key.
@@ -99,12 +90,13 @@ def _packed_steps(run: Run, runs: int) -> tuple[list[tuple[int, str]], dict[int,
     texts: dict[str, str] = {}
     order = list(spread_out({*run.samples.steps, *run.rollouts, *run.groups}, alarm_steps(run)))
     chosen: dict[int, bytes] = {}
+    held = {*run.samples.steps}
     room = COMPLETION_BYTES // runs
     with_completions: set[int] = set()
     for step in order:
         if room <= 0:
             break
-        if step in run.samples.lines or step in run.samples.files:
+        if step in held:
             content = of_step(run, step, min(STEP_BYTES, 8 * room))
             chosen[step] = _pack(content)
             room -= len(chosen[step])
@@ -128,12 +120,12 @@ def _pack(value: Any) -> bytes:
 
 
 def compact(value: Any) -> str:
-    """JSON without blanks. NaN is an error: readers make nothing of it before."""
+    """JSON without blanks. NaN is an error."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def escaped(value: Any) -> str:
-    """JSON that can stand in a script element: no `<`, no `>`, no `&`, no line end that only JavaScript knows."""
+    """JSON for a script element: without `<`, `>`, `&`, and the line ends that only JavaScript knows."""
     found = compact(value)
     for character in "<>&\u2028\u2029":
         found = found.replace(character, f"\\u{ord(character):04x}")
@@ -144,9 +136,9 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
     """The page around its data.
 
     Args:
-        data: ``runs`` as `overview` gives them, ``live``, ``version``.
-        blocks: elements that hold packed steps.
-        connect: whom the page may ask, as its policy says it.
+        data: ``runs`` (see `overview`), ``live``, ``version``.
+        blocks: elements with packed steps.
+        connect: the addresses that the page may load, for its content security policy.
     """
     # Character data only: what ends an element must not stand in a script of ours.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)

@@ -1,7 +1,4 @@
-"""What a page is told of a run: `overview` at once, `of_step` when a step is opened.
-
-Both are JSON values. The page puts an overview that says what changed (`after`) over the one that it has.
-"""
+"""The JSON that a page gets: `overview` at once, `of_step` when a step is opened."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .reading import Run
+from .reading import RecordedRun
 from .values import mapping, number, text, whole
 
 POINTS = 2000  # of a curve: beyond, each point is the mean of several steps
@@ -21,13 +18,12 @@ STEP_GROUPS = 256
 BEGINNING = 160  # characters of a prompt where it is named in a line
 
 
-def overview(run: Run, after: int = 0, thin: bool = True) -> dict[str, Any]:
+def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
     """The run without its completions.
 
     Args:
-        run: as it was last read.
-        after: leave out what hasn't changed since this change of the run.
-        thin: bound the sizes, for a page that holds all of it.
+        after: leave out all that hasn't changed since this change of the run.
+        thin: bound the sizes, for a page that holds the whole run.
     """
     if after < run.born:
         after = 0
@@ -59,8 +55,7 @@ def overview(run: Run, after: int = 0, thin: bool = True) -> dict[str, Any]:
     return found
 
 
-def status(run: Run) -> dict[str, Any]:
-    """How far the run is, and how it ended."""
+def status(run: RecordedRun) -> dict[str, Any]:
     limit = whole(run.start.get("max_steps"))
     end = run.end or {}
     return {
@@ -74,14 +69,8 @@ def status(run: Run) -> dict[str, Any]:
     }
 
 
-def of_step(run: Run, step: int, most_bytes: int) -> dict[str, Any]:
-    """A step's rollouts, groups and completions; these bounded.
-
-    Args:
-        run: as it was last read.
-        step: any number.
-        most_bytes: of completions, about.
-    """
+def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
+    """A step's rollouts, groups, and completions of about ``most_bytes``."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
     prompts: list[Any] = []  # each once: the completions of a group share theirs
     places: dict[str, int] = {}
@@ -115,10 +104,9 @@ def prompt_beginning(prompt: Any) -> str:
     return text(prompt, BEGINNING)
 
 
-def pass_mark(run: Run) -> float:
-    """The mean reward from which a group without a reward difference counts as solved.
-
-    `pass_threshold_eval` where a group of the run got so far, else the middle between the lowest and the highest mean.
+def pass_mark(run: RecordedRun) -> float:
+    """The mean reward from which a group without a reward difference counts as solved: `pass_threshold_eval` if a group
+    reached it, else the middle between the lowest and the highest mean.
     """
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
@@ -128,8 +116,8 @@ def pass_mark(run: Run) -> float:
     return (min(means) + max(means)) / 2
 
 
-def groups_over_time(run: Run) -> dict[str, Any]:
-    """How many of each step's prompts were solved, unsolved or mixed, and how many carried a signal."""
+def groups_over_time(run: RecordedRun) -> dict[str, Any]:
+    """By step, how many prompts were solved, unsolved or mixed, and how many carried a signal."""
     mark = pass_mark(run)
     found: dict[str, Any] = {"mark": number(mark), "steps": [], "solved": [], "unsolved": [], "mixed": [], "signal": []}
     for step in sorted(run.groups):
@@ -146,8 +134,8 @@ def groups_over_time(run: Run) -> dict[str, Any]:
     return found
 
 
-def prompt_histories(run: Run) -> dict[str, Any]:
-    """Each prompt's mean reward and spread over the steps that took it, of those with the most spread in all.
+def prompt_histories(run: RecordedRun) -> dict[str, Any]:
+    """The mean reward and spread over the steps of the prompts with the most spread.
 
     Returns:
         ``total`` prompts and their ``visits``, the ``half`` (how many prompts have half of all the spread), and
@@ -187,14 +175,14 @@ def _half(amounts: Sequence[float]) -> int:
     return len(amounts)
 
 
-def _spreads(run: Run, after: int, thin: bool) -> dict[str, Any]:
+def _spreads(run: RecordedRun, after: int, thin: bool) -> dict[str, Any]:
     steps = sorted(step for step, change in run.touched["spreads"].items() if change > after and step in run.spreads)
     every = math.ceil(len(steps) / MOST_SPREADS) if thin and steps else 1
     return {str(step): run.spreads[step] for step in steps[::-1][::every][::-1]}
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:
-    """The means of so many values each, the last ones in a row that isn't whole left out as their steps are."""
+    """The mean of every ``every`` values; an incomplete last row is left out, as its step is."""
     if every == 1:
         return list(values)
     found = []
@@ -205,7 +193,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Steps in an order whose every beginning is spread over the whole run: some first, then by halving."""
+    """The steps, the ``first`` ones early; every beginning of the sequence is spread over the whole run."""
     rest = sorted(set(steps))
     known = set(rest)
     wanted = [step for step in dict.fromkeys([*(rest[-1:]), *(rest[:1]), *first]) if step in known]
@@ -220,6 +208,5 @@ def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]
         stride //= 2
 
 
-def alarm_steps(run: Run) -> list[int]:
-    """The steps of the first alarms, which a page should have whole."""
+def alarm_steps(run: RecordedRun) -> list[int]:
     return [int(alarm["step"]) for alarm in run.alarms[:20]]

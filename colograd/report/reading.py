@@ -1,7 +1,7 @@
-"""A run's folder as plain data: its events, and for runs without them what `trainer_state.json` holds.
+"""A run's folder as plain data: its events, or the history in `trainer_state.json` of a run without events.
 
-`Run.refresh` reads only what is new since the last look, and numbers each change: `colograd watch` sends a page what
-changed after the number that it has. Memory is bounded by steps, not by completions: what a rollout did is kept packed.
+`RecordedRun.refresh` reads only new lines, and numbers each change: `colograd watch` sends a page the changes after the
+number that it has. Memory is bounded by steps, not by completions; a rollout's curves are kept packed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from .lines import Tail, open_inside, parse
 from .samples import Samples
-from .values import items, mapping, number, plain, text, whole
+from .values import entries, items, mapping, number, plain, text, texts, whole
 
 EVENTS = "_report/events.jsonl"
 STATE = "trainer_state.json"
@@ -36,7 +36,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class Table:
-    """Numbers by step and name, a row of machine floats each, with the change that last touched it."""
+    """Numbers by step and name, with the change that last touched each step."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
@@ -44,7 +44,6 @@ class Table:
         self.changed: dict[int, int] = {}
 
     def put(self, step: int, values: Mapping[str, Any], change: int) -> None:
-        """Set numbers of a step. Of two of one name the later counts."""
         row = self.rows.setdefault(step, array("d"))
         for name, value in values.items():
             found = number(value)
@@ -56,7 +55,7 @@ class Table:
         self.changed[step] = change
 
     def columns(self, after: int = 0) -> tuple[list[int], dict[str, list[float | None]]]:
-        """The steps that changed after a change, in order, and each name's values there."""
+        """The steps that changed after change ``after``, in order, and each name's values at them."""
         steps = sorted(step for step, change in self.changed.items() if change > after)
         found = {name: [self._value(step, place) for step in steps] for name, place in self.names.items()}
         return steps, {name: values for name, values in found.items() if any(value is not None for value in values)}
@@ -67,24 +66,20 @@ class Table:
         return None if math.isnan(value) else value
 
 
-class Run:
-    """What is known of a run. `refresh` looks again.
-
-    Args:
-        folder: the run's output_dir. It needn't be there yet.
-    """
+class RecordedRun:
+    """A run's files as of the last `refresh`. The folder needn't be there yet."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
-        self.change = 0  # counts the looks that found something
-        self.born = 0  # the change with which everything began anew
+        self.change = 0  # counts the refreshes that found something
+        self.born = 0  # the change with which another run began in the folder
         self._events = Tail(self.folder, EVENTS)
         self._state_seen: tuple[str, int, int] | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.steps, self.evaluations = Table(), Table()
-        self.totals: dict[str, float] = {}  # of the whole run, logged at its end
+        self.totals: dict[str, float] = {}  # logged at the run's end
         self.starts: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
@@ -94,7 +89,7 @@ class Run:
         self.prompts: dict[str, int] = {}  # keys, numbered
         self.alarms: list[dict[str, Any]] = []
         self.last_time: float | None = None
-        self.touched: dict[str, dict[int, int]] = defaultdict(dict)  # of spreads, groups and rollouts: step -> change
+        self.touched: dict[str, dict[int, int]] = defaultdict(dict)  # kind of event -> step -> change
         self.samples = Samples(self.folder)
 
     @property
@@ -103,7 +98,6 @@ class Run:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The last start's own description."""
         return self.starts[-1] if self.starts else {}
 
     @property
@@ -111,7 +105,7 @@ class Run:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read what is new; whether there was anything."""
+        """Read new lines; returns whether there were any."""
         self.change += 1
         fresh = False
         if self._events.restarted() or self.samples.restarted():
@@ -147,23 +141,14 @@ class Run:
         self.starts.append({name: plain(event.get(name)) for name in known} | {"run": _described(event.get("run"))})
         del self.starts[:-64]
         self.end = None
-        self.memory = [
-            {
-                "part": text(row.get("part"), 200),
-                "sampling": number(row.get("sampling")),
-                "training": number(row.get("training")),
-            }
-            for row in items(event.get("memory"))[:64]
-            if isinstance(row, dict)
-        ]
-        for alarm in self.alarms:  # what was wrong before a stop is told anew if it still is
+        self.memory = [_memory_row(row) for row in items(event.get("memory"))[:64] if isinstance(row, dict)]
+        for alarm in self.alarms:  # a run that goes on raises an alarm again
             alarm.setdefault("until", step)
 
     def _take_log(self, step: int, event: dict[str, Any]) -> None:
         self.take_metrics(step, mapping(event.get("metrics")))
 
     def take_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """What a trainer logged at a step: of a training step, of an evaluation, or of the whole run."""
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         rest = {name: value for name, value in metrics.items() if name not in evaluated and name != "step"}
         if evaluated:
@@ -202,9 +187,9 @@ class Run:
 
     def _take_alarm(self, step: int, event: dict[str, Any]) -> None:
         if len(self.alarms) < MOST_ALARMS:
-            told = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}
+            texts_of = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}
             severity = "severe" if event.get("severity") == "severe" else "warning"
-            self.alarms.append({"step": step, "severity": severity, **told})
+            self.alarms.append({"step": step, "severity": severity, **texts_of})
 
     def _take_calm(self, step: int, event: dict[str, Any]) -> None:
         for alarm in self.alarms:
@@ -220,7 +205,7 @@ class Run:
         }
 
     def _refresh_state(self) -> bool:
-        """Take `log_history` of the run's own trainer_state.json, or of its newest checkpoint's."""
+        """Take the `log_history` of the run's trainer_state.json, or of its newest checkpoint's."""
         for name in self._state_names():
             if (file := open_inside(self.folder, name)) is None:
                 continue
@@ -262,87 +247,84 @@ class Run:
         return [list(flat[at : at + GROUP_WIDTH]) for at in range(0, len(flat), GROUP_WIDTH)]
 
     def rollouts_of(self, step: int) -> list[dict[str, Any]]:
-        """What each rank's rollout of a round did, in the order of the ranks."""
+        """A round's "rollout" events, in the order of the ranks."""
         of_step = self.rollouts.get(step, {})
         return [{"rank": rank, **json.loads(zlib.decompress(of_step[rank]))} for rank in sorted(of_step)]
 
 
-_HANDLERS: dict[str, Callable[[Run, int, dict[str, Any]], None]] = {
-    "start": Run._take_start,
-    "log": Run._take_log,
-    "rollout": Run._take_rollout,
-    "spread": Run._take_spread,
-    "groups": Run._take_groups,
-    "alarm": Run._take_alarm,
-    "calm": Run._take_calm,
-    "end": Run._take_end,
+_HANDLERS: dict[str, Callable[[RecordedRun, int, dict[str, Any]], None]] = {
+    "start": RecordedRun._take_start,
+    "log": RecordedRun._take_log,
+    "rollout": RecordedRun._take_rollout,
+    "spread": RecordedRun._take_spread,
+    "groups": RecordedRun._take_groups,
+    "alarm": RecordedRun._take_alarm,
+    "calm": RecordedRun._take_calm,
+    "end": RecordedRun._take_end,
+}
+
+
+# The fields of a start's `run` that a page shows, each with the function that bounds it.
+_DESCRIPTION: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model", "device", "command", "peak_source"), text),
+    **dict.fromkeys(("parameters", "trained_parameters", "layers", "hidden", "ranks", "peak_flops"), number),
+    **dict.fromkeys(("datasets", "reward_names"), lambda value: texts(value, 256, 500)),
+    "changed": lambda value: texts(value, MOST_KNOBS, 200),
+    "reward_weights": lambda value: [number(item) for item in items(value)[:256]],
+    "versions": lambda value: entries(value, 64, lambda version: text(version, 200)),
+    "settings": lambda value: entries(value, MOST_KNOBS, plain),
 }
 
 
 def _described(run: Any) -> dict[str, Any]:
-    """A start's `run`: what a page shows of it, each of the type that it should have, and the knobs."""
-    given = mapping(run)
-    texts = {name: text(given.get(name)) for name in ("model", "device", "command", "peak_source")}
-    numbers = ("parameters", "trained_parameters", "layers", "hidden", "ranks", "peak_flops")
-    names = {
-        name: [text(item, 500) for item in items(given.get(name))[:256] if isinstance(item, str)]
-        for name in ("datasets", "reward_names")
-    }
-    changed = [text(item, 200) for item in items(given.get("changed"))[:MOST_KNOBS] if isinstance(item, str)]
-    versions = list(mapping(given.get("versions")).items())[:64]
-    settings = list(mapping(given.get("settings")).items())[:MOST_KNOBS]
-    return {
-        **texts,
-        **{name: number(given.get(name)) for name in numbers},
-        **names,
-        "changed": changed,
-        "reward_weights": [number(item) for item in items(given.get("reward_weights"))[:256]],
-        "versions": {text(name, 200): text(version, 200) for name, version in versions},
-        "settings": {text(name, 200): plain(value) for name, value in settings},
-    }
+    return {name: bounded(mapping(run).get(name)) for name, bounded in _DESCRIPTION.items()}
 
 
-def _pairs(value: Any, most: int = 100) -> list[list[float]]:
-    """[[t, n], ...] of finite numbers."""
-    found = []
-    for pair in items(value)[:most]:
-        numbers = [number(part, 4) for part in items(pair)[:2]]
-        if len(numbers) == 2 and None not in numbers:
-            found.append(numbers)
-    return found  # type: ignore[return-value]
-
-
-def _spans(value: Any, width: int) -> list[list[Any]]:
-    """[[name, t0, t1, ...], ...]."""
-    found = []
-    for row in items(value)[:64]:
-        row = items(row)[:width]
-        numbers = [number(part, 5) for part in row[1:]]
-        if len(row) >= 3 and isinstance(row[0], str) and None not in numbers:
-            found.append([text(row[0], 100), *numbers])
-    return found
+def _memory_row(row: Any) -> dict[str, Any]:
+    numbers = {name: number(row.get(name)) for name in ("sampling", "training")}
+    return {"part": text(row.get("part"), 200), **numbers}
 
 
 def _rollout(event: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: number(event.get(name)) for name in ("seconds", "preemptions", "tail")},
-        **{name: _pairs(event.get(name)) for name in ("running", "waiting", "kv")},
-        "rewards": _spans(event.get("rewards"), 4),
-        "tools": _spans(event.get("tools"), 3),
+        **{name: _points(event.get(name)) for name in ("running", "waiting", "kv")},
+        "rewards": _calls(event.get("rewards"), 4),
+        "tools": _calls(event.get("tools"), 3),
     }
 
 
+def _numbers(values: Any, most: int, digits: int) -> list[Any] | None:
+    """A list's finite numbers; None if it has other values."""
+    found = [number(value, digits) for value in items(values)[:most]]
+    return None if None in found else found
+
+
+def _points(value: Any) -> list[list[float]]:
+    pairs = [_numbers(pair, 2, 4) for pair in items(value)[:100]]
+    return [pair for pair in pairs if pair is not None and len(pair) == 2]
+
+
+def _calls(value: Any, width: int) -> list[list[Any]]:
+    """[[name, start, end, ...], ...], each ``width`` long at most."""
+    found = []
+    for row in map(items, items(value)[:64]):
+        numbers = _numbers(row[1:], width - 1, 5)
+        if len(row) >= 3 and isinstance(row[0], str) and numbers is not None:
+            found.append([text(row[0], 100), *numbers])
+    return found
+
+
 def _limits(value: Any) -> dict[str, list[float]]:
-    """The least and the greatest of what each name had."""
-    pairs = {str(name): [number(v, 4) for v in items(pair)] for name, pair in [*mapping(value).items()][:MOST_LIMITS]}
-    return {name: pair for name, pair in pairs.items() if len(pair) == 2 and None not in pair}  # type: ignore[misc]
+    """The least and the greatest reward, by function."""
+    pairs = {str(name): _numbers(pair, 3, 4) for name, pair in [*mapping(value).items()][:MOST_LIMITS]}
+    return {name: pair for name, pair in pairs.items() if pair is not None and len(pair) == 2}
 
 
 def _histogram(value: Any) -> dict[str, list[float]]:
-    """Edges and counts that fit each other; nothing of what doesn't."""
+    """Edges and counts that fit each other, or nothing."""
     given = mapping(value)
-    edges = [number(edge, 4) for edge in items(given.get("edges"))[:129]]
-    counts = [whole(count) for count in items(given.get("counts"))[:128]]
-    if len(edges) != len(counts) + 1 or not counts or None in edges or None in counts:
+    edges, counts = _numbers(given.get("edges"), 129, 4), [whole(count) for count in items(given.get("counts"))[:128]]
+    if edges is None or len(edges) != len(counts) + 1 or not counts or None in counts:
         return {}
-    return {"edges": edges, "counts": counts}  # type: ignore[dict-item]
+    return {"edges": edges, "counts": counts}

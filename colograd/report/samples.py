@@ -1,7 +1,7 @@
-"""The completions of a step: those recorded token by token, and texts from the completions log.
+"""The completions of a step: groups that the store of rollouts shows token by token, and rows of the completions log.
 
-`Samples` knows where each step's lines and files are. They are read when a page asks for them, or is made: a run of
-1,000 steps records more than a page, or this process, should hold.
+`Samples` knows each step's files, and reads them when a page needs them: a run of 1,000 steps records more than a page,
+or this process, should hold. Runs of older versions have `_report/samples.jsonl` in the store's place.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..reporting.log_columns import EXTRA_KEY, FOLDER, IMAGES, IMAGES_KEY, NAMES_KEY, TEXT, column_names, prompt_of
+from ..reporting.completions import FOLDER, IMAGES, TEXT, CompletionFile, prompt_of
 from ..reporting.thumbnails import BYTES, MOST, data_url
+from ..rollout.group_table import shown, steps_of
+from ..rollout.record_file import positions as record_positions
 from .lines import Tail, open_inside, parse
 from .values import items, mapping, number, plain, text, whole
 
-SAMPLES = "_report/samples.jsonl"
+SAMPLES = "_report/samples.jsonl"  # of older versions
+STORE = "_journal"
+STORED = ("rank-00000.shown", "rank-00000.records")  # the main process takes notes; the later file counts
 LONGEST = 200_000  # characters of a completion or a prompt
 MOST_TOKENS = 4096  # of a completion
 MILLI = 1000  # log-probabilities are sent as thousandths
 # A line's step is read from its beginning, where no text can pretend to be it.
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
 _PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
+_ROUND = re.compile(r"step-\d{8,12}(-[A-Za-z0-9_.]{1,100})?")
 _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
 
@@ -38,22 +43,22 @@ class Samples:
         self.folder = folder
         self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # offset and length, of samples.jsonl
         self.files: dict[int, dict[str, str]] = defaultdict(dict)  # purpose -> file name, of the completions log
+        self.stored: dict[int, set[str]] = defaultdict(set)  # names of the store's files
         self.changed: dict[int, int] = {}
+        self._read: dict[str, int] = {}  # bytes of the store's files that were looked through
         self._tail = Tail(folder, SAMPLES)
         self._folder_seen = -1
 
     @property
     def steps(self) -> list[int]:
-        """Steps of which there are completions."""
-        return sorted({*self.lines, *self.files})
+        return sorted({*self.lines, *self.stored, *self.files})
 
     def restarted(self) -> bool:
-        """Whether samples.jsonl is another file than at the last look."""
         return self._tail.restarted()
 
     def refresh(self, change: int) -> bool:
-        """Look for new ones; whether there are any."""
-        fresh = self._refresh_files(change)
+        """Find new lines and files; returns whether there are any."""
+        fresh = self._refresh_files(change) | self._refresh_store(change)
         for offset, line in self._tail.read():
             step = _step_of(line)
             if step is not None:
@@ -78,22 +83,37 @@ class Samples:
             self._folder_seen = now
         return fresh
 
+    def _refresh_store(self, change: int) -> bool:
+        found: dict[str, int] = {}
+        with contextlib.suppress(OSError):
+            for folder in os.scandir(self.folder / STORE):
+                for name in STORED if _ROUND.fullmatch(folder.name) else ():
+                    with contextlib.suppress(OSError):
+                        found[f"{STORE}/{folder.name}/{name}"] = os.stat(f"{folder.path}/{name}").st_size
+        fresh = False
+        for name, size in found.items():
+            if size == self._read.get(name) or (file := open_inside(self.folder, name)) is None:
+                continue
+            with file:
+                start = self._read.get(name, 0)
+                positions, end = record_positions(file, start if start <= size else 0)
+            self._read[name] = end
+            for step in filter(whole, steps_of(positions)):
+                self.stored[step].add(name)
+                self.changed[step] = change
+                fresh = True
+        return fresh
+
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """A step's completions, whole groups while they fit.
-
-        Args:
-            step: the optimizer step.
-            most_bytes: of them as JSON, about.
-
-        Returns:
-            The completions in order (`_recorded` says what each has), and how many there are beyond them.
+        """A step's completions in order, whole groups while their JSON fits into about ``most_bytes``; and how many
+        don't fit.
         """
         groups = _by_group(self._recorded(step))
         for found in self._logged(step):
             groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
         total, room = sum(len(group) for group in groups.values()), most_bytes
-        for group in groups.values():  # those recorded by token first, as the recorder chose them
+        for group in groups.values():  # samples first, as the recorder chose their groups
             size = sum(map(_size, group.values()))
             if kept and size > room:
                 continue
@@ -103,6 +123,10 @@ class Samples:
         return kept, total - len(kept)
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
+        for name in sorted(self.stored.get(step, ()), reverse=True):
+            if (stored := open_inside(self.folder, name)) is not None:  # else checkpoints made it needless
+                with stored, contextlib.suppress(Exception):  # a file of somebody else's has many ways to be wrong
+                    yield from filter(None, map(_recorded, shown(stored, step)))
         lines = self.lines.get(step)
         if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
             return
@@ -128,7 +152,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
-    """Completions by purpose and position, then index; of two of one place the later counts."""
+    """(purpose, position) -> index -> completion; the last one recorded counts."""
     groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for entry in found:
         groups.setdefault((entry["purpose"], entry["position"]), {})[entry["index"]] = entry
@@ -136,12 +160,11 @@ def _by_group(found: Iterator[dict[str, Any]]) -> dict[tuple[str, int], dict[int
 
 
 def _size(found: dict[str, Any]) -> int:
-    """Of a completion as JSON, about: tokens with their numbers, or a text."""
     return 400 + len(found["text"]) + 16 * len(found.get("tokens", ())) + sum(map(len, found.get("images", ())))
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """A line of samples.jsonl, bounded and checked; lists by token have one length or are left out."""
+    """A completion token by token, bounded and checked; lists by token have one length or are left out."""
     tokens = [text(token, 200) for token in items(entry.get("tokens"))[:MOST_TOKENS]]
     if any(not isinstance(token, str) for token in items(entry.get("tokens"))[:MOST_TOKENS]):
         return None
@@ -181,13 +204,11 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _pictures(values: Any) -> list[str] | None:
-    """Those that are small pictures and nothing else: as many of a prompt as of its tools' answers."""
     found = [value for value in items(values)[: 2 * MOST] if isinstance(value, str) and _PICTURE.fullmatch(value)]
     return found or None
 
 
 def _milli(values: Any, many: int) -> list[int | None] | None:
-    """Log-probabilities as whole thousandths, which are short and pack well."""
     given = items(values)
     if len(given) < many or not many:
         return None
@@ -196,7 +217,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """[1, 0, 1] as "101"; nothing where all are 1."""
+    """[1, 0, 1] as "101"; None if all are 1."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None
@@ -208,7 +229,6 @@ def _rewards(values: Any) -> dict[str, float | None]:
 
 
 def _prompt(value: Any) -> Any:
-    """A text, or messages whose texts are as long as a completion may be."""
     if isinstance(value, str):
         return text(value, LONGEST)
     return [
@@ -221,51 +241,38 @@ def _prompt(value: Any) -> Any:
     ]
 
 
-def _rows(file: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
-    """The completions of a file of the completions log, ours or TRL's."""
-    import pyarrow.parquet as parquet
-
-    opened = parquet.ParquetFile(file)
-    metadata = opened.schema_arrow.metadata or {}
-    names, extra = (items(json.loads(metadata.get(key, b"[]"))) for key in (NAMES_KEY, EXTRA_KEY))
-    images = IMAGES_KEY in metadata
-    of_rewards, of_extra = column_names(names, extra, images)
-    places: dict[int, int] = defaultdict(int)  # of the next completion of each group
-    prompts: dict[str, int] = {}  # TRL's files have no position: a prompt's first place
-    at = 0
-    for batch in opened.iter_batches(batch_size=128):
-        for row in batch.to_pylist():
-            prompt = _prompt(prompt_of(row.get("prompt")))
-            position = whole(row.get("position"))
-            if position is None:
-                position = prompts.setdefault(json.dumps(prompt), at)
-            index = places[position]
-            places[position] += 1
-            at += 1
-            written = row.get(TEXT)
-            rewards = {name: number(row.get(column)) for name, column in zip(names, of_rewards, strict=True)}
-            told = [value for value in rewards.values() if value is not None]
-            found = {
-                "position": position,
-                "index": index,
-                "purpose": purpose,
-                "prompt": prompt,
-                "text": text(written if isinstance(written, str) else _joined(_prompt(written)), LONGEST),
-                "length": whole(row.get("completion_tokens")),
-                "finish": text(row.get("finish_reason"), 20),
-                "reward": number(math.fsum(told)) if len(told) == 1 else None,
-                "rewards": rewards,
-                "advantage": number(row.get("advantage"), 4),
-                "extra": {
-                    text(name, 200): plain(row.get(column)) for name, column in zip(extra, of_extra, strict=True)
-                },
-            }
-            small = _pictures([*map(data_url, _files(row.get(IMAGES)))]) if images else None
-            yield found | ({"images": small} if small else {})
+def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
+    """The completions of a file of the completions log, ours or TRL's, bounded and checked."""
+    file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
+    places: dict[int, int] = defaultdict(int)  # index of the next completion, by the group's position
+    prompts: dict[str, int] = {}  # TRL's files have no position: the row at which a prompt is first
+    for at, row in enumerate(file.rows(pictures=True)):
+        prompt = _prompt(prompt_of(row.get("prompt")))
+        position = whole(row.get("position"))
+        if position is None:
+            position = prompts.setdefault(json.dumps(prompt), at)
+        written = row.get(TEXT)
+        rewards = {name: number(value) for name, value in zip(file.reward_names, file.rewards(row), strict=True)}
+        known = [value for value in rewards.values() if value is not None]
+        found = {
+            "position": position,
+            "index": places[position],
+            "purpose": purpose,
+            "prompt": prompt,
+            "text": text(written if isinstance(written, str) else _joined(_prompt(written)), LONGEST),
+            "length": whole(row.get("completion_tokens")),
+            "finish": text(row.get("finish_reason"), 20),
+            "reward": number(math.fsum(known)) if len(known) == 1 else None,
+            "rewards": rewards,
+            "advantage": number(row.get("advantage"), 4),
+            "extra": {text(name, 200): plain(value) for name, value in file.extra(row).items()},
+        }
+        places[position] += 1
+        small = _pictures([*map(data_url, _files(row.get(IMAGES)))]) if file.has_images else None
+        yield found | ({"images": small} if small else {})
 
 
 def _files(values: Any) -> list[bytes]:
-    """Those of a prompt's small pictures, as `datasets` has images."""
     found = [mapping(value).get("bytes") for value in items(values)]
     return [file for file in found if isinstance(file, bytes) and len(file) <= BYTES]
 

@@ -1,9 +1,7 @@
-"""The page of a run that goes on: it asks here for what is new.
+"""The live page of a run: a server that only reads the run's files.
 
-Three addresses are known, `/`, `/data?after=N` and `/step?step=N`, whose only arguments are numbers: no part of a
-request becomes a path. Only GET is answered, and only requests that name this machine as their host: a page of a
-stranger whose name was made to point here (DNS rebinding) is refused. Nothing is written, and the training process
-isn't asked anything.
+It knows `/`, `/data?after=N` and `/step?step=N`, whose only arguments are numbers: no part of a request becomes a path.
+It answers GET requests that name this machine as their host, and refuses others (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from urllib.parse import parse_qs
 from .. import __version__
 from .page import compact, document
 from .payload import of_step, overview
-from .reading import Run
+from .reading import RecordedRun
 
 STEP_BYTES = 8_000_000  # of a step's completions as JSON, about
 LOOK_SECONDS = 1.0  # between two looks at the files, however many pages ask
@@ -33,15 +31,14 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class Watched:
-    """A run that several pages look at, read once for all of them."""
+    """A run that several pages show, read once for all of them."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.run = Run(folder)
+        self.run = RecordedRun(folder)
         self._lock = threading.Lock()
         self._looked = -LOOK_SECONDS
 
     def data(self, after: int) -> dict[str, Any]:
-        """What changed after a change."""
         with self._lock:
             if time.monotonic() - self._looked >= LOOK_SECONDS:
                 self.run.refresh()
@@ -51,19 +48,12 @@ class Watched:
             return overview(self.run, after, thin=False)
 
     def step(self, step: int) -> dict[str, Any]:
-        """A step's rollouts, groups and completions."""
         with self._lock:
             return of_step(self.run, step, STEP_BYTES)
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a run's page.
-
-    Args:
-        folder: the run's. It needn't be there yet.
-        host: the address to listen at.
-        port: 0 takes a free one.
-    """
+    """Serves the page of a run's folder, which needn't be there yet. Port 0 takes a free one."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -81,12 +71,10 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = self.host, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed in the middle of an answer is nothing to tell."""
+        """A page that was closed in the middle of an answer is no error."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
-
     server: Server
     server_version, sys_version = "colograd", ""
     timeout = REQUEST_SECONDS
@@ -148,14 +136,12 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A page asks every two seconds: its requests aren't logged."""
+        """Pages ask every two seconds: requests aren't logged."""
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Whether a request's Host header names this machine.
-
-    A name that a stranger's page could bear is refused; a number can't be made to point elsewhere. Any port is taken:
-    a tunnel's other end may have another one.
+    """Whether a request's Host header names this machine: by a number, or a name that no stranger's page can have. Any
+    port is taken, as a tunnel's other end may have another one.
     """
     if host is None:
         return False
@@ -171,7 +157,6 @@ def host_is_ours(host: str | None, served: str) -> bool:
 
 
 def _only_here(served: str) -> bool:
-    """Whether an address to listen at is this machine's alone."""
     try:
         return ipaddress.ip_address(served).is_loopback
     except ValueError:

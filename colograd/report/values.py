@@ -1,8 +1,9 @@
-"""What stands in a run's files as what it should be: another type, NaN or a number without end is nothing."""
+"""Values of a run's files, bounded and of the type that they should have; another type, NaN or an infinity is None."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 LARGEST_STEP = 2**53  # a number that JavaScript holds exactly
@@ -10,7 +11,6 @@ LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
-    """A finite number of so many significant digits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -25,7 +25,6 @@ def number(value: Any, digits: int = 5) -> float | int | None:
 
 
 def whole(value: Any) -> int | None:
-    """A count or a step: an integer from 0."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_STEP:
@@ -34,15 +33,23 @@ def whole(value: Any) -> int | None:
 
 
 def text(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """A text that UTF-8 can hold, cut where it is too long; of what is none, nothing."""
+    """A text that UTF-8 can hold, cut if it is too long; "" for another type."""
     if not isinstance(value, str):
         return ""
     cut = value if len(value) <= longest else value[:longest] + " …"
     return cut.encode(errors="replace").decode()
 
 
+def texts(value: Any, most: int, longest: int) -> list[str]:
+    return [text(item, longest) for item in items(value)[:most] if isinstance(item, str)]
+
+
+def entries(value: Any, most: int, bounded: Callable[[Any], Any]) -> dict[str, Any]:
+    return {text(str(name), 200): bounded(each) for name, each in list(mapping(value).items())[:most]}
+
+
 def plain(value: Any, depth: int = 6) -> Any:
-    """Any JSON value, bounded: texts are cut, numbers finite, and neither lists nor depth are without end."""
+    """Any JSON value with bounded texts, lists and depth, and finite numbers."""
     if isinstance(value, str):
         return text(value)
     if value is None or isinstance(value, bool):
@@ -52,15 +59,13 @@ def plain(value: Any, depth: int = 6) -> Any:
     if depth and isinstance(value, list):
         return [plain(item, depth - 1) for item in value[:256]]
     if depth and isinstance(value, dict):
-        return {text(str(key), 200): plain(item, depth - 1) for key, item in list(value.items())[:512]}
+        return entries(value, 512, lambda item: plain(item, depth - 1))
     return None if isinstance(value, (list, dict)) else text(str(value))
 
 
 def items(value: Any) -> list[Any]:
-    """A list, or an empty one."""
     return value if isinstance(value, list) else []
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A mapping, or an empty one."""
     return value if isinstance(value, dict) else {}

@@ -1,9 +1,8 @@
-"""The advisor: rules that look at what a run has logged so far, and alarms with what was seen, why it matters and what
-to change.
+"""The advisor: rules over a run's logged metrics, and alarms with what was seen, why it matters and what to change.
 
-A rule is a function of a `History` that returns what it saw, or None. It looks at the last steps together, so that one
-odd step raises nothing (but a spike is one step by its nature). An alarm is given once, ends when its rule has been
-quiet for a while, and may then be given again.
+A rule is a function of a `History`. It looks at the last steps together, so that one odd step raises nothing (but a
+spike is one step by its nature). An alarm is raised once, ends when its rule has been quiet for a while, and may then
+be raised again.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 WINDOW = 5  # steps that a rule looks at together
@@ -42,7 +43,6 @@ class History:
     rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A training step's metrics."""
         self.steps.append((step, metrics))
         if len(self.first) < WINDOW:
             self.first.append(metrics)
@@ -50,28 +50,26 @@ class History:
             self.rewards.append((step, float(reward)))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation's metrics, after a step."""
         for name, value in metrics.items():
             if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
                 self.evaluations.setdefault(found[1], []).append((step, float(value)))
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """A metric's values in the last ``count`` steps, as far as it was logged there."""
+        """A metric's values in the last ``count`` steps that logged it."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
     def at_first(self, name: str) -> float | None:
-        """Its mean over the first steps of the run."""
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float | None:
-        """Its mean over the last steps; None where there are too few."""
+        """A metric's mean over the last steps; None if there are too few."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else None
 
     @property
     def is_solved(self) -> bool:
-        """Whether the reward has come up to that of a pass: a policy that is sure of itself then is what was wanted."""
+        """Whether the reward has come up to that of a pass: then a policy that is sure of itself is wanted."""
         at_first, now = self.at_first("reward"), self.recently("reward")
         wanted = self.settings.get("pass_threshold_eval", 1.0)
         if at_first is None or now is None or not _is_number(wanted):
@@ -80,7 +78,6 @@ class History:
 
     @property
     def reward_names(self) -> list[str]:
-        """Of functions that the last steps tell of."""
         names = (re.fullmatch(r"rewards/(.+)/abstained", name) for _, m in list(self.steps)[-WINDOW:] for name in m)
         return sorted({found[1] for found in names if found})
 
@@ -95,8 +92,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that can go wrong."""
-
     name: str
     look: Callable[[History], Seen | None]
     when: str  # what it asks for, for the documentation
@@ -107,8 +102,6 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A rule's, with what it saw."""
-
     rule: str
     severity: str  # severe or warning
     seen: str
@@ -117,34 +110,24 @@ class Alarm:
     source: str
 
     def line(self) -> str:
-        """For the console."""
         return f"advisor: {self.seen}. {self.why} {self.remedy} ({self.rule}, {self.source})"
 
 
 RULES: list[Rule] = []
+_TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
 
 
-def rule(name: str, when: str, why: str, remedy: str, source: str) -> Callable[..., Any]:
-    """Makes a function one of `RULES`."""
-
-    def add(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
-        RULES.append(Rule(name, look, when, why, remedy, source))
-        return look
-
-    return add
+def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
+    """Make a function one of `RULES`, with its texts in alarms.toml."""
+    name = look.__name__.replace("_", "-")
+    RULES.append(Rule(name, look, **_TEXTS[name]))
+    return look
 
 
 # -- rewards
 
 
-@rule(
-    "no-reward-difference",
-    "`frac_reward_zero_std` is 0.7 or more on average (severe: 0.95)",
-    "Such a group has no advantage, so nothing is learned from it.",
-    "Raise `num_generations` or `temperature`, take prompts that are neither too easy nor too hard, set "
-    "`dynamic_sampling: true`, or give a reward with more than two values.",
-    "https://arxiv.org/abs/2503.14476",
-)
+@rule
 def no_reward_difference(history: History) -> Seen | None:
     share = history.recently("frac_reward_zero_std")
     if share is None or share < 0.7:
@@ -158,15 +141,7 @@ def no_reward_difference(history: History) -> Seen | None:
     return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
 
 
-@rule(
-    "constant-reward",
-    "`rewards/<name>/std` is 0 and `rewards/<name>/mean` the same in every one of the last steps, and the task isn't "
-    "solved",
-    "A reward that is the same for every completion says nothing about any.",
-    "Look at what the function compares: `colograd show` prints completions with their rewards. Mend it in "
-    "`reward_funcs`, or remove it.",
-    "https://arxiv.org/abs/2402.03300",
-)
+@rule
 def constant_reward(history: History) -> Seen | None:
     found = []
     for name in [] if history.is_solved else history.reward_names:
@@ -176,13 +151,7 @@ def constant_reward(history: History) -> Seen | None:
     return Seen("; ".join(found), severe=len(found) == len(history.reward_names)) if found else None
 
 
-@rule(
-    "failing-reward",
-    "In each of the last steps a function abstained for every completion, raised, or was late",
-    "What a function doesn't judge isn't trained on by it, and where none judges, not at all.",
-    "Set `reward_on_error: raise` to see what it raises, raise `reward_timeout`, or look at the columns that it reads.",
-    "https://github.com/huggingface/trl/pull/5775",
-)
+@rule
 def failing_reward(history: History) -> Seen | None:
     found = []
     recent = [metrics for _, metrics in list(history.steps)[-LEAST:]]
@@ -199,13 +168,7 @@ def failing_reward(history: History) -> Seen | None:
     return Seen("; ".join(found), severe=all("abstained" in text for text in found)) if found else None
 
 
-@rule(
-    "slow-rewards",
-    "`time/reward` takes 40 % of `step_time` or more, on average",
-    "The engine and the policy wait meanwhile.",
-    "Raise `reward_workers`, make the function async, or let it answer sooner (`reward_timeout` bounds a call).",
-    "https://github.com/huggingface/trl/issues/4489",
-)
+@rule
 def slow_rewards(history: History) -> Seen | None:
     waited, whole = history.recently("time/reward"), history.recently("step_time")
     if waited is None or not whole or waited < 0.4 * whole or waited < 0.2:
@@ -217,14 +180,7 @@ def slow_rewards(history: History) -> Seen | None:
     return Seen(f"rewards take {waited / whole:.0%} of a step ({waited:.1f} of {whole:.1f} s{most})")
 
 
-@rule(
-    "reward-hacked",
-    "`eval_reward` has fallen below its best for two evaluations, by 5 % of it or more, while the training reward rose",
-    "The policy has found what the training reward pays for and the task doesn't.",
-    "Look at completions with high rewards, and close the way that they found in `reward_funcs`. Raise `beta`, lower "
-    "`learning_rate`, or go on from the best checkpoint (`load_best_model_at_end: true`).",
-    "https://arxiv.org/abs/2210.10760",
-)
+@rule
 def reward_hacked(history: History) -> Seen | None:
     for prefix, values in history.evaluations.items():
         if len(values) < LEAST:
@@ -244,21 +200,13 @@ def reward_hacked(history: History) -> Seen | None:
 
 
 def _reward_around(rewards: Iterable[tuple[int, float]], step: int) -> float | None:
-    """The mean of the last `WINDOW` training rewards up to a step."""
     return _mean([reward for at, reward in rewards if at <= step][-WINDOW:])
 
 
 # -- completions
 
 
-@rule(
-    "all-truncated",
-    "`completions/clipped_ratio` is 0.7 or more on average (severe: 0.95), and `max_completion_length` isn't 1",
-    "A completion that is cut off is judged without its end, so what is learned is noise.",
-    "Raise `max_completion_length`, look whether the chat template lets the model end its turn, or set "
-    "`mask_truncated_completions: true`.",
-    "https://arxiv.org/abs/2503.14476",
-)
+@rule
 def all_truncated(history: History) -> Seen | None:
     share = history.recently("completions/clipped_ratio")
     longest = history.settings.get("max_completion_length")
@@ -267,13 +215,7 @@ def all_truncated(history: History) -> Seen | None:
     return Seen(f"{share:.0%} of the last steps' completions were cut off at {longest} tokens", severe=share >= 0.95)
 
 
-@rule(
-    "length-running-away",
-    "`completions/mean_length` has doubled since the first steps, and the reward hasn't risen by half of its spread",
-    "Length costs time and memory; where it pays nothing, the loss is biased towards it, or the model rambles.",
-    "Set `loss_type: dr_grpo` or `dapo`, reward brevity, or lower `max_completion_length`.",
-    "https://arxiv.org/abs/2503.20783",
-)
+@rule
 def length_running_away(history: History) -> Seen | None:
     name = "completions/mean_length"
     before, now = history.at_first(name), history.recently(name)
@@ -286,14 +228,7 @@ def length_running_away(history: History) -> Seen | None:
     return Seen(f"completions grew from {before:.0f} to {now:.0f} tokens{paid}")
 
 
-@rule(
-    "duplicates",
-    "`completions/duplicates` is 0.8 or more on average, or 0.5 where half of the groups have no reward difference, "
-    "and the task isn't solved",
-    "Completions that are the same token by token are worth one: the group explores nothing.",
-    "Raise `temperature`, `top_p` or `top_k`; if the entropy has fallen, raise `epsilon_high` or set `entropy_coef`.",
-    "https://arxiv.org/abs/2503.14476",
-)
+@rule
 def duplicates(history: History) -> Seen | None:
     share, flat = history.recently("completions/duplicates"), history.recently("frac_reward_zero_std") or 0.0
     if share is None or share < (0.5 if flat >= 0.5 else 0.8) or history.is_solved:
@@ -304,14 +239,7 @@ def duplicates(history: History) -> Seen | None:
 # -- the policy
 
 
-@rule(
-    "entropy-collapse",
-    "`entropy` is below a tenth of what it was in the first steps, and below 0.1 nats, and the task isn't solved",
-    "A policy that is sure of every token samples the same completions again and again, and learns no more.",
-    "Raise `epsilon_high` (0.28, say), set `use_adaptive_entropy: true` or `entropy_coef`, raise `temperature`, or "
-    "lower `learning_rate`.",
-    "https://arxiv.org/abs/2505.22617",
-)
+@rule
 def entropy_collapse(history: History) -> Seen | None:
     before, now = history.at_first("entropy"), history.recently("entropy")
     if len(history.steps) < 2 * WINDOW or before is None or now is None or now >= min(0.1 * before, 0.1):
@@ -321,13 +249,7 @@ def entropy_collapse(history: History) -> Seen | None:
     return Seen(f"the entropy fell from {before:.3g} to {now:.2g} nats per token")
 
 
-@rule(
-    "gradient-spike",
-    "`grad_norm` is more than 10 times the median of the 20 steps before, and above `max_grad_norm`",
-    "One such step can undo many, even clipped: its direction is that of a few tokens.",
-    "Look at the step's completions; lower `max_grad_norm` or `learning_rate`, or raise `prompts_per_step`.",
-    "https://arxiv.org/abs/1211.5063",
-)
+@rule
 def gradient_spike(history: History) -> Seen | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
     before = [norm for norm in before if norm > 0]  # a step without a reward difference has none
@@ -337,14 +259,7 @@ def gradient_spike(history: History) -> Seen | None:
     return Seen(f"the gradient's norm is {last:.3g}, {last / statistics.median(before):.0f} times that of usual steps")
 
 
-@rule(
-    "sampler-trainer-gap",
-    "`sampling/sampling_logp_difference/mean` is above 0.1 nats, or above 0.03 and three times that of the first steps",
-    "The completions are another policy's than the one that is trained, and a correction leaves most of them out.",
-    "Run `colograd doctor`. Set `cast_lm_head_to_fp32: true`, or `dtype: float32` with `bf16: false`; "
-    "`vllm_importance_sampling_mode: token_truncate` bears more of it.",
-    "https://fengyao.notion.site/off-policy-rl",
-)
+@rule
 def sampler_trainer_gap(history: History) -> Seen | None:
     name = "sampling/sampling_logp_difference/mean"
     before, now = history.at_first(name), history.recently(name)
@@ -358,15 +273,7 @@ def sampler_trainer_gap(history: History) -> Seen | None:
     return Seen(text, severe=now > 0.5)
 
 
-@rule(
-    "clipped-away",
-    "More than 30 % of the tokens are clipped (`clip_ratio/region_mean`), or masked away by the sampler's correction "
-    "(`sampling/masked_tokens_share`, of tokens one by one `sampling/masked_share`); severe: 60 %",
-    "They have no gradient, and long completions go first.",
-    "Clipped: lower `learning_rate`, `num_iterations` or `steps_per_generation`, or raise `epsilon` and "
-    "`epsilon_high`. Masked: set `vllm_importance_sampling_mode: token_truncate`.",
-    "https://github.com/huggingface/trl/issues/4772",
-)
+@rule
 def clipped_away(history: History) -> Seen | None:
     shares = {
         "clipped": history.recently("clip_ratio/region_mean"),
@@ -379,15 +286,7 @@ def clipped_away(history: History) -> Seen | None:
     return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6)
 
 
-@rule(
-    "no-effect",
-    "The learning rate was 0 in each of the last steps; or after 50 steps reward, entropy and length are where they "
-    "were (2 % of the reward's spread, 1 % and 2 %), though groups differ",
-    "The policy hardly moves: bfloat16 can't hold so small a step without `adamw_split`, or the scheduler has ended.",
-    "Raise `learning_rate` (1e-6 is usual for all weights, 1e-5 for LoRA), look at `lr_scheduler_type` and "
-    "`warmup_steps`, or set `optim: adamw_split`.",
-    "https://arxiv.org/abs/2402.03300",
-)
+@rule
 def no_effect(history: History) -> Seen | None:
     rates = history.last("learning_rate")
     if len(rates) >= LEAST and not any(rates):
@@ -411,15 +310,7 @@ def no_effect(history: History) -> Seen | None:
 # -- the engine
 
 
-@rule(
-    "engine-waits",
-    "Sequences were preempted in each of the last 3 rollouts, or half of them waited for half of the time beside a KV "
-    "cache that is 90 % full",
-    "The KV cache is too small: sequences wait for room, and preempted ones are computed again.",
-    "Give it more: `vllm_enable_sleep_mode: true`, `offload_optimizer: true`, a higher `vllm_gpu_memory_utilization`, "
-    "or `kv_cache_memory_bytes` in `vllm_engine_kwargs`. Or lower `max_completion_length`.",
-    "https://docs.vllm.ai/en/stable/configuration/optimization/",
-)
+@rule
 def engine_waits(history: History) -> Seen | None:
     rounds = list(dict.fromkeys(rollout.get("step") for rollout in history.rollouts))[-LEAST:]
     if len(rounds) < LEAST:
@@ -444,14 +335,12 @@ def _waits(rollout: Mapping[str, Any]) -> bool:
 
 
 class Advisor:
-    """Holds a run's history and says which alarms begin and end."""
-
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
         self._raised: dict[str, int] = {}  # the step at which each rule that raised one last saw something
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Take up what a run recorded up to step ``last``, from which it goes on: nothing is said twice."""
+        """Take up a run's events up to step ``last``, from which it goes on: no alarm is raised twice."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -472,12 +361,10 @@ class Advisor:
             self.history.step(step, metrics)
 
     def rollout(self, event: Mapping[str, Any]) -> None:
-        """A rank's rollout, as it is recorded."""
         self.history.rollouts.append(event)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
-        """Take up a step's metrics, or those of an evaluation after it: the alarms that begin, and the names of rules
-        whose alarms end."""
+        """Take up a step's or an evaluation's metrics; returns new alarms, and the rules whose alarms end."""
         self._add(step, metrics)
         begin, end = [], []
         for each in RULES:
@@ -497,7 +384,7 @@ class Advisor:
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """A remedy whose first mention of each knob is followed by its present value."""
+    """A remedy with the present value behind the first mention of each knob."""
     told: set[str] = set()
 
     def shown(match: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ LOGGER = logging.getLogger("colograd")
 
 
 class Console(TrainerCallback):
-    """Shows bars where a person watches (a terminal), and lines everywhere. Only the main process writes."""
+    """Shows bars in a terminal, and lines everywhere. Only the main process writes."""
 
     def __init__(self, enabled: bool, bars: bool) -> None:
         self.enabled = enabled
@@ -44,20 +44,17 @@ class Console(TrainerCallback):
             LOGGER.log(level, "%s", line, stacklevel=2)
 
     def warn(self, line: str) -> None:
-        """Say what the user should look at."""
         self.say(line, logging.WARNING)
 
     def warn_of_all(self, lines: Iterable[str]) -> None:
-        """Say what ranks have to say, the same only once."""
+        """Warn of the lines of all ranks, of equal ones once."""
         for line in sorted({line for line in lines if line}):
             self.warn(line)
 
     def generation(self, groups: int, name: str = "generate") -> GenerationBar:
-        """A bar over the groups of one generation."""
         return GenerationBar(groups, name, self.bars)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of one optimizer step."""
         if not self.enabled:
             return
         phases = [f"{name} {metrics[f'time/{name}']:.2f}" for name in PHASES if f"time/{name}" in metrics]
@@ -78,7 +75,7 @@ class Console(TrainerCallback):
         self.say(" | ".join([f"step {step}/{max_steps}", f"reward {reward}", length, times, *tail]))
 
     def _time_left(self, step: int, max_steps: int) -> str:
-        """When the run will end, by its last steps and what came between them; empty at its end."""
+        """When the run will end, by its last steps and the time between them; empty at its end."""
         if self._ended and step < self._ended[-1][1]:  # another training
             self._ended.clear()
         self._ended.append((time.monotonic(), step))
@@ -106,7 +103,6 @@ class Console(TrainerCallback):
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 40 s, 12 min, 3 h 20 min, 2 d 4 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -117,15 +113,13 @@ def duration(seconds: float) -> str:
 
 
 def until(seconds: float, now: datetime | None = None) -> str:
-    """The time of day in so many seconds, with the date where it is another day."""
+    """The time of day in so many seconds, with the date if it is another day."""
     now = now or datetime.now()
     then = now + timedelta(seconds=seconds)
     return then.strftime("%H:%M" if then.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
 class GenerationBar:
-    """Shows the finished groups, with sampled tokens per second."""
-
     def __init__(self, groups: int, name: str, shown: bool) -> None:
         self._bar = tqdm(total=groups, unit="group", desc=name, leave=False, disable=not shown)
         self._started, self._tokens = time.perf_counter(), 0

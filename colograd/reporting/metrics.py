@@ -30,15 +30,12 @@ class Metrics:
         entry[0], entry[1] = entry[0] + total, entry[1] + count
 
     def total(self, name: str, value: float | torch.Tensor) -> None:
-        """A sum: ``value`` is this rank's part of it, or a part of that."""
         self._totals[name] = self._totals.get(name, 0.0) + value
 
     def minimum(self, name: str, value: float | torch.Tensor) -> None:
-        """The smallest of all values."""
         self._minima[name].append(value)
 
     def maximum(self, name: str, value: float | torch.Tensor) -> None:
-        """The largest of all values."""
         self._maxima[name].append(value)
 
     def update(self, sums: Mapping[str, tuple[Any, Any]], minima: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
@@ -51,7 +48,7 @@ class Metrics:
             self.maximum(name, value)
 
     def reduce(self) -> dict[str, float]:
-        """Over all ranks: means, totals, minima, maxima. One exchange. A mean of nothing is left out."""
+        """Means, totals, minima and maxima over all ranks: one exchange. A mean of nothing is left out."""
         local = self._read()
         means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
         result: dict[str, float] = {}
@@ -64,7 +61,6 @@ class Metrics:
         return result
 
     def _read(self) -> tuple[dict[str, Any], ...]:
-        """Means as sum and count, totals, minima and maxima: from a device in one transfer."""
         extremes = (*self._minima.values(), *self._maxima.values())
         known = iter(numbers(itertools.chain(itertools.chain(*self._means.values()), self._totals.values(), *extremes)))
         return (
@@ -76,7 +72,7 @@ class Metrics:
 
 
 def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
-    """Numbers and () tensors as floats. Of each device one tensor is read, for which the host waits once."""
+    """Numbers and () tensors as floats, with one transfer per device."""
     given = list(values)
     found = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in given]
     places: dict[torch.device, list[int]] = defaultdict(list)
@@ -91,7 +87,6 @@ def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
 
 
 def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The values of each name, on those ranks that have it."""
     found: dict[str, list[Any]] = defaultdict(list)
     for rank in ranks:
         for name, value in rank.items():
@@ -100,7 +95,7 @@ def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 class PhaseTimes:
-    """Wall-clock seconds of each phase of a step. Phases don't nest: a second is counted once."""
+    """Wall-clock seconds of each phase of a step; a second is counted once."""
 
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What is made to be shown names neither tokens nor where things lie on this machine."""
+"""Texts without secrets, and without where files lie on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _SECRET = re.compile(
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether a setting holds what opens an account."""
     if isinstance(value, dict | list):
         return False  # what is in it may be
     return (name == "token" and value is not None) or _SECRET.search(f"{name}: {value}") is not None

@@ -1,10 +1,8 @@
-"""What a run records for its report: `_report/` in its folder, two files of JSON lines that only grow.
+"""The events of a run, for its report: `_report/events.jsonl` in its folder, which only grows.
 
-    events.jsonl    how the run started, each step's metrics, rollouts, groups and histograms, alarms, how it ended
-    samples.jsonl   a few groups of each step, token by token
-
-Each line is whole and on its way to the disk when `write` returns, so another process can read along. A number that
-isn't finite is null. What can't be written is said once, and the run goes on.
+How the run started, each step's metrics, rollouts, groups and histograms, alarms, how it ended. Each line is whole and
+on its way to the disk when `event` returns, so another process can read along. A number that isn't finite is null. If
+the file can't be written, one warning says so, and the run goes on.
 """
 
 from __future__ import annotations
@@ -21,22 +19,18 @@ import numpy as np
 
 FOLDER = "_report"  # transformers pushes no such name to the Hub
 ASIDE = "_report.old"
-EVENTS, SAMPLES = "events.jsonl", "samples.jsonl"
+EVENTS = "events.jsonl"
 BINS = 20  # of a histogram
 
 
 class RunRecord:
-    """Appends to the record of a run. One process writes it.
-
-    Args:
-        warn: is told, once, what can't be written.
-    """
+    """Appends events to a run's record, in one process. ``warn`` gets one line, once, if that isn't possible."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:
         self.folder = Path(run_dir) / FOLDER
-        self._warn = warn
-        self._told = False
-        self._files: dict[str, Any] = {}
+        self._warn_user = warn
+        self._warned = False
+        self._file: Any = None
 
     def begin(self, step: int) -> None:
         """Go on after what is there; a run that starts at step 0 moves it aside."""
@@ -47,46 +41,39 @@ class RunRecord:
                 shutil.rmtree(aside, ignore_errors=True)
                 self.folder.rename(aside)
             except OSError as error:
-                self._failed(error)
+                self.warn(error)
 
     def event(self, kind: str, **content: Any) -> None:
-        """Write an event of now."""
-        self.write(EVENTS, [{"kind": kind, "time": round(time.time(), 3), **content}])
-
-    def write(self, name: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Append each entry as a line to a file of `FOLDER`."""
+        line = json_line({"kind": kind, "time": round(time.time(), 3), **content})
         try:
-            for entry in entries:
-                file = self._open(name)
-                if file.write(line := json_line(entry)) != len(line):  # a disk may be full in the middle of a line
-                    raise OSError("no room for a whole line")
+            self._open()
+            if self._file.write(line) != len(line):  # a disk may be full in the middle of a line
+                raise OSError("no room for a whole line")
         except OSError as error:
-            self._failed(error)
+            self.warn(error)
             self.close()  # the next line begins on a line of its own: see `_open`
 
     def close(self) -> None:
-        """Nothing is open; the next entry opens its file again."""
-        while self._files:
-            _, file = self._files.popitem()
-            file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _open(self, name: str) -> Any:
-        if name not in self._files:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / name
-            torn = path.is_file() and not _ends_whole(path)
-            self._files[name] = file = open(path, "ab", buffering=0)  # noqa: SIM115 - until `close`
-            if torn:
-                file.write(b"\n")
-        return self._files[name]
-
-    def _failed(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            self._warn(
+    def warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn_user(
                 f"report: {FOLDER}/ can't be written ({error.strerror or error}): the run goes on, and its report will "
                 "lack what isn't there (said once; report: false records nothing)"
             )
+
+    def _open(self) -> None:
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / EVENTS
+            torn = path.is_file() and not _ends_whole(path)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - until `close`
+            if torn:
+                self._file.write(b"\n")
 
 
 def _ends_whole(path: Path) -> bool:
@@ -99,7 +86,7 @@ def _ends_whole(path: Path) -> bool:
 
 
 def json_line(entry: Mapping[str, Any]) -> bytes:
-    """An entry as a line of UTF-8; what JSON can't say becomes null (NaN) or its text."""
+    """An entry as a line of UTF-8; values that JSON has no type for become null (NaN) or their text."""
     form: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     try:
         text = json.dumps(entry, **form)
@@ -109,7 +96,7 @@ def json_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: NaN and infinities are None, what has no counterpart is its text."""
+    """A value as JSON has it: NaN and infinities are None, types without a counterpart their text."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -136,8 +123,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """A run's events in their order. What was recorded of steps after the one from which the run then went on is left
-    out: these steps were taken again."""
+    """A run's events in order, without those of steps that a resumed run took again."""
     found: list[dict[str, Any]] = []
     for entry in entries(Path(run_dir) / FOLDER / EVENTS):
         if entry.get("kind") == "start":
@@ -146,21 +132,13 @@ def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
     return found
 
 
-def samples_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """A run's samples; of a completion that was recorded twice, the later one."""
-    found: dict[Any, dict[str, Any]] = {}
-    for entry in entries(Path(run_dir) / FOLDER / SAMPLES):
-        found[tuple(str(entry.get(name)) for name in ("step", "purpose", "position", "index"))] = entry
-    return list(found.values())
-
-
 def _step(entry: Mapping[str, Any]) -> float:
     step = entry.get("step")
     return step if isinstance(step, int | float) else 0
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; what is no such line, or no file, is passed over."""
+    """The objects of a file of JSON lines; other lines are passed over."""
     try:
         with open(path, "rb") as file:
             for line in file:

@@ -14,7 +14,7 @@ PREFIX = "data:image/jpeg;base64,"
 
 
 def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
-    """The first images as JPEG files. One that takes more bytes than it may is left out."""
+    """The first images as JPEG files; one of more than BYTES is left out."""
     found = []
     for picture in pictures[:MOST]:
         small, file = picture.copy(), io.BytesIO()
@@ -27,5 +27,4 @@ def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
 
 
 def data_url(file: bytes) -> str:
-    """A JPEG file as a page takes it."""
     return PREFIX + base64.b64encode(file).decode()

@@ -1,7 +1,7 @@
-"""What happens inside one rollout on this rank, as lanes over its seconds: the engine's load, rewards, tools.
+"""A rollout on this rank, as lanes over its seconds: the engine's load, rewards, tools.
 
-Whoever samples, scores or runs tools tells it by a hook that is None where nothing is recorded. A look at the engine
-costs microseconds, and what is kept doesn't grow with the rollout.
+Engine, rewards and tools call a hook, which is None if nothing is recorded. A look at the engine costs microseconds,
+and the lanes' size doesn't grow with the rollout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEPT = 4096  # looks until every other one is dropped
 
 
 class Timeline:
-    """Collects between `begin` and `take`; at other times it hears nothing."""
+    """Collects between `begin` and `take`."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -32,12 +32,11 @@ class Timeline:
         self._tools: list[tuple[str, float, float]] = []
 
     def begin(self) -> None:
-        """A rollout begins."""
         self._forget()
         self._began = time.perf_counter()
 
     def look(self, load: Load) -> None:
-        """After a step of the engine."""
+        """Take the load after a step of the engine."""
         if self._began is None:
             return
         self._last = (time.perf_counter() - self._began, load)
@@ -53,12 +52,11 @@ class Timeline:
             self._rewards.append((name, started - began, ended - began, completions))
 
     def tool(self, name: str, started: float, ended: float) -> None:
-        """A tool was, likewise."""
         if (began := self._began) is not None:
             self._tools.append((name, started - began, ended - began))
 
     def take(self, preemptions: int | None) -> dict[str, Any]:
-        """The rollout is over: its content of a "rollout" event, for JSON."""
+        """End the rollout: the contents of its "rollout" event."""
         assert self._began is not None
         seconds, self._began = time.perf_counter() - self._began, None
         if self._last is not None and self._looks[-1] is not self._last:
@@ -82,7 +80,7 @@ def _span(started: float, ended: float) -> list[float]:
 
 
 def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[list[float]]:
-    """At most so many of the points, evenly among them, with the first and the last."""
+    """At most ``most`` of the points, evenly among them, with the first and the last."""
     if len(points) > most:
         last = len(points) - 1
         points = [points[index * last // (most - 1)] for index in range(most)]
@@ -90,7 +88,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """When fewer than half of the most sequences that ever ran were running, for good; None: nothing ran."""
+    """When the running sequences fell below half of their largest number, for good; None: nothing ran."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None
@@ -99,8 +97,9 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
-    """Calls in the order of their starts; where there are more than ``most``, neighbours of one name become one, with
-    the sum of their completions."""
+    """Calls in the order of their starts; of more than ``most``, neighbours of one name become one that sums their
+    completions.
+    """
     found = sorted(calls, key=lambda call: call[1])
     names = list(dict.fromkeys(call[0] for call in found))
     each = max(1, most // max(len(names), 1))

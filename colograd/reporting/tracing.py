@@ -11,20 +11,13 @@ ROWS = 30  # of the table
 
 
 class StepProfile:
-    """Of one rank, from `start` to `stop`. The phases of a step are named in it as in the step's line.
-
-    Args:
-        folder: where the two files go.
-        rank: is in their names where there are several.
-        ranks: how many there are.
-    """
+    """Of one rank, from `start` to `stop`, into files of ``folder``, with the phases of a step by name."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.folder, self.suffix = folder, f"-rank{rank}" if ranks > 1 else ""
         self._profiler: Any = None
 
     def start(self) -> None:
-        """Begin to record."""
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -32,7 +25,7 @@ class StepProfile:
         self._profiler.__enter__()
 
     def stop(self) -> str:
-        """End it and write the files; a line that names them.
+        """End it and write the files; returns a line that names them.
 
         Raises:
             OSError: they can't be written.

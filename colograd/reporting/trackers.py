@@ -1,14 +1,12 @@
-"""What trackers get beside numbers, each in its own form: tables, histograms, traces of conversations, alarms.
-
-transformers' callbacks start the trackers that ``report_to`` names, and send them the metrics. Here is found out which
-of them run; nothing is sent to another one.
+"""Tables, histograms, traces, alarms for the trackers of ``report_to``, which transformers' callbacks start and send
+metrics.
 
     wandb         Table, Histogram, alert
     trackio       Table, Histogram, Trace, alert, and the run in a few lines of Markdown
     tensorboard   histograms, alarms and the run's lines as texts
 
-wandb and trackio count their own steps. What is sent here begins none, but joins that of the metrics: wandb's own
-`commit` sees to it, and for trackio it waits until transformers' callback has sent these (`flush`).
+wandb and trackio count their own steps; nothing here begins one. For wandb `commit=False` joins the metrics' step; for
+trackio the data waits until transformers' callback has sent the metrics (`flush`).
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ TRACES = 8  # of a step, at most
 
 
 class Trackers:
-    """The trackers of a run, as far as they run.
+    """The running trackers of a run.
 
     Args:
         report_to: their names.
-        writer: TensorBoard's, once transformers' callback has made it.
-        warn: is told, once, that something couldn't be sent.
+        writer: returns TensorBoard's, once transformers' callback has made it.
+        warn: gets one line, once, if something couldn't be sent.
     """
 
     def __init__(
@@ -43,11 +41,10 @@ class Trackers:
         self._waiting: dict[str, Any] = {}  # for trackio
 
     def __bool__(self) -> bool:
-        """Whether anything is reported anywhere."""
         return bool(self._names)
 
     def flush(self) -> None:
-        """The metrics were sent: trackio gets what belongs to them."""
+        """Send trackio the data of the step whose metrics were sent."""
         for name, tracker in self._running("trackio"):
             if self._waiting:
                 data, self._waiting = self._waiting, {}
@@ -58,7 +55,7 @@ class Trackers:
     def table(
         self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
     ) -> None:
-        """A table of columns, and of columns of pictures: some files in each row."""
+        """A table of columns, and of columns with some picture files in each row."""
         import pandas as pd
 
         for name, tracker in self._running("wandb", "trackio"):
@@ -67,7 +64,6 @@ class Trackers:
                 self._log(name, {key: tracker.Table(dataframe=pd.DataFrame({**columns, **seen}))})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """A histogram of each list of numbers; NaN is left out."""
         finite = {name: [v for v in of_name if math.isfinite(v)] for name, of_name in values.items()}
         finite = {name: of_name for name, of_name in finite.items() if of_name}
         for name, tracker in self._running("wandb", "trackio"):
@@ -81,7 +77,7 @@ class Trackers:
                     writer.add_histogram(key, np.asarray(of_name), step)
 
     def traces(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Completions as conversations, of `samples.sample_entries`."""
+        """Completions (`group_table.entries`) as conversations."""
         for name, tracker in self._running("trackio"):
             with self._sending(name):
                 traces = [tracker.Trace(conversation(entry), trace_facts(entry)) for entry in samples[:TRACES]]
@@ -89,7 +85,6 @@ class Trackers:
                     self._log(name, {"completions/trace": traces})
 
     def overview(self, text: str) -> None:
-        """The run in a few lines of Markdown."""
         for name, tracker in self._running("trackio"):
             with self._sending(name):
                 self._log(name, {"overview": tracker.Markdown(text)})
@@ -98,7 +93,6 @@ class Trackers:
                 writer.add_text("overview", text)
 
     def alarm(self, step: int, title: str, text: str, severe: bool) -> None:
-        """An alarm of the advisor's."""
         for name, tracker in self._running("wandb", "trackio"):
             with self._sending(name):
                 level = tracker.AlertLevel.ERROR if severe else tracker.AlertLevel.WARN
@@ -134,21 +128,18 @@ class Trackers:
 
 
 def _images(tracker: Any, files: Sequence[bytes]) -> list[Any]:
-    """Files of pictures as the tracker has them."""
     from PIL import Image
 
     return [tracker.Image(Image.open(io.BytesIO(file))) for file in files]
 
 
 def _current_run(tracker: Any) -> Any:
-    """The tracker's run that has begun, if any."""
     if hasattr(tracker, "context_vars"):
         return tracker.context_vars.current_run.get()
     return getattr(tracker, "run", None)
 
 
 def conversation(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A sample's prompt and completion as messages."""
     asked = entry.get("prompt")
     prompt = list(asked) if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
     written = entry.get("messages") or [{"role": "assistant", "content": "".join(entry.get("tokens") or [])}]
@@ -156,7 +147,6 @@ def conversation(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def trace_facts(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What is told of a trace beside its messages."""
     rewards = {f"rewards/{name}": value for name, value in entry["rewards"].items()}
     facts = {name: entry[name] for name in ("step", "purpose", "position", "index", "key", "reward", "finish")}
     return facts | rewards | {"tokens": len(entry["tokens"])}

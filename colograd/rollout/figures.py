@@ -1,7 +1,4 @@
-"""The figures of optimizer steps (loss, gradient's norm), a line of JSON each, beside what they were trained on.
-
-A number's text gives the same bits again. A run that is killed leaves a torn last line, which is left out.
-"""
+"""The figures of optimizer steps (loss, gradient's norm) in a round's folder: lines of JSON, exact to the bit."""
 
 from __future__ import annotations
 
@@ -14,11 +11,6 @@ LARGEST = 2**24  # bytes that are read
 
 
 def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
-    """Append a step's figures.
-
-    Raises:
-        OSError: the disk is full, or away.
-    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE, "a", encoding="utf-8") as file:
         # A torn line of a run that was killed must not take this one with it.
@@ -26,7 +18,7 @@ def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
 
 
 def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """step -> its figures, of the first time that it was trained. What isn't such a line is left out."""
+    """step -> its figures, of the first time that it was trained. Torn lines are passed over."""
     path, found = folder / FILE, dict[int, dict[str, float]]()
     if not path.is_file():
         return found

@@ -1,40 +1,38 @@
-"""Files of records that are only appended to, and say which of their records are whole.
+"""Append-only files of checksummed records.
 
     magic | record | record | ...        a record: position, bytes, bytes when unpacked, CRC-32 of all that | bytes
 
-A process that is killed leaves a torn last record, which is dropped. Of a file that was changed elsewhere, what lies
-before the change is read. Records are packed with zstd.
+A killed process leaves a torn last record, which is dropped. Of a damaged file, the records before the damage are read.
+Records are packed with zstd.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
 HEAD = struct.Struct("<qIII")  # position, bytes, bytes when unpacked, checksum
 LARGEST = 2**31 - 1  # bytes of a record when unpacked
-GROWTH = 4096  # times that a packed record may be larger when unpacked: what zstd packs tighter isn't packed
+GROWTH = 4096  # times that a packed record may be larger when unpacked: content that zstd packs tighter isn't packed
 
 
 class Record(NamedTuple):
-    """What one record says, and of which position."""
-
     position: int
     content: bytes
 
 
 class RecordFile:
-    """Appends records to a file; one process at a time."""
+    """Appends records to a file, from behind its last whole record on; one process at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it; behind its last whole record, where it goes on."""
         self.path, whole = path, len(MAGIC)
         if path.is_file():
             whole = max(whole, whole_bytes(path))
@@ -52,7 +50,7 @@ class RecordFile:
 
         Raises:
             ValueError: it is too large.
-            OSError: the disk is full, or away. What was written of it is taken back where that is possible.
+            OSError: the disk is full, or away. A half-written record is taken back where that is possible.
         """
         if len(record.content) > LARGEST:
             raise ValueError(f"A record has {len(record.content):,} bytes, but may have at most {LARGEST:,}.")
@@ -78,21 +76,41 @@ class RecordFile:
         self._file.close()
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """The whole records of a file, from its first to the last before one that is torn or was changed.
+def read_records(
+    source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
+) -> Iterator[Record]:
+    """The whole records of a file, from its first to the last before a torn or damaged one.
 
     Never takes more memory than the file's size says a record can need.
+
+    Args:
+        wanted: whether records of a position are read; others are passed over.
+        largest: bytes when unpacked; a larger record is passed over.
     """
     packing = pa.Codec("zstd")
-    for head, packed in _whole(path):
-        position, _, size, _ = head
-        try:
-            content = packed
-            if size != len(packed):
-                content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
-        except (pa.ArrowException, OSError, ValueError):  # made by no `RecordFile`
-            return
-        yield Record(position, content)
+    with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
+        for position, length, size, raw in _heads(file):
+            if not wanted(position) or size > largest:
+                continue
+            packed = file.read(length)
+            if _head(position, packed, size) != raw:
+                return
+            try:
+                content = packed
+                if size != len(packed):
+                    content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
+            except (pa.ArrowException, OSError, ValueError):  # made by no `RecordFile`
+                return
+            yield Record(position, content)
+
+
+def positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
+    """The positions of the records from byte ``start`` on, and the byte after the last; contents aren't checked."""
+    found, end = [], start
+    for position, length, _, _ in _heads(file, start):
+        found.append(position)
+        end = file.tell() + length
+    return found, end
 
 
 def whole_bytes(path: Path) -> int:
@@ -101,22 +119,29 @@ def whole_bytes(path: Path) -> int:
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
             found = len(MAGIC)
-    return found + sum(HEAD.size + len(packed) for _, packed in _whole(path))
+        for position, length, size, raw in _heads(file):
+            if _head(position, file.read(length), size) != raw:
+                break
+            found += HEAD.size + length
+    return found
 
 
-def _whole(path: Path) -> Iterator[tuple[tuple[int, int, int, int], bytes]]:
-    end = path.stat().st_size
-    with open(path, "rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
+def _heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
+    """(position, bytes, bytes when unpacked, the head itself) of each record, with the file at the record's bytes."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if file.read(len(MAGIC)) != MAGIC:
+        return
+    at = max(start, len(MAGIC))
+    while True:
+        file.seek(at)
+        if len(raw := file.read(HEAD.size)) < HEAD.size:
             return
-        while len(raw := file.read(HEAD.size)) == HEAD.size:
-            head = position, length, size, _ = HEAD.unpack(raw)
-            if length > end - file.tell() or size > min(LARGEST, GROWTH * max(length, 1)):
-                return
-            packed = file.read(length)
-            if _head(position, packed, size) != raw:
-                return
-            yield head, packed
+        position, length, size, _ = HEAD.unpack(raw)
+        at += HEAD.size + length
+        if at > end or size > min(LARGEST, GROWTH * max(length, 1)):
+            return
+        yield position, length, size, raw
 
 
 def _head(position: int, packed: bytes, size: int) -> bytes:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
-from .journal import Recorded
 from .stages import PendingRewards, Stages, checked_groups
+from .store import Recorded
 
 
 def sample_steps(
@@ -26,9 +26,9 @@ def sample_steps(
 ) -> list[SampledStep]:
     """Sample and score the prompts of a round's optimizer steps, in one queue.
 
-    With ``max_rounds`` (dynamic sampling, arXiv 2503.14476, section 3.2) a step takes only groups with a reward
-    difference, and further prompts are drawn, at most so many times, until it has its number of them. They come in the
-    order in which they were drawn, so a step's groups need not be those of its own prompts.
+    Dynamic sampling (``max_rounds`` > 0; arXiv 2503.14476, section 3.2) keeps only groups with a reward difference
+    and draws further prompts, at most ``max_rounds`` times, until all steps are full. Steps take kept groups in the
+    order of drawing, so a step's groups need not be those of its own prompts.
 
     Args:
         one_call: see `roll_out`.
@@ -61,72 +61,69 @@ def roll_out(
 ) -> list[ScoredGroup]:
     """Sample and score: the groups in the order of the prompts, whose positions ascend.
 
-    A group's scoring begins when it leaves its source, which then goes on with the others. What runs in this process
-    does so between two engine steps. Both that and the waiting for the rest are charged to ``reward``.
+    Scoring a group begins when its source yields it, while the source goes on with the others. Reward functions of this
+    process run between two engine steps; their time, and the wait for the others, counts as ``reward``.
 
     Args:
-        one_call: score all groups together, when the last one is there.
-        enough: groups with a reward difference after which no further prompt is needed: what is in flight is aborted,
-            and the list ends with the last of them. Which groups these are depends on the order of the prompts alone,
-            and not on what finishes first.
+        one_call: score all groups together, after the last one.
+        enough: stop after this many groups with a reward difference, counted in the order of the prompts (whichever
+            finish first); abort the rest.
     """
     if one_call:
         return _first(_scored_together(prompts, stages, times), enough)
-    settled: dict[int, Recorded] = stages.recall(prompts)  # by position, until they have advantages
-    missing = [prompt for prompt in prompts if prompt.position not in settled]
-    begun: dict[int, tuple[Group, PendingRewards]] = {}  # by position
-    known: list[ScoredGroup] = []  # of the first prompts, as far as all before are known too
-    signals: list[bool] = []  # of those
+    rewarded: dict[int, Recorded] = stages.recall(prompts)  # by position, until they have advantages
+    missing = [prompt for prompt in prompts if prompt.position not in rewarded]
+    in_scoring: dict[int, tuple[Group, PendingRewards]] = {}  # by position
+    scored: list[ScoredGroup] = []  # the first prompts' groups, without a gap
+    signals = 0  # groups of `scored` with a reward difference
 
-    def is_enough() -> bool:
-        return sum(signals) >= enough
+    def take_rewards(position: int) -> None:
+        group, pending = in_scoring.pop(position)
+        rewarded[position] = stages.record(group, pending.result())
 
-    def settle(position: int) -> None:
-        group, pending = begun.pop(position)
-        settled[position] = stages.record(group, pending.result())
+    def take_finished_rewards() -> None:
+        for position in [position for position, (_, pending) in in_scoring.items() if pending.done()]:
+            take_rewards(position)
 
-    def settle_done() -> None:
-        for position in [position for position, (_, pending) in begun.items() if pending.done()]:
-            settle(position)
-
-    def take_known(wait: bool) -> None:
-        for prompt in prompts[len(known) :]:
-            if is_enough():
+    def extend_scored(wait: bool) -> None:
+        nonlocal signals
+        for prompt in prompts[len(scored) :]:
+            if signals >= enough:
                 break
-            if prompt.position not in settled:
+            if prompt.position not in rewarded:
                 if not wait:
                     break
-                settle(prompt.position)
-                settle_done()
-            known.append(stages.with_advantages(settled.pop(prompt.position)))
-            signals.append(has_signal(known[-1]))
+                take_rewards(prompt.position)
+                take_finished_rewards()
+            scored.append(stages.with_advantages(rewarded.pop(prompt.position)))
+            signals += has_signal(scored[-1])
 
     try:
-        # Closing aborts what is in flight: when there is enough, and when a reward fails.
         if enough < math.inf:
-            take_known(wait=False)
-        if missing and not is_enough():
+            extend_scored(wait=False)
+        if missing and signals < enough:
             groups = checked_groups(stages.generate(missing), missing)
+            # Closing aborts the requests in flight: when there are enough groups, and when a reward function fails.
             with times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
                     started = time.perf_counter()
-                    begun[group.position] = (group, stages.begin_score([group]))
-                    settle_done()
+                    in_scoring[group.position] = (group, stages.begin_score([group]))
+                    take_finished_rewards()
                     if enough < math.inf:
-                        take_known(wait=False)
+                        extend_scored(wait=False)
                     times.move("generate", "reward", time.perf_counter() - started)
-                    if is_enough():
+                    if signals >= enough:
                         break
         with times.phase("reward"):
-            take_known(wait=True)
+            extend_scored(wait=True)
     finally:
-        for _, pending in begun.values():  # of groups that turned out not to be needed
+        for _, pending in in_scoring.values():
             pending.cancel()
-    return known
+    return scored
 
 
 def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:
-    """The groups in the order of the prompts, from one call of the rewards: recorded are all of them, or none."""
+    """The groups in the order of the prompts, scored in one call; the journal has all of them, or none."""
     recorded = stages.recall(prompts)
     if len(recorded) == len(prompts):
         return [stages.with_advantages(recorded[prompt.position]) for prompt in prompts]
@@ -136,18 +133,18 @@ def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTime
         if not groups:  # a rank may have none in an evaluation
             return []
         rewards = stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
-        settled = [stages.record(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
-        return [stages.with_advantages(one) for one in settled]
+        rewarded = [stages.record(group, of_group) for group, of_group in zip(groups, rewards, strict=True)]
+        return [stages.with_advantages(one) for one in rewarded]
 
 
 def _first(groups: Sequence[ScoredGroup], enough: float) -> list[ScoredGroup]:
-    """Up to the ``enough``-th group with a signal."""
+    """The groups up to the ``enough``-th one with a signal."""
     before = itertools.accumulate((has_signal(group) for group in groups), initial=0)  # signals before each group
     return [group for group, signals in zip(groups, before, strict=False) if signals < enough]
 
 
 def unscored(steps: Sequence[SampledStep]) -> str:
-    """A line on the first completion for which every reward function abstained; empty if there is none."""
+    """A warning of the first completion for which every reward function abstained; "" if there is none."""
     for scored in (scored for step in steps for scored in step.sampled):
         nobody = scored.rewards.isnan().all(dim=1).nonzero()
         if len(nobody):

@@ -22,16 +22,16 @@ from ..reporting.completion_log import CompletionLog
 from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rewards import Ready, Scorer, Scoring
-from .journal import Journal
 from .rounds import roll_out, sample_steps, unscored
 from .stages import RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
+from .store import RolloutStore
 from .tool_format import with_messages
 from .toolbox import Toolbox
 
 
 class SamplerHooks(Protocol):
-    """The stages that a subclass of `GRPOTrainer` may replace, and the trainer's state."""
+    """`GRPOTrainer`'s state and its stages, which a subclass may replace."""
 
     state: Any
     is_in_train: bool
@@ -56,7 +56,7 @@ class Purpose(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledRound:
-    """The scored groups of a round's optimizer steps on this rank, with what they count."""
+    """This rank's scored groups of each optimizer step of a round, with their statistics."""
 
     steps: tuple[SampledStep, ...]
     statistics: tuple[RolloutStatistics, ...]  # of each step
@@ -64,9 +64,9 @@ class SampledRound:
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples a round's groups, scores each when its last completion ends, and computes advantages.
+    """Samples groups, scores each when its last completion ends, and computes advantages.
 
-    On an engine of several ranks all of them call it; the first one has the groups.
+    All ranks of an engine call it; the first of them gets the groups.
     """
 
     hooks: SamplerHooks
@@ -78,7 +78,7 @@ class Sampler:
     scorer: Scorer
     estimator: AdvantageEstimator
     toolbox: Toolbox | None
-    journal: Journal | None
+    journal: RolloutStore | None
     completion_log: CompletionLog | None
     recorder: Any
     times: PhaseTimes
@@ -112,11 +112,7 @@ class Sampler:
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
-        """Sample and score an evaluation's prompts, with the evaluation's settings. Advantages are zero.
-
-        Args:
-            name: the evaluation's, in the records of the run.
-        """
+        """Sample and score the prompts of the evaluation ``name``, with its own settings. Advantages are zero."""
         self.hooks.begin_records(name)
         self.purpose = Purpose.EVALUATION
         try:
@@ -132,14 +128,12 @@ class Sampler:
         return self.scorer.take_counts() | (self.toolbox.take_counts() if self.toolbox else {})
 
     def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
-        """Let the engine sample, on the device's memory."""
         with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the rollout"):
             return self.engine.on_engine_leader(
                 self.recorder.watching(lambda: self._draw(prompts)), others=[SampledStep((), ()) for _ in prompts]
             )
 
     def _draw(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
-        """The groups of each step; with dynamic sampling, of further prompts too."""
         config = self.config
 
         def more_prompts(drawn: int, count: int) -> list[Prompt]:
@@ -153,7 +147,7 @@ class Sampler:
     # -- the stages
 
     def stages(self) -> Stages:
-        """The stages from prompts to scored groups, as the trainer's hooks have them."""
+        """The stages, some of which a subclass of the trainer may have replaced."""
         journal = self.journal if self.hooks.is_in_train else None
         return Stages(
             self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged, journal
@@ -175,7 +169,7 @@ class Sampler:
         bar.close()
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
-        """Call the reward functions on some groups together, while the engine goes on decoding."""
+        """Start to score groups in one call of the reward functions, while the engine goes on decoding."""
         read = [with_messages(group, self.tokenizer) for group in groups]
         texts = [self.hooks.decode(group) for group in groups]
         if self.completion_log is not None:
@@ -183,14 +177,13 @@ class Sampler:
         return self.scorer.submit(read, texts, self.hooks.state)
 
     def _begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
-        """Begin to score groups; the result is [completions, R]."""
         if not self.hooks.replaces("score"):
             return self.begin_scoring(groups)
         functions = len(self.scorer.rewards)
         return Ready(torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups]))
 
     def add_advantages(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
-        """The group with its rewards and the advantages that the trainer's hook computes."""
+        """The group with its rewards, and with advantages from `GRPOTrainer.compute_advantages`."""
         return ScoredGroup(group, rewards, checked_advantages(self.hooks.compute_advantages(group, rewards), group))
 
     def _advantages_for_purpose(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:

@@ -11,23 +11,23 @@ import torch
 
 from ..batch import Group, Logged, Prompt, Rollout, ScoredGroup
 from ..engine.sampling import Sampling
-from .journal import Journal, Recorded
+from .store import Recorded, RolloutStore
 
 
 class RolloutSource(Protocol):
-    """Writes the groups of some prompts. `Engine`, `Conversations` and `CustomRollouts` are rollout sources."""
+    """Writes completions: `Engine`, `Conversations`, `CustomRollouts`, or a class of the user's."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield each prompt's `Group`, of ``sampling.n`` rollouts mostly, when its last one ends; in any order.
+        """Yield each prompt's `Group` (``sampling.n`` rollouts, usually) when its last rollout ends; in any order.
 
-        A generator that is closed early drops what it has begun.
+        Closing the generator early aborts the other prompts.
 
         Args:
-            version: the optimizer step whose weights are to sample; it goes into each rollout.
-            seed: the run's. With ``purpose`` and a prompt's position it says what is drawn for that prompt.
-            purpose: `train`, `eval` or another word; each draws differently.
+            version: the optimizer step of the weights; each rollout carries it.
+            seed: the run's; with ``purpose`` and a prompt's position it seeds that prompt's requests.
+            purpose: `train` or `eval`.
         """
 
 
@@ -50,13 +50,13 @@ def _nothing(position: int) -> Logged:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """How a run, or its evaluation, gets from prompts to scored groups."""
+    """The functions that lead from prompts to scored groups, in training or in an evaluation."""
 
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # one group per prompt, in any order
     begin_score: Callable[[Sequence[Group]], PendingRewards]  # of several groups, in one call
     add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
     take_logged: Callable[[int], Logged] = _nothing  # logs of the group at a position, once its rewards are there
-    journal: Journal | None = None
+    journal: RolloutStore | None = None
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, Recorded]:
         """The groups of these prompts that the journal has, by position."""
@@ -74,15 +74,11 @@ class Stages:
         return recorded
 
 
-# -- checks: a stage that a subclass replaces may return anything
+# -- checks: a stage that a subclass replaces may return anything; each raises a ValueError
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generator[Group]:
-    """The groups as ``generate`` yields them; a caller that stops early closes it.
-
-    Raises:
-        ValueError: something else than one whole `Group` for each of the prompts.
-    """
+    """Pass on the groups that ``generate`` yields: one whole `Group` per prompt. Closing this closes ``groups``."""
     waiting = {prompt.position for prompt in prompts}
     try:
         for group in groups:
@@ -130,11 +126,7 @@ def _check_rollouts(group: Group) -> None:
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """What ``score`` returned, [G, R] float32.
-
-    Raises:
-        ValueError: another type or shape, or an infinite reward.
-    """
+    """The rewards that ``score`` returned, [G, R] float32; none is infinite."""
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         raise ValueError(
@@ -147,11 +139,7 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
 
 
 def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """What ``compute_advantages`` returned, [G] or [sum C] float32.
-
-    Raises:
-        ValueError: another type or shape, or one that isn't finite.
-    """
+    """The advantages that ``compute_advantages`` returned, [G] or [sum C] float32; all are finite."""
     completions = len(group.rollouts)
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):

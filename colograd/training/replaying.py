@@ -1,5 +1,5 @@
-"""Steps that are trained again: which ones, from where, whether all that takes is recorded, and whether they come out
-alike. The run's journal is read here, and never written.
+"""Replay: which recorded steps are trained again, from where, and whether they come out alike. Nothing is written into
+the run's folder.
 """
 
 from __future__ import annotations
@@ -15,35 +15,32 @@ from ..config import GRPOConfig
 from ..data.images import ImageReader
 from ..parallel.ranks import on_all_ranks
 from ..rollout.figures import read_figures
-from ..rollout.journal import About, Journal, JournalError
 from ..rollout.sampler import Sampler
-from .journaling import OF_GROUPS
+from ..rollout.store import About, JournalError, RolloutStore
+from .recorded_settings import OF_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The steps to be trained again, ``first`` to ``last``, and the folder of their run."""
+    """The steps to train again, ``first`` to ``last``, and the folder of their run."""
 
     run: Path
     first: int
     last: int
 
     def starts(self) -> list[int]:
-        """After which steps it may begin, the nearest first: those of checkpoints, and 0, which is the model."""
+        """The steps it can begin after, the nearest first: checkpoints', and 0, the model."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
     def name_of(self, start: int) -> str:
-        """Where it begins, for people."""
         return f"checkpoint-{start}" if start else "the model"
 
     @property
     def shown(self) -> str:
-        """Its steps, for people."""
         return steps_named(self.first, self.last)
 
     def plan(self, start: int) -> str:
-        """A line on what is trained, and what of it is shown."""
         be, also = ("is" if first == self.last else "are" for first in (start + 1, self.first))
         shown = f", of which {self.shown} {also} shown" if start + 1 < self.first else ""
         trained = steps_named(start + 1, self.last)
@@ -51,17 +48,11 @@ class Replay:
 
 
 def steps_named(first: int, last: int) -> str:
-    """For people."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-class RecordedRounds(Journal):
-    """A run's journal for a replay: nothing is written, and settings may differ that only training depends on.
-
-    Args:
-        replay: names the run.
-        rank, settings, reader: as of a `Journal`.
-    """
+class RecordedRounds(RolloutStore):
+    """A run's store for a replay: read-only, and settings that only training depends on may differ."""
 
     def __init__(
         self, replay: Replay, rank: int, settings: Mapping[str, object], reader: ImageReader | None = None
@@ -70,10 +61,10 @@ class RecordedRounds(Journal):
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:
-        """Whether each round is recorded that is trained to get from ``start`` to the replay's last step.
+        """Check that every round from ``start`` to the replay's last step is recorded whole.
 
         Raises:
-            JournalError: one isn't, or not whole.
+            JournalError: one isn't.
         """
         wanted = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
         for step in range(start, self.replay.last, args.round_length):
@@ -95,8 +86,8 @@ class RecordedRounds(Journal):
             "save_total_limit."
         )
 
-    def _open(self, folder: Path, about: About) -> None:
-        """Nothing is written: `add` then does nothing."""
+    def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
+        """Opens nothing: `add` then does nothing."""
         self._round = None
 
     def _check_settings(self, found: About, path: Path) -> None:
@@ -118,18 +109,13 @@ class RecordedRounds(Journal):
 
 
 def _of_groups(settings: Mapping[str, object]) -> dict[str, object]:
-    """Those that a replay must share."""
     return {name: value for name, value in settings.items() if name in OF_GROUPS}
 
 
 class Comparison:
-    """The figures of steps beside those that were noted when they were trained first.
+    """The figures of steps beside those that the store has of their first training."""
 
-    Args:
-        journal: what they were noted in.
-    """
-
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: RolloutStore) -> None:
         self.recorded: dict[int, dict[str, float]] = {}
         for folder in journal.rounds().values():
             self.recorded |= read_figures(folder)
@@ -137,7 +123,6 @@ class Comparison:
         self.largest: dict[str, float] = {}  # differences
 
     def line(self, step: int, figures: Mapping[str, float]) -> str:
-        """What a step's figures are, and what they were."""
         was = self.recorded.get(step)
         line = f"replay: step {step}: {_shown(figures)}"
         if was is None:
@@ -151,11 +136,7 @@ class Comparison:
         return f"{line}; recorded: {_shown(was)}"
 
     def summary(self, flags: str) -> str:
-        """How alike the steps were.
-
-        Args:
-            flags: by which the settings differ from the run's; empty: by none.
-        """
+        """How alike the steps were. ``flags``: those by which the settings differ from the run's."""
         if not self.compared:
             return "replay: nothing is recorded to compare with"
         line = f"replay: {self.equal} of {self.compared} step(s) came out bit for bit as recorded"
@@ -171,7 +152,7 @@ def _shown(figures: Mapping[str, float]) -> str:
 
 
 class RecordedSampler(Sampler):
-    """A `Sampler` whose groups are all recorded ones: there is no engine, and no reward function is called."""
+    """A `Sampler` of recorded groups only: without an engine or calls of reward functions."""
 
     def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
         with on_all_ranks("the rollout"):

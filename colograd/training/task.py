@@ -43,27 +43,27 @@ from .prompts import Prompts, eval_prompts_of, image_reader_of, prompts_with_ima
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The arguments of a `GRPOTrainer` that a task is made of."""
+    """The arguments of a `GRPOTrainer`, and which of its stages are its own."""
 
     model: Any
-    reward_funcs: Any = None
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    processing_class: Any = None
-    reward_processing_classes: Any = None
-    quantization_config: Any = None
-    peft_config: Any = None
-    tools: Any = None
-    rollout_func: Any = None
-    environment_factory: Any = None
-    optimizer: Any = None
-    samples: bool = True  # False: the groups are recorded ones, and no engine is built
-    needs_columns: bool = True  # False: a subclass generates or scores in its own way
+    reward_funcs: Any
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+    reward_processing_classes: Any
+    quantization_config: Any
+    peft_config: Any
+    tools: Any
+    rollout_func: Any
+    environment_factory: Any
+    optimizer: Any
+    samples: bool  # False: the groups are recorded ones, and no engine is built
+    needs_columns: bool  # False: a subclass generates or scores in its own way
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A policy, the prompts, the rewards, the tools and the objective of a run."""
+    """Everything a run needs beside its engine."""
 
     policy: Policy
     train_prompts: Prompts
@@ -85,13 +85,10 @@ class Task:
 
 
 def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
-    """Check the run, load the policy, and make the prompts ready. A collective: bad input is an error on all ranks.
+    """Check the run, load the policy, tokenise the prompts. A collective: bad input is a ValueError on all ranks.
 
     Args:
         closing: closes the processes of rewards and tools.
-
-    Raises:
-        ValueError: bad input.
     """
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
@@ -123,22 +120,13 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         if rollout_func is None and given.needs_columns:
             check_rewards(rewards, train_prompts, toolbox)
     return Task(
-        policy,
-        train_prompts,
-        eval_prompts,
-        seen,
-        rewards,
-        scorer,
-        toolbox,
-        tool_format,
-        rollout_func,
-        objective,
+        policy, train_prompts, eval_prompts, seen, rewards, scorer, toolbox, tool_format, rollout_func, objective,
         entropy,
-    )
+    )  # fmt: skip
 
 
 def _check_config(given: Given, args: GRPOConfig) -> None:
-    """Refuse what the configuration and the model's name alone show, before anything is loaded."""
+    """Refuse bad settings before anything is loaded: the configuration and the model's name are enough to see them."""
     args.check_for_trainer()
     take_quantization(args, given.model, given.quantization_config)
     check_supported(given.model, args, given.peft_config)
@@ -152,7 +140,7 @@ def _check_config(given: Given, args: GRPOConfig) -> None:
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """The configuration, TRL's default one if none is given; and the process ready for it.
+    """Prepare the process for a configuration; make TRL's default one if there is none.
 
     Raises:
         ValueError: it is another trainer's.
@@ -175,11 +163,7 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
 
 
 def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbox | None:
-    """The run's tools and environments, if it has any.
-
-    Raises:
-        ValueError: a tool or environment that isn't one, or settings of tools without any.
-    """
+    """The run's tools and environments, if it has any. A ValueError: settings of tools without a tool."""
     if tools or environment_factory is not None:
         return Toolbox(tools, environment_factory, args.tool_workers, args.tool_timeout, args.main_thread_tools)
     if args.main_thread_tools:
@@ -190,11 +174,10 @@ def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbo
 
 
 def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) -> Any:
-    """The user's function or class that writes completions, if there is one.
+    """Check and, by its import path, find the user's function or class that writes completions; None if there is none.
 
     Raises:
-        ValueError: its import path leads nowhere, it is no rollout source, there are tools, which it wouldn't call, or
-            experts are to be replayed, of which it tells nothing.
+        ValueError: an import path without an object, no rollout source, tools beside it, or `router_replay`.
     """
     if rollout_func is not None and tools is not None:
         raise ValueError(
@@ -217,13 +200,13 @@ def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) 
 
 
 def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> ToolFormat | None:
-    """How the policy's chat template writes tool calls, where there are tools."""
+    """The policy's format of tool calls, if there are tools."""
     kwargs: dict[str, Any] = dict(args.chat_template_kwargs or {})  # type: ignore[arg-type]
     return ToolFormat(policy.tokenizer, kwargs, image_reader_of(policy)) if tools else None
 
 
 def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[RewardFunction]:
-    """The reward functions with their weights, and with weight 1 the environments that reward themselves."""
+    """The reward functions with their weights, and environments that reward themselves with weight 1."""
     own = [environment_reward(c, tools) for c in tools.reward_classes] if tools else []
     given = as_list(functions)
     if not own:
@@ -235,10 +218,6 @@ def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[
 
 
 def check_rewards(rewards: list[RewardFunction], prompts: Prompts, tools: Toolbox | None) -> None:
-    """Whether the dataset has what the functions ask for, before a group is sampled; of a streamed one its rows tell.
-
-    Raises:
-        ValueError: a function needs a column that isn't there.
-    """
+    """Raise a ValueError if a reward function needs a column that the dataset doesn't have. A stream's rows show it."""
     if isinstance(prompts, PromptDataset) and not (tools is not None and tools.has_environments):
         check_columns_for(rewards, columns_of(prompts.dataset))

@@ -1,8 +1,4 @@
-"""`SeamTrainer`: what `transformers.Trainer` asks on its way, answered by the parts of a `GRPOTrainer`.
-
-Weights, optimizer and random state are saved and loaded by the `Checkpointer`; logs get the metrics of the steps since
-the last one; the model card describes the run.
-"""
+"""`SeamTrainer`: overrides of `transformers.Trainer`'s methods, most of which call a part of a `GRPOTrainer`."""
 
 from __future__ import annotations
 
@@ -29,23 +25,22 @@ from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
-from ..rollout.journal import Journal
+from ..rollout.store import RolloutStore, digest_of
 from ..sharding import Sharding
 from ..weights import state_dict_on_host
 from .checkpointer import Checkpointer
-from .journaling import begin_records, end_records, keep_recipe, open_journal
 from .learner import Learner
 from .recording import Recorder
 
 
 class SeamTrainer(Trainer):
-    """`transformers.Trainer` for packed rows, sharded policies and checkpoints that are whole or not there."""
+    """`transformers.Trainer` for packed rows and sharded policies, with a `Checkpointer` and a `Recorder`."""
 
     policy: Policy
     rewards: list[RewardFunction]
     learner: Learner
     sharding: Sharding
-    journal: Journal | None = None
+    journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -66,17 +61,13 @@ class SeamTrainer(Trainer):
             self.add_callback(callback)
 
     def make_checkpointer(self) -> Checkpointer:
-        """Overridden where checkpoints are read from another run's folder. A collective."""
+        """Overridden to read another run's checkpoints. A collective."""
         return Checkpointer(self)
 
-    def at_boundary(self) -> bool:
-        """Whether a checkpoint written now could be resumed from."""
-        return True
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in transformers; ``"auto"`` resumes where there is a complete checkpoint. SIGTERM writes one and ends.
+        """As in transformers; ``"auto"`` resumes if there is a complete checkpoint, and SIGTERM writes one and ends.
 
-        A run that had reached its last step is loaded and not trained further.
+        A run at its last step is loaded and not trained further.
         """
         checkpoint = self.checkpointer.find(resume_from_checkpoint)
         if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
@@ -89,10 +80,7 @@ class SeamTrainer(Trainer):
         return output
 
     def _finished(self, checkpoint: str) -> TrainOutput | None:
-        """Load the checkpoint of a run's last step, so that it can be saved again; None: there are steps to train.
-
-        transformers would train one more step.
-        """
+        """Load the checkpoint of a run's last step, after which transformers would train one more; else None."""
         state = trainer_state(checkpoint)
         *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         if state.global_step < max_steps:
@@ -113,29 +101,30 @@ class SeamTrainer(Trainer):
         with on_all_ranks("the journal"):
             if self.journal is not None:
                 step = folders.step_of(checkpoint) if checkpoint else 0
-                line = open_journal(self.journal, resumes, step, self.args.should_save)
-                problem = keep_recipe(self.journal, self.facts.get("settings")) if self.args.should_save else ""
+                line = self.journal.start(resumes, step, self.args.should_save)
+                problem = self.journal.keep_recipe(self.facts.get("settings")) if self.args.should_save else ""
         if line:
             self.console.say(line)
         self.console.warn_of_all(gather(problem))
 
     def begin_records(self, evaluation: str = "") -> None:
-        """Open the journal of the round, or of an evaluation in between, and read what it has of it. A collective."""
+        """Open the journal of this round or evaluation, and read its recorded groups. A collective."""
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            problem = begin_records(self.journal, self.state.global_step, self.model, evaluation)
+            journal = self.journal
+            problem = journal.begin(self.state.global_step, digest_of(self.model), evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
 
     def _end_records(self) -> None:
-        """Of the last round, after which no other one would tell what went wrong with its records."""
+        """Warn of a journal that couldn't be written in the last round."""
         if self.args.keeps_journal:
-            self.console.warn_of_all(gather(end_records(self.journal)))
+            self.console.warn_of_all(gather(self.journal.close() if self.journal else ""))
 
     # -- logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means of the steps since the last log; at the end of training, of those that were never logged."""
+        """Add the means of the metrics of all steps since the last log."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
             names = dict.fromkeys(name for entry in self._unlogged for name in entry)
             for name in names:
@@ -148,10 +137,10 @@ class SeamTrainer(Trainer):
     # -- the model
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Not before the engine is built: the policy then moves into its memory (see `weights.publisher`)."""
+        """Nothing: the policy moves into the engine's memory once the engine is built (see `weights.publisher`)."""
 
     def compute_loss_context_manager(self) -> Any:
-        """bfloat16 autocast where it is asked for. (accelerate would put it into the model, which stays unwrapped.)"""
+        """Autocast, if `bf16` asks for it; accelerate would wrap the model in it."""
         return self.accelerator.autocast()
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -159,13 +148,13 @@ class SeamTrainer(Trainer):
         return 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Nothing: the trainer counts prompts and completions of all ranks when a round is collected."""
+        """Nothing: `Learner.schedule` counts the tokens of all ranks."""
 
     # -- saving
 
     @ends_together("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in transformers. A collective: of a policy that is cut, the ranks bring the one that writes all parts."""
+        """As in transformers. A collective: a sharded policy is gathered on the rank that writes."""
         self._gathered = self.sharding.state_dict(keep=self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
@@ -173,7 +162,7 @@ class SeamTrainer(Trainer):
             self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As in transformers, from host memory: see `state_dict_on_host`. Of a LoRA policy, the adapter alone."""
+        """As in transformers, from host memory (see `state_dict_on_host`); of a LoRA policy, only the adapter."""
         if state_dict is None and self.policy.adapter is None:
             state_dict = self._gathered
             if state_dict is None:
@@ -192,9 +181,9 @@ class SeamTrainer(Trainer):
             self.learner.reference.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """And this rank's history of lengths, on which the engine's batches depend."""
+        """As in transformers; also save the lengths of completions, which decide how the engine batches prompts."""
         super()._save_rng_state(output_dir)
-        if self.args.layout.engine_place == 0:  # which has seen them
+        if self.args.layout.engine_place == 0:  # the rank that sampled them
             self.lengths.save(output_dir, self.args.layout.data_rank)
 
     # -- loading
@@ -207,7 +196,7 @@ class SeamTrainer(Trainer):
         self.checkpointer.load_weights(str(self.state.best_model_checkpoint), super()._load_best_model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """A parameter that isn't in the files is an error, and not a line in a log."""
+        """Raise an error if a parameter isn't in the files."""
         self.checkpointer.check_all_loaded(load_result.missing_keys)
         super()._issue_warnings_after_load(load_result)
 
@@ -225,7 +214,7 @@ class SeamTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in transformers; the ranks then share out its state."""
+        """As in transformers; then shard its state."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
@@ -233,7 +222,7 @@ class SeamTrainer(Trainer):
         return optimizer
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, which deletes checkpoints and loads the best one: all must have been written."""
+        """As in transformers, after all checkpoints are written: it deletes old ones and loads the best one."""
         self.checkpointer.settle(wait=True)
         return super()._finalize_training(*args, **kwargs)
 
@@ -243,9 +232,7 @@ class SeamTrainer(Trainer):
         dataset_name: str | Sequence[str] | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """README.md with the recipe, the command, the dataset, the reward curve and the versions.
-
-        `push_to_hub` takes the same arguments.
+        """Write README.md with the recipe, the command, the dataset, the reward curve and the versions.
 
         Args:
             model_name: default: the output directory's name.

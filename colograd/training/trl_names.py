@@ -1,7 +1,5 @@
-"""TRL's names on the trainer: its attributes under the names that scripts and callbacks read, and its hooks, which a
-subclass may have replaced, refused with what takes their place.
-
-Nothing else in the package uses them.
+"""TRL's attributes of a trainer, for scripts and callbacks that read them; and TRL's hooks, refused in subclasses with
+the stage to override instead. Nothing else in the package uses them.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ OF_ARGUMENTS = (
     "use_adaptive_entropy", "num_iterations", "beta", "epsilon_high", "shuffle_dataset", "log_completions",
     "log_unique_prompts", "log_multimodal", "num_completions_to_print",
 )  # fmt: skip
-# Attributes that say of TRL's trainer what is so here in any run.
+# TRL attributes that are constant in Colograd.
 ALWAYS = {
     "chat_template": None,
     "use_transformers_continuous_batching": False,
@@ -56,7 +54,7 @@ DIFFERENT = {
     "generation_kwargs": "Those of the configuration alone; TRL's without vLLM have every sampling setting",
 }
 
-# Methods of TRL's trainer, and of transformers' below it, that nothing calls here, with the stage that does their work.
+# Methods of TRL's and transformers' trainers that Colograd never calls, with the stage to override instead.
 GENERATE, SCORE, ADVANTAGES, LOSS = "generate", "score", "compute_advantages", "compute_loss"
 EVALUATE, DATA = "evaluate", "get_train_dataloader"
 HOOKS = {
@@ -83,14 +81,10 @@ HOOKS = {
 
 
 class TRLNames:
-    """What TRL's users may ask of a trainer, beside what `transformers.Trainer` has."""
+    """TRL's attributes that `transformers.Trainer` doesn't have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a subclass that replaces what nothing calls: it would train on as if nothing had been said.
-
-        Raises:
-            TypeError: naming the method and the stage to override.
-        """
+        """Raise a TypeError if a subclass replaces a method that is never called: it would silently have no effect."""
         super().__init_subclass__(**kwargs)
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
@@ -102,7 +96,7 @@ class TRLNames:
     if not TYPE_CHECKING:  # types know what there is
 
         def __getattr__(self, name: str) -> Any:
-            """TRL's name for what is there under another one."""
+            """The value of TRL's attribute, found under its name in Colograd."""
             if name in OF_ARGUMENTS:
                 return getattr(self.args, name)
             if name in ALWAYS:
@@ -113,7 +107,7 @@ class TRLNames:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Refuse to hide what the trainer goes by behind a name that only shows it."""
+            """Refuse to set an attribute that only shows a value: nothing would follow it."""
             if name in OF_ARGUMENTS or name in ALWAYS or name in _FOUND:
                 raise AttributeError(
                     f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
@@ -123,15 +117,11 @@ class TRLNames:
 
 
 def _end_tokens(trainer: Any) -> list[int]:
-    """In TRL's order: those that the checkpoint names, the tokenizer's before them where it isn't among them."""
+    """In TRL's order: the tokenizer's, unless the checkpoint names it, then the checkpoint's."""
     named = getattr(trainer.model.generation_config, "eos_token_id", None)
     named = [] if named is None else [named] if isinstance(named, int) else list(named)
     own = trainer.policy.tokenizer.eos_token_id
     return named if own in named else [own, *named]
-
-
-def _reference(reference: Any) -> Any:
-    return reference.model if isinstance(reference, FrozenCopy) else None
 
 
 _FOUND = {

@@ -38,14 +38,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def peak_of(device: str) -> float | None:
-    """FLOP/s of a device by its name; None: unknown."""
     found = (peak for name, peak in PEAKS.items() if all(re.search(rf"\b{word}\b", device) for word in name.split()))
     return next(found, None)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """A device's FLOP/s, and where the number is from: the maker's data sheet where it has one of its name, else the
-    fastest of some products of matrices of the ``dtype`` in which the policy computes."""
+    """A device's FLOP/s and the number's source: the maker's data sheet if it names the device, else the fastest of
+    some matrix products in ``dtype``.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
@@ -68,15 +68,13 @@ def _measured(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What went through the model in one step."""
-
     tokens: int = 0  # packed
     predicted: int = 0  # of these, completion tokens
     pairs: int = 0  # of a query and a key that it sees
 
     @classmethod
     def of(cls, groups: Iterable[tuple[int, list[int]]]) -> Work:
-        """Of prompts, each with its completions, in tokens: a completion sees its prompt and, causally, itself."""
+        """Of (prompt, completions) in tokens: a completion sees its prompt and, causally, itself."""
         tokens = predicted = pairs = 0
         for prompt, completions in groups:
             tokens += prompt + sum(completions)
@@ -86,14 +84,13 @@ class Work:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Work:
-        """Of a step's `PackedRow`s."""
         parts = [part for row in rows for part in row.parts]
         return cls.of((len(part.rollouts[0].input), [len(r.completion_ids) for r in part.rollouts]) for part in parts)
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Elements of a model's matrices, and what its attention multiplies for one pair."""
+    """Elements of a model's matrices, and multiplications of its attention for one pair."""
 
     trained: int  # of the layers, with a gradient
     frozen: int  # of the layers, without
@@ -103,7 +100,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: Any) -> Matrices | None:
-        """None: the model is no dense one."""
+        """None for a model that isn't dense."""
         base = unwrap(model)
         config = base.config.get_text_config()
         if any(getattr(config, name, None) for name in EXPERTS):

@@ -1,16 +1,18 @@
 """Same seeds, same numbers: two checkouts of the repository train alike, and how many processor seconds each takes.
 
-    python tests/benchmarks/checkouts.py BEFORE AFTER [--repeats 2] [--steps 3] [--only PART] [--out F.json]
+    python tests/benchmarks/checkouts.py BEFORE AFTER [--repeats 1] [--steps 3] [--only PART ...] [--out F.json]
 
-Each run is a process of its own with PYTHONPATH set to the checkout, in turns (before, after, before ...):
+Each run is a process of its own (`ranks`: two), with PYTHONPATH set to the checkout; the checkouts take turns. Parts:
 
 - `recorded`: a tiny random model is trained in float32 on made-up rollouts, with several settings of the loss;
-- `quickstart`: the first steps of the quickstart's recipe through the real engine, in float32.
+- `quickstart`, `calculator` (a tool and several turns), `lora`: the first steps of that recipe, with the real engine,
+  in float32;
+- `ranks`: the quickstart on two ranks, in two processes of torchrun.
 
 Prints Markdown tables. Exit status 1 if a loss (bit for bit), a sampled completion or a trained weight differs between
-the checkouts, or between repeats of one. Seconds are of the quickstart and fail nothing: the start-up lasts from the
-process's start until the trainer is built; a step lasts from the end of the one before. The first step warms up and is
-apart. Medians; where caches are cold (compiled bytecode), the first process pays for them.
+the checkouts, or between repeats of one. Seconds fail nothing. The start-up lasts from the process's start until the
+trainer is built; a step lasts from the end of the one before. The first step warms up and is apart. Medians; processor
+seconds of several ranks are added. Where caches are cold (compiled bytecode), the first process pays for them.
 """
 
 from __future__ import annotations
@@ -31,9 +33,14 @@ from figures import machine, table, write
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = ROOT / "tests" / "scripts" / "checkout_run.py"
-RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
 MODEL = Path("models") / "SmolLM2-135M-Instruct"
-PARTS = ("recorded", "quickstart")
+RECIPES = {
+    "quickstart": "grpo_smollm2_cpu.yaml",
+    "calculator": "grpo_calculator_cpu.yaml",
+    "lora": "grpo_smollm2_lora_cpu.yaml",
+    "ranks": "grpo_smollm2_cpu.yaml",
+}
+PARTS = ("recorded", *RECIPES)
 # Not `colograd.process`'s: nothing of the package is imported here, so that its state can't decide who is compared.
 INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 Answer = dict[str, Any]
@@ -43,10 +50,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="checkouts.py", description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path, metavar="BEFORE", help="folder of a checkout")
     parser.add_argument("after", type=Path, metavar="AFTER", help="folder of another; or of the same")
-    parser.add_argument("--repeats", type=int, default=2, help="processes of each part and checkout (2)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of the quickstart with the warm-up (3)")
-    parser.add_argument("--model", type=Path, help=f"the quickstart's folder; default: this checkout's {MODEL}")
-    parser.add_argument("--only", choices=PARTS, help="one of the two parts; default: both")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each part with each checkout (1)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each recipe with the warm-up (3)")
+    parser.add_argument("--model", type=Path, help=f"the recipes' model; default: this checkout's {MODEL}")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts; default: all")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write all answers as JSON")
     options = parser.parse_args(argv)
     options.model = (options.model or ROOT / MODEL).resolve()
@@ -58,26 +65,44 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--repeats is {options.repeats}, but must be at least 1")
     if options.steps < 2:
         parser.error(f"--steps is {options.steps}, but the first only warms up: at least 2")
-    if options.only != "recorded" and not options.model.is_dir():
+    if {*options.only} - {"recorded"} and not options.model.is_dir():
         parser.error(f"there is no model folder {options.model}: make model")
     return options
 
 
 def run(part: str, checkout: Path, options: argparse.Namespace) -> Answer:
-    """One part with one checkout, in a process of its own."""
+    """One part with one checkout, in one process or two of their own."""
     kept = {name: value for name, value in os.environ.items() if name not in (*INHERITED, "COLOGRAD_SINGLE_PROCESS")}
-    job = {"part": part, "checkout": checkout, "recipe": RECIPE, "model": options.model, "steps": options.steps}
+    job = {"part": part, "checkout": checkout, "model": options.model, "steps": options.steps}
+    if part in RECIPES:
+        job["recipe"] = ROOT / "recipes" / RECIPES[part]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") if part == "ranks" else ()
     with tempfile.TemporaryDirectory(prefix="colograd-checkouts-") as folder:
         given, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
         given.write_text(json.dumps(job | {"started": time.time()}, default=str))
-        command = [sys.executable, CHILD, given, answer]
+        command = [sys.executable, *launcher, CHILD, given, answer]
         environment = kept | {"PYTHONPATH": str(checkout)}
         done = subprocess.run(
             command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         if done.returncode != 0:
             raise RuntimeError(f"{part} with {checkout} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-        return json.loads(answer.read_text())  # type: ignore[no-any-return]
+        return joined([json.loads(file.read_text()) for file in sorted(Path(folder).glob("answer.json*"))])
+
+
+def joined(answers: Sequence[Answer]) -> Answer:
+    """One answer for a run's ranks: each rank's numbers, summed processor seconds, the slowest rank's wall clock."""
+    if len(answers) == 1:
+        return answers[0]
+
+    def total(spans: Sequence[dict[str, float]]) -> dict[str, float]:
+        return {"processor": sum(span["processor"] for span in spans), "wall": max(span["wall"] for span in spans)}
+
+    return {
+        "runs": {name: run for answer in answers for name, run in answer["runs"].items()},
+        "start": total([answer["start"] for answer in answers]),
+        "steps": [total(spans) for spans in zip(*(answer["steps"] for answer in answers), strict=True)],
+    }
 
 
 def differences(answers: Mapping[str, Sequence[Answer]]) -> Iterator[tuple[str, str, str]]:
@@ -112,7 +137,7 @@ def numbers_table(answers: Mapping[str, Sequence[Answer]], differing: set[tuple[
 
 
 def medians(answers: Sequence[Answer]) -> dict[str, float]:
-    """Seconds of one side's quickstart, by what they are of."""
+    """Seconds of one side's runs, by what they are of."""
     found = {}
     for clock in ("processor", "wall"):
         spans = {
@@ -131,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.repeats} process(es) of each checkout and part, on {machine()}")
     everything: dict[str, Any] = {}
     failures: list[str] = []
-    for part in [options.only] if options.only else PARTS:
+    for part in options.only:
         answers: dict[str, list[Answer]] = {side: [] for side in sides}
         for _ in range(options.repeats):
             for side, checkout in sides.items():
@@ -140,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures += [text for *_, text in found]
         everything[part] = {"answers": answers}
         print("", f"{part}:", "", numbers_table(answers, {(name, kind) for name, kind, _ in found}), sep="\n")
-        if part == "quickstart":
+        if part in RECIPES:
             before, after = (medians(answers[side]) for side in sides)
             ratio = {name: after[name] / before[name] for name in before}
             rows = [[name, f"{before[name]:.2f}", f"{after[name]:.2f}", f"{ratio[name]:.3f}"] for name in before]

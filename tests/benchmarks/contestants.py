@@ -24,7 +24,7 @@ from typing import Any
 from colograd.runtime import process
 
 Step = dict[str, float]
-FOLDER = "_journal"  # colograd.rollout.journal.FOLDER, without its imports
+FOLDER = "_journal"  # colograd.rollout.store.FOLDER, without its imports
 LEARNING_RATE = 1e-6
 
 
@@ -248,13 +248,13 @@ def recorded_groups(job: Job) -> list[Any]:
     from transformers import AutoTokenizer
 
     from colograd.data import PromptRules, tokenize_prompts
-    from colograd.rollout.journal import Journal
+    from colograd.rollout.store import RolloutStore
     from colograd.training.replaying import RecordedRounds, Replay
 
     rules = PromptRules(AutoTokenizer.from_pretrained(job.model), sys.maxsize, "error", {}, "train")
     prompts = tokenize_prompts(Dataset.from_list(job.rows), rules)
     run = Path(job.rollouts)
-    rounds = RecordedRounds(Replay(run, 1, 1), 0, Journal(run, 0, {}).recorded_settings())
+    rounds = RecordedRounds(Replay(run, 1, 1), 0, RolloutStore(run, 0, {}).recorded_settings())
     rounds.begin(0, weights="")
     found = rounds.recall([prompts[row, row] for row in range(job.prompts_per_step)])
     return [found[position].group for position in sorted(found)]

@@ -284,18 +284,9 @@ def run(check: Check, limit: float, folder: Path) -> Result:
         return Result(check.name, "late", "no time was left: give more --minutes", limit_s=limit)
     out, err, figures = (folder / f"{check.stem}.{kind}" for kind in ("out", "err", "json"))
     figures.unlink(missing_ok=True)
-    command = [sys.executable, *check.command, *(["--out", str(figures)] if check.writes else [])]
+    command = [*check.command, *(["--out", str(figures)] if check.writes else [])]
     started = time.monotonic()
-    with out.open("w") as said, err.open("w") as complained:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=said, stderr=complained, start_new_session=True
-        )
-        try:
-            status: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end_group(process)
+    status = execute(command, limit, out, err)
     result = Result(
         check.name,
         "late" if status is None else "failed" if status else "ok",
@@ -306,6 +297,25 @@ def run(check: Check, limit: float, folder: Path) -> Result:
         report=markdown(out.read_text()) if check.writes else "",
     )
     return dataclasses.replace(result, said=sentence(check, result, out.read_text(), err.read_text(), status))
+
+
+def execute(command: Sequence[str], limit: float, out: Path, err: Path) -> int | None:
+    """Run Python with ``command`` in a process group, and end the group; its exit status, or None after ``limit``."""
+    with out.open("w") as said, err.open("w") as complained:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment(),
+            stdout=said,
+            stderr=complained,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end_group(process)
 
 
 def sentence(check: Check, result: Result, said: str, complained: str, status: int | None) -> str:

@@ -22,7 +22,7 @@ import torch
 from figures import OwnMemory, machine, table, write
 
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
-from colograd.rollout.journal import Journal, Recorded
+from colograd.rollout.store import Recorded, RolloutStore
 
 
 def made_up(options: argparse.Namespace, position: int) -> Recorded:
@@ -44,7 +44,7 @@ def made_up(options: argparse.Namespace, position: int) -> Recorded:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        journal = Journal(folder, 0, {})
+        journal = RolloutStore(folder, 0, {})
         journal.begin(0, "")
         journal.add(made_up(options, 0))  # imports, threads
         memory = OwnMemory()

@@ -104,8 +104,8 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
     from colograd.engine.vllm_engine import _sampled
     from colograd.losses.advantages import group_advantages
     from colograd.policy.packing import PackingRules, collate
-    from colograd.reporting.completion_log import write_log
-    from colograd.reporting.completion_table import as_utf8, completion_rows
+    from colograd.reporting.completions import write_log
+    from colograd.reporting.group_views import as_utf8, completion_rows
     from colograd.reporting.metrics import PhaseTimes
     from colograd.rewards.functions import resolve_rewards
     from colograd.rewards.scoring import Scorer

@@ -70,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int) -> Any:
     """A group as it is recorded: random tokens and rewards, which follow from the prompt's place alone."""
     from colograd.batch import FinishReason, Group, Logged, Rollout
-    from colograd.rollout.journal import Recorded
+    from colograd.rollout.store import Recorded
 
     draw = random.Random(prompt.position)
     rollouts = tuple(
@@ -91,11 +91,11 @@ def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int)
 def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any) -> None:
     """A journal that has made-up groups for each of the configuration's steps."""
     from colograd.data import PromptRules, tokenize_prompts
-    from colograd.rollout.journal import Journal
-    from colograd.training.journaling import settings_of
+    from colograd.rollout.store import RolloutStore
+    from colograd.training.recorded_settings import settings_of
 
     prompts = tokenize_prompts(rows, PromptRules(tokenizer, sys.maxsize, "error", {}, "train"))
-    journal = Journal(run, 0, settings_of(config, [hash_reward.__name__]))
+    journal = RolloutStore(run, 0, settings_of(config, [hash_reward.__name__]))
     for step in range(config.max_steps):
         journal.begin(step, weights="")
         for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):

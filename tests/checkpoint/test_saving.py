@@ -7,12 +7,12 @@ import errno
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import launcher
 import pytest
 import tiny
 import torch
@@ -24,7 +24,6 @@ from colograd.checkpoint import folders, manifest, writing
 from colograd.checkpoint.background import why_in_foreground
 from colograd.checkpoint.host_files import BLOCK, HostFiles, Image, write_bytes, write_image
 from colograd.checkpoint.writing import Save, Writer
-from colograd.runtime import process
 from colograd.training import checkpointer
 
 # -- images of files
@@ -407,11 +406,7 @@ def test_a_callback_that_reads_the_files_finds_them(run: Any, monkeypatch, capfd
 
 
 def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
-    script = SCRIPTS / "saving_ranks.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(process.free_port()), str(script), str(tmp_path)]
-    environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=tiny.PATIENCE, env=environment)
+    done = launcher.run(SCRIPTS / "saving_ranks.py", tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     leader, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     run_dir = tmp_path / "run"

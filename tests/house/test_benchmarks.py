@@ -91,53 +91,77 @@ def test_peak_memory_is_that_since_the_reset() -> None:
     held.close()
 
 
-def test_log_probabilities_stay_under_the_memory_limit(tmp_path: Path) -> None:
+def forked(benchmark: str, *arguments: Any) -> str:
+    """What a benchmark printed, run in a process whose imports are done."""
+    done = launcher.run(BENCHMARKS / f"{benchmark}.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_log_probabilities_stay_under_the_memory_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The benchmark itself, on a smaller vocabulary: tiles are no smaller than with a large one."""
-    command = [sys.executable, str(BENCHMARKS / "logprobs_memory.py"), "--vocabulary", "32000", "--hidden", "64"]
-    command += ["--labels", "2048", "--full-labels", "2048", "--out", str(tmp_path / "f.json")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=tiny.clean_environment())
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("\n| ") == 4  # header, rule, two variants
+    import logprobs_memory
+
+    def apart(variant: str, labels: int, options: Any) -> dict[str, Any]:
+        said = forked("logprobs_memory", *sizes, "--variant", variant, "--labels", labels)
+        return json.loads(said.splitlines()[-1])
+
+    sizes = ("--vocabulary", "32000", "--hidden", "64")
+    monkeypatch.setattr(logprobs_memory, "measure_apart", apart)
+    files = ("--out", str(tmp_path / "f.json"))
+    assert logprobs_memory.main([*sizes, "--labels", "2048", "--full-labels", "2048", *files]) == 0
     found = json.loads((tmp_path / "f.json").read_text())["variants"]
     assert found["tiles"]["beyond_bytes"] < 0.3e9 < found["full"]["beyond_bytes"]
 
 
 def test_steps_of_the_optimizer_are_timed_in_turns(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "optimizer.py"), "--shapes", "300x200", "77", "--steps", "3"]
-    command += ["--limit", "1000", "--out", str(tmp_path / "f.json")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=tiny.clean_environment())
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("\n| ") == 6  # header, rule, four contestants
+    sizes = ("--shapes", "300x200", "77", "--steps", "3", "--limit", "1000")
+    said = forked("optimizer", *sizes, "--out", tmp_path / "f.json")
+    assert said.count("\n| ") == 6  # header, rule, four contestants
     found = json.loads((tmp_path / "f.json").read_text())
-    sizes = {name: figures["state_bytes_per_parameter"] for name, figures in found["variants"].items()}
-    assert sizes == {"split": 10, "compiled": 10, "foreach": 8, "fused": 8}
+    bytes_each = {name: figures["state_bytes_per_parameter"] for name, figures in found["variants"].items()}
+    assert bytes_each == {"split": 10, "compiled": 10, "foreach": 8, "fused": 8}
     assert all(len(figures["steps"]) == 2 and figures["step_s"] > 0 for figures in found["variants"].values())
     assert 0 < found["ratio"]["compiled"] < 1000
 
 
 def test_reward_models_give_the_same_rewards_each_way(tiny_model: Path, tmp_path: Path) -> None:
     """The benchmark itself compares them, and ends where they differ."""
-    command = [str(BENCHMARKS / "reward_models.py"), "--model", str(tiny_model), "--groups", "2"]
-    command += ["--max-words", "8", "--trials", "1", "--out", str(tmp_path / "f.json")]
-    done = launcher.run(*command)
-    assert done.returncode == 0 and done.stdout.count("\n| ") == 5, (
-        done.stdout + done.stderr
-    )  # header, rule, three ways
+    sizes = ("--model", tiny_model, "--groups", "2", "--max-words", "8", "--trials", "1")
+    said = forked("reward_models", *sizes, "--out", tmp_path / "f.json")
+    assert said.count("\n| ") == 5  # header, rule, three ways
     assert all(json.loads((tmp_path / "f.json").read_text())[f"processor_s.{way}"] > 0 for way in ("at_once", "padded"))
 
 
 @pytest.mark.engine
 def test_rollouts_are_timed_in_turns_and_rewards_hide_behind_them(tiny_model: Path, tmp_path: Path) -> None:
-    command = [str(BENCHMARKS / "rollouts.py"), "--model", str(tiny_model), "--dtype", "float32"]
-    command += ["--prompts", "6", "--completion-tokens", "40", "--mean-tokens", "20", "--trials", "1"]
-    done = launcher.run(*command, "--json", tmp_path / "f.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "| Engine.generate, streaming, trivial reward |" in done.stdout
+    sizes = ("--prompts", "6", "--completion-tokens", "40", "--mean-tokens", "20", "--trials", "1")
+    said = forked("rollouts", "--model", tiny_model, "--dtype", "float32", *sizes, "--json", tmp_path / "f.json")
+    assert "| Engine.generate, streaming, trivial reward |" in said
     found = json.loads((tmp_path / "f.json").read_text())
     assert found["throughput"]["shortest"] < found["throughput"]["longest"] == 40, "lengths are spread"
     assert found["ratio"]["throughput"] > 0.3 and 0 < found["ratio"]["streamed_rewards"] <= 1
     (run,) = found["rewards"]
     assert run["reward_s"] >= 6 * found["sleep_s"] and run["hidden_s"] <= run["reward_s"]
+
+
+@pytest.mark.engine
+def test_publishes_are_timed_beside_a_plain_copy_and_the_loader(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import weights
+
+    def apart(way: str, options: Any) -> dict[str, Any]:
+        return json.loads(forked("weights", *command, "--way", way).splitlines()[-1])
+
+    command = ["--model", str(tiny_model), "--dtype", "float32", "--publishes", "2", "--eager"]
+    monkeypatch.setattr(weights, "measure_apart", apart)
+    assert weights.main([*command, "--out", str(tmp_path / "f.json")]) == 0
+    assert "| publish, ms |" in capsys.readouterr().out
+    found = json.loads((tmp_path / "f.json").read_text())
+    shared, copied = found["ways"]["shared"], found["ways"]["copied"]
+    assert shared["moved_bytes"] == 0 < copied["moved_bytes"] < 2 * shared["weights_bytes"]
+    assert copied["weights_bytes"] > shared["weights_bytes"] and found["ratio"]["loader_over_copied"] > 0
 
 
 @pytest.mark.slow

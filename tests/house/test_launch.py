@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import launcher
 import pytest
 import tiny
 import yaml
@@ -122,5 +123,7 @@ def test_an_adapter_asked_for_by_flags_trains_the_same_on_two_ranks(recipe, tmp_
 
 
 def test_the_console_command_needs_no_launcher_and_the_command_line_wins(recipe, launched, tmp_path) -> None:
-    run("-m", "colograd.commands.cli", "train", "--config", str(recipe), f"--output_dir={tmp_path}", "--max_steps", "1")
+    flags = ("--config", recipe, f"--output_dir={tmp_path}", "--max_steps", "1")
+    done = launcher.run("colograd.commands.cli", "train", *flags, cwd=HELPERS)  # in a process whose imports are done
+    assert done.returncode == 0, done.stderr
     assert rewards(tmp_path) == pytest.approx(rewards(launched[0])[:1], abs=1e-6)

@@ -50,4 +50,4 @@ def test_another_number_of_ranks_takes_up_what_was_recorded(
     assert newest > 0, "killed before there was anything to go on from"
     assert kill.start(tiny_model, run, after, None)
     assert not safe & set(Counter(kill.told(run, "sampled")) - sampled)
-    assert len(set(kill.told(run, "scored"))) == kill.PROMPTS * 16 == len(kill.told(run, "scored"))
+    assert len(set(kill.told(run, "scored"))) == kill.PROMPTS * kill.STEPS == len(kill.told(run, "scored"))

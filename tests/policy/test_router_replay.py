@@ -34,9 +34,9 @@ from colograd.policy.reference import _unrouted
 from colograd.policy.router_replay import make_replaying, replay_figures, routers_of
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.supported import check_supported
-from colograd.rollout.journal import EXPERTS, Logged, Recorded, _bytes_of, _group_of
+from colograd.rollout.group_records import EXPERTS, Logged, Recorded, group_bytes, group_of
 from colograd.rollout.toolbox import Toolbox
-from colograd.training.journaling import settings_of
+from colograd.training.recorded_settings import settings_of
 from colograd.training.task import rollout_func_of
 
 CPU = torch.device("cpu")
@@ -194,8 +194,8 @@ def test_the_journal_keeps_them_and_without_them_not_a_byte_more(dtype: torch.dt
     rollouts = (*told.group.rollouts[:2], *plain.group.rollouts[2:])
     mixed = dataclasses.replace(told.group, rollouts=rollouts)
     recorded = Recorded(mixed, told.rewards, Logged({}, {}))
-    content = _bytes_of(recorded)
-    found = _group_of(content, Prompt({}, rollouts[0].input, 0)).group.rollouts
+    content = group_bytes(recorded)
+    found = group_of(content, Prompt({}, rollouts[0].input, 0)).group.rollouts
     for ours, theirs in zip(found, rollouts, strict=True):
         assert (ours.experts is None) == (theirs.experts is None)
         if ours.experts is not None:
@@ -203,8 +203,8 @@ def test_the_journal_keeps_them_and_without_them_not_a_byte_more(dtype: torch.dt
             assert torch.equal(ours.experts.completion, theirs.experts.completion)
     assert found[0].experts.prompt is found[1].experts.prompt, "once for the group"
     without = dataclasses.replace(recorded, group=plain.group)
-    assert content.startswith(_bytes_of(without)) and EXPERTS is not None
-    assert _group_of(_bytes_of(without), Prompt({}, rollouts[0].input, 0)).group.rollouts[0].experts is None
+    assert content.startswith(group_bytes(without)) and EXPERTS is not None
+    assert group_of(group_bytes(without), Prompt({}, rollouts[0].input, 0)).group.rollouts[0].experts is None
     sent = pickle.loads(pickle.dumps(told.for_training())).group.rollouts
     assert sent[0].experts.prompt is sent[1].experts.prompt
 

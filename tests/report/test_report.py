@@ -26,14 +26,12 @@ from colograd.commands.cli import main
 from colograd.report import page, write_report
 from colograd.report.lines import Tail, open_inside, parse
 from colograd.report.payload import _half, of_step, overview, spread_out
-from colograd.report.reading import Run
-from colograd.reporting.completion_log import write_log
-from colograd.reporting.completion_table import CompletionRow
-from colograd.reporting.log_columns import FIXED
+from colograd.report.reading import RecordedRun
+from colograd.reporting.completions import FIXED, CompletionRow, write_log
 
 
-def read(folder: Path) -> Run:
-    run = Run(folder)
+def read(folder: Path) -> RecordedRun:
+    run = RecordedRun(folder)
     run.refresh()
     return run
 

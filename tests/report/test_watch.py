@@ -102,8 +102,10 @@ def test_only_new_bytes_are_read(server: Server, folder: Path, monkeypatch: pyte
     append(folder, run.start(), *(event for step in range(1, 30) for event in run.step_events(step)))
     change = data(server)["change"]
     taken: list[bytes] = []
-    read = serving.Run._take
-    monkeypatch.setattr(serving.Run, "_take", lambda self, event: (taken.append(event["kind"]), read(self, event)))
+    read = serving.RecordedRun._take
+    monkeypatch.setattr(
+        serving.RecordedRun, "_take", lambda self, event: (taken.append(event["kind"]), read(self, event))
+    )
     append(folder, {"kind": "log", "time": 1.0, "step": 30, "metrics": {"reward": 1.0}})
     assert data(server, change)["steps"] == [30] and taken == ["log"]
 

@@ -24,9 +24,7 @@ from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.commands.cli import main
 from colograd.reporting import completion_log
-from colograd.reporting.completion_log import logged_steps, read_log, write_log
-from colograd.reporting.completion_table import CompletionRow
-from colograd.reporting.log_columns import prompt_of
+from colograd.reporting.completions import NAMES_KEY, CompletionRow, logged_steps, prompt_of, read_log, write_log
 
 MUTATIONS = 120
 BOUND = 2**27  # bytes of memory that reading a small file may take
@@ -194,7 +192,7 @@ def shown_elsewhere(run: Path) -> tuple[int, str, int]:
 def test_a_hostile_file_is_shown_or_one_clear_error(tmp_path: Path, capsys, columns, names, said) -> None:
     path = write_log(tmp_path, [row(0)], ["right", "short"], 1)
     table = pa.table({**pq.read_table(path).to_pydict(), **columns})
-    pq.write_table(table.replace_schema_metadata({completion_log.NAMES_KEY: names}), path)
+    pq.write_table(table.replace_schema_metadata({NAMES_KEY: names}), path)
     assert main(["show", str(tmp_path)]) == (2 if said else 0)
     told = capsys.readouterr()
     assert said in told.err and "\x1b" not in told.out

@@ -21,9 +21,11 @@ from PIL import Image as Pictures
 from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, ScoredGroup
 from colograd.commands.cli import main
 from colograd.report.samples import Samples
-from colograd.reporting import completion_table, thumbnails
-from colograd.reporting.completion_log import CompletionLog, read_log, write_log
-from colograd.reporting.completion_table import CompletionRow, completion_rows, prompt_text
+from colograd.reporting import group_views, thumbnails
+from colograd.reporting.completion_log import CompletionLog
+from colograd.reporting.completion_table import prompt_text
+from colograd.reporting.completions import CompletionRow, read_log, write_log
+from colograd.reporting.group_views import completion_rows
 
 PAIR = [tiny_images.picture(n, 40, 40) for n in (2, 3)]
 PLACED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]}]
@@ -74,9 +76,7 @@ def test_a_picture_is_made_once_and_stored_once_for_all_its_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    monkeypatch.setattr(
-        completion_table, "thumbnails", lambda pictures: made.append(1) or thumbnails.thumbnails(pictures)
-    )
+    monkeypatch.setattr(group_views, "thumbnails", lambda pictures: made.append(1) or thumbnails.thumbnails(pictures))
     noise = Pictures.frombytes("RGB", (64, 64), torch.randint(256, (64 * 64 * 3,)).to(torch.uint8).numpy().tobytes())
     rows = rows_of(group(0, [noise], completions=100), group(1, [noise], completions=100))
     assert made == [1] and all(row.thumbnails is rows[0].thumbnails for row in rows)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from shown_rows import sample_entries, samples_of
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
@@ -23,20 +24,20 @@ from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, load_of, watched
 from colograd.policy.logprobs import policy_logprobs
 from colograd.reporting import timeline as lanes_module
+from colograd.reporting.group_views import TokenTexts, chosen_groups, shown_notes
 from colograd.reporting.run_record import (
     EVENTS,
     FOLDER,
-    SAMPLES,
     RunRecord,
     entries,
     events_of,
     histogram,
     json_line,
-    samples_of,
 )
-from colograd.reporting.samples import Pieces, chosen_groups, sample_entries
 from colograd.reporting.timeline import CALLS, POINTS, Timeline, curve, merged, tail
 from colograd.rewards import Scorer, resolve_rewards
+from colograd.rollout.group_records import Recorded
+from colograd.rollout.store import RolloutStore
 from colograd.rollout.tool_format import ToolCall
 from colograd.rollout.toolbox import Toolbox
 from colograd.training.recording import Recorder, shown
@@ -83,7 +84,7 @@ def test_readers_pass_over_what_is_no_entry(tmp_path: Path) -> None:
         b'[1]\nnull\n\xff\xfe\n{"kind":"log","step":"x"}\n' + deep + b'\n{"kind":1'
     )
     assert [event["step"] for event in events_of(tmp_path)] == ["x"]
-    assert events_of(tmp_path / "nothing") == [] == samples_of(tmp_path)
+    assert events_of(tmp_path / "nothing") == []
 
 
 def test_a_run_that_goes_on_makes_void_what_it_takes_again(tmp_path: Path) -> None:
@@ -122,8 +123,6 @@ def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
     for step in range(3):
         record.event("log", step=step)
     assert len(said) == 1 and "No space left on device" in said[0]
-    record.write(SAMPLES, [{"step": 1}])
-    assert list(entries(tmp_path / FOLDER / SAMPLES)) == [{"step": 1}], "what can be written is"
 
 
 def test_a_histogram_counts_all_that_is_finite() -> None:
@@ -248,10 +247,10 @@ def scored(position: int, rewards: list[float], lengths: list[int], **changes: A
 def test_the_pieces_of_a_completion_join_to_it() -> None:
     tokenizer = tiny.make_tokenizer()
     ids = tokenizer.encode(" grün\n✓") + [tokenizer.eos_token_id]
-    pieces = Pieces(tokenizer)(ids)
+    pieces = TokenTexts(tokenizer)(ids)
     assert pieces[:3] == [" ", "g", "r"] and pieces[-1] == "<end>"
     assert pieces[3:5] == ["\\xc3", "\\xbc"], "bytes that are no UTF-8 alone"
-    plain = Pieces(tokenizer)(tokenizer.encode("1 + 1\t= 2"))
+    plain = TokenTexts(tokenizer)(tokenizer.encode("1 + 1\t= 2"))
     assert "".join(plain) == "1 + 1\t= 2"
 
 
@@ -262,7 +261,7 @@ def test_pieces_of_a_vocabulary_that_marks_spaces() -> None:
     words = {"▁the": 0, "▁c": 1, "at": 2, "<0xE2>": 3, "</s>": 4}
     backend = Tokenizer(models.BPE(vocab=words, merges=[]))
     backend.decoder = decoders.Metaspace()
-    pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    pieces = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
     assert pieces([0, 1, 2, 3, 4]) == [" the", " c", "at", "\\xe2", "</s>"]
 
 
@@ -285,9 +284,7 @@ def test_a_long_completion_is_cut_and_says_so() -> None:
     tokenizer = tiny.make_tokenizer()
     group = scored(5, [0.0, math.nan], [6000, 2], advantages=torch.arange(6002) / 10)
     known = {RolloutId(5, 0): torch.zeros(6000)}
-    long, short = sample_entries(
-        [(group, [0.0, math.nan])], 3, "train", ["right"], known, Pieces(tokenizer), mask_truncated=False
-    )
+    long, short = sample_entries([(group, [0.0, math.nan])], 3, "train", ["right"], known, TokenTexts(tokenizer), False)
     assert long["cut"] and "cut" not in short
     for name in ("tokens", "sampler", "trainer", "advantage", "mask", "sampled"):
         assert len(long[name]) == 4096, name
@@ -295,12 +292,15 @@ def test_a_long_completion_is_cut_and_says_so() -> None:
     assert json.loads(json_line(short))["rewards"] == {"right": None}
 
 
-def test_what_is_recorded_of_a_step_is_bounded() -> None:
-    """Two groups of 16 completions of 4,096 tokens: a megabyte, in some hundredths of a second."""
+def test_what_is_recorded_of_a_step_is_bounded(tmp_path: Path) -> None:
+    """Two groups of 16 completions of 4,096 tokens: half a megabyte, in some hundredths of a second."""
     tokenizer, groups = tiny.make_tokenizer(), [(scored(p, [0.0] * 16, [4096] * 16), [0.0] * 16) for p in (0, 1)]
-    pieces, started = Pieces(tokenizer), time.process_time()
-    lines = [json_line(entry) for entry in sample_entries(groups, 1, "train", ["f"], {}, pieces, False)]
-    assert len(lines) == 32 and sum(map(len, lines)) < 2**20
+    pieces, started = TokenTexts(tokenizer), time.process_time()
+    notes = shown_notes(groups, 1, "train", ["f"], {}, pieces, False)
+    recorded = [Recorded(group.group, group.rewards, group.logged) for group, _ in groups]
+    RolloutStore(tmp_path, 0, {}).show(notes, recorded)
+    (path,) = (tmp_path / "_journal").rglob("*.shown")
+    assert path.stat().st_size < 2**19 and len(samples_of(tmp_path)) == 32
     assert time.process_time() - started < 2
 
 
@@ -414,7 +414,7 @@ def test_samples_show_what_sampler_and_trainer_said_of_each_token(recorded: Any)
 @pytest.mark.engine
 def test_the_cost_of_a_record(recorded: Any) -> None:
     """Of this run: bytes of a step, and what the hooks take of a micro-batch, of a step of the engine."""
-    size = sum(path.stat().st_size for path in (recorded.folder / FOLDER).iterdir())
+    size = sum(path.stat().st_size for name in (FOLDER, "_journal") for path in (recorded.folder / name).rglob("*.*"))
     assert size < 4 * 16_384
     lanes, load = Timeline(), Load(32, 0, 0.5)
     lanes.begin()

@@ -21,7 +21,7 @@ from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, Sco
 from colograd.engine.sampling import Sampling
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
-from colograd.reporting.completion_log import logged_steps, read_log
+from colograd.reporting.completions import logged_steps, read_log
 from colograd.rollout.conversations import Conversations
 from colograd.rollout.tool_format import ToolFormat
 from colograd.rollout.toolbox import Toolbox

@@ -12,10 +12,11 @@ import pytest
 import tiny
 import torch
 import transformers
+from shown_rows import as_before_training, samples_of
 
 from colograd import GRPOTrainer
-from colograd.rollout.journal import ASIDE, FOLDER, Journal, JournalError
 from colograd.rollout.record_file import RecordFile
+from colograd.rollout.store import ASIDE, FOLDER, JournalError, RolloutStore
 
 pytestmark = pytest.mark.engine
 
@@ -102,6 +103,7 @@ def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny
     shutil.copytree(folder / FOLDER, tmp_path / FOLDER)
     shutil.rmtree(files(tmp_path)[3].parent)
     torn = files(tmp_path)[2]
+    as_before_training(torn)
     torn.write_bytes(torn.read_bytes()[:-7])
     again = train(tiny_model, tmp_path, resume="auto")
     assert len(again["sampled"]) == 5 and again["scored"] == 20, "a group of the third round, and the fourth"
@@ -125,10 +127,10 @@ def test_another_recipe_s_journal_is_an_error(whole, tiny_model, tmp_path, chang
 
 
 def test_a_start_that_failed_before_its_first_group_binds_nobody(tmp_path) -> None:
-    failed = Journal(tmp_path, 0, {"num_generations": 8})
+    failed = RolloutStore(tmp_path, 0, {"num_generations": 8})
     failed.begin(0, "weights")
     failed.close()
-    again = Journal(tmp_path, 0, {"num_generations": 4})
+    again = RolloutStore(tmp_path, 0, {"num_generations": 4})
     again.check_settings(0)
     again.begin(0, "weights")
     assert not again.has_groups(0)
@@ -164,6 +166,9 @@ def test_checkpoints_make_rounds_needless(tiny_model, tmp_path) -> None:
     settings = {"journal": None, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     first = train(tiny_model, tmp_path, **settings)
     assert [path.parent.name for path in files(tmp_path)] == ["step-00000003"]
+    shown = samples_of(tmp_path)
+    assert {entry["step"] for entry in shown} == {1, 2, 3, 4}, "the report keeps its groups"
+    assert all(entry["tokens"] and entry["trainer"] and entry["extra"] for entry in shown)
     shutil.rmtree(tmp_path / "checkpoint-4")
     again = train(tiny_model, tmp_path, resume="auto", **settings)
     assert again["sampled"] == [] and same(again["weights"], first["weights"])

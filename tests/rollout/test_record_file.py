@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
-from colograd.rollout import journal, record_file
-from colograd.rollout.journal import Journal, JournalError, Recorded
+from colograd.rollout import record_file, store
 from colograd.rollout.record_file import HEAD, MAGIC, Record, RecordFile, read_records
+from colograd.rollout.store import JournalError, Recorded, RolloutStore
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def made_up() -> Recorded:
 
 
 def recalled(folder: Path, prompt: Prompt = PROMPT) -> Recorded:
-    found = Journal(folder, 0, {"seed": 1})
+    found = RolloutStore(folder, 0, {"seed": 1})
     found.begin(3, "weights")
     try:
         return found.recall([prompt])[prompt.position]
@@ -125,7 +125,7 @@ def recalled(folder: Path, prompt: Prompt = PROMPT) -> Recorded:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    kept = Journal(tmp_path, 0, {"seed": 1})
+    kept = RolloutStore(tmp_path, 0, {"seed": 1})
     kept.begin(3, "weights")
     kept.add(made_up())
     kept.close()
@@ -177,7 +177,7 @@ def test_a_file_that_says_nonsense_about_itself_is_named(folder: Path, content: 
     (path,) = folder.glob("_journal/step-*/rank-*.records")
     path.unlink()
     file = RecordFile(path)
-    file.append(Record(journal.ABOUT, content))
+    file.append(Record(store.ABOUT, content))
     file.close()
     with pytest.raises(JournalError, match=r"rank-00000.records is no file of this journal .*move it away"):
         recalled(folder)
@@ -188,9 +188,9 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
         def append(self, record: Record) -> int:
             raise OSError(28, "No space left on device")
 
-    kept = Journal(tmp_path, 0, {})
+    kept = RolloutStore(tmp_path, 0, {})
     kept.begin(3, "")
-    kept._file.__class__ = Full
+    kept._open_files[""].records.__class__ = Full
     kept.add(made_up())
     assert "No space left on device" in kept.problem and "the run goes on" in kept.problem
     kept.close()

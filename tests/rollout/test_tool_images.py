@@ -23,6 +23,7 @@ import tiny_images
 import tool_cases
 import torch
 from picture_tools import Room, look, make_model, processor_of, rows
+from shown_rows import sample_entries
 
 from colograd import GRPOTrainer
 from colograd.batch import (
@@ -43,12 +44,12 @@ from colograd.engine.sampling import Sampling
 from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
+from colograd.reporting.group_views import TokenTexts
 from colograd.reporting.run_record import json_line
-from colograd.reporting.samples import Pieces, sample_entries
-from colograd.rollout import journal
+from colograd.rollout import group_records, store
 from colograd.rollout.conversations import Conversations
-from colograd.rollout.journal import Recorded
 from colograd.rollout.pictures import pictures_bytes, with_pictures
+from colograd.rollout.store import Recorded
 from colograd.rollout.tool_calls import answer_content, shown_content
 from colograd.rollout.tool_format import ToolCall, ToolFormat
 from colograd.rollout.toolbox import Toolbox
@@ -333,7 +334,7 @@ def test_reward_functions_get_the_pictures(trained: Any) -> None:
 @pytest.mark.engine
 def test_samples_show_small_pictures_and_no_large_ones(trained: Any) -> None:
     trainer, groups, _ = trained
-    pieces = Pieces(trainer.policy.tokenizer)
+    pieces = TokenTexts(trainer.policy.tokenizer)
     told = [(scored(group), [0.0] * len(group.rollouts)) for group in groups[:2]]
     for entry in sample_entries(told, 1, "train", ["r"], {}, pieces, False):
         rollout = groups[[g.position for g in groups].index(entry["position"])].rollouts[entry["index"]]
@@ -412,7 +413,7 @@ def test_an_environment_shows_pictures_in_the_prompt_and_in_answers(trained: Any
             assert rollout.columns["prompts"][-1]["content"][-1]["image"].size == (32, 32)
     recorded = Recorded(groups[1], torch.zeros(3, 1), Logged({}, {}))
     prompt = Prompt(groups[1].example, ModelInput((1, 2)), 1)
-    again = journal._group_of(journal._bytes_of(recorded), prompt, trainer.journal.reader).group
+    again = group_records.group_of(group_records.group_bytes(recorded), prompt, trainer.journal.reader).group
     assert [r.input for r in again.rollouts] == [r.input for r in groups[1].rollouts]
     assert float((difference(trainer, [again]) - difference(trainer, groups[1:2])).abs().max()) < 1e-6
 
@@ -454,7 +455,7 @@ def test_an_answer_without_room_is_left_out_whole(trained: Any) -> None:
 def test_a_resumed_run_takes_pictures_from_the_journal(trained: Any, tmp_path: Path) -> None:
     """It samples, calls and scores nothing, and ends with the same weights."""
     first = trained[0]
-    shutil.copytree(Path(first.args.output_dir) / journal.FOLDER, tmp_path / "run" / journal.FOLDER)
+    shutil.copytree(Path(first.args.output_dir) / store.FOLDER, tmp_path / "run" / store.FOLDER)
     shutil.copytree(Path(first.args.output_dir).parent / "model", tmp_path / "model")
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:

@@ -1,6 +1,6 @@
 """Train with the package on PYTHONPATH and write down what came out. Started by tests/benchmarks/checkouts.py.
 
-    python checkout_run.py JOB.json ANSWER.json
+    python checkout_run.py JOB.json ANSWER.json        (under torchrun, each rank writes ANSWER.json.RANK)
 
 It must run with any version of the package, so it takes nothing but `GRPOTrainer` and `GRPOConfig` from it, nor
 anything from tests/helpers/tiny.py, which follows the package: the tiny model and its task are made here.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import random
 import sys
 import time
@@ -32,6 +33,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from colograd import GRPOConfig, GRPOTrainer  # noqa: E402
 
+RANK = os.environ.get("RANK")  # of torchrun
+ADAPTER = {  # names in recipes, and peft's
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+}
 LONGEST = 12  # tokens of a recorded completion
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -202,27 +210,39 @@ def recorded(folder: Path) -> dict[str, Any]:
     return {"runs": found}
 
 
-def quickstart(folder: Path) -> dict[str, Any]:
-    """The recipe's first steps through the engine, and their seconds."""
+def from_recipe(folder: Path) -> dict[str, Any]:
+    """A recipe's first steps through the engine, and their seconds."""
     recipe = yaml.safe_load(Path(JOB["recipe"]).read_text())
     # The task is code of the package, and the package's own recipe knows where in it.
-    own = yaml.safe_load((Path(JOB["checkout"]) / "recipes" / Path(JOB["recipe"]).name).read_text())
+    checkout = Path(JOB["checkout"])
+    own = yaml.safe_load((checkout / "recipes" / Path(JOB["recipe"]).name).read_text())
     module, _, function = own["dataset_name"].partition(":")
-    elsewhere = ("model_name_or_path", "dataset_name", "reward_funcs", "output_dir", "resume_from_checkpoint")
-    given = {name: value for name, value in recipe.items() if name not in elsewhere}
+    elsewhere = ("model_name_or_path", "dataset_name", "reward_funcs", "tools", "output_dir", "resume_from_checkpoint")
+    given = {name: value for name, value in recipe.items() if name not in (*elsewhere, "use_peft", *ADAPTER)}
     given |= {"max_steps": JOB["steps"], "log_completions": False, "model_init_kwargs": {"dtype": "float32"}}
+    if "chat_template_path" in own:
+        given["chat_template_path"] = str(checkout / own["chat_template_path"])
+    if tools := own.get("tools"):
+        # Between two engine steps: an answer's timing would decide which turns share a forward, and so its rounding.
+        given |= {"tool_workers": 0, "main_thread_tools": [tool.rpartition(":")[2] for tool in tools]}
+    if adapter := {ADAPTER[name]: value for name, value in recipe.items() if name in ADAPTER}:
+        targets = adapter["target_modules"]
+        adapter["target_modules"] = targets[0] if targets == ["all-linear"] else targets
     trainer = Recording(
         model=JOB["model"],
         reward_funcs=own["reward_funcs"],
         args=settings(str(folder / "run"), **(given | {"bf16": False})),
         train_dataset=getattr(importlib.import_module(module), function)(),
+        peft_config=peft.LoraConfig(task_type="CAUSAL_LM", **adapter) if adapter else None,
+        tools=tools,
     )
     start = {"processor": time.process_time(), "wall": time.time() - JOB["started"]}
     clock = Clock()
     trainer.add_callback(clock)
-    return {"runs": {"quickstart": trained(trainer)}, "start": start, "steps": clock.steps()}
+    name = JOB["part"] if RANK is None else f"{JOB['part']}, rank {RANK}"
+    return {"runs": {name: trained(trainer)}, "start": start, "steps": clock.steps()}
 
 
 if __name__ == "__main__":
-    part = {"recorded": recorded, "quickstart": quickstart}[JOB["part"]]
-    Path(sys.argv[2]).write_text(json.dumps(part(Path(sys.argv[1]).parent)))
+    answer = (recorded if JOB["part"] == "recorded" else from_recipe)(Path(sys.argv[1]).parent)
+    Path(sys.argv[2] + ("" if RANK is None else f".{RANK}")).write_text(json.dumps(answer))

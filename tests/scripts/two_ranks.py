@@ -155,7 +155,7 @@ def main() -> None:
             **{"max_steps": 3, **SETTINGS.get(FAULT, {})},
         ),
         train_dataset=prompts(16),
-        eval_dataset=prompts(5),
+        eval_dataset=prompts(2 if FAULT == "hangs" else 5),
         tools=[picture_tools.look, tool_cases.add] if FAULT == "look" else None,
     )
     if FAULT == "never":

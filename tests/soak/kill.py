@@ -34,7 +34,8 @@ import tiny  # noqa: E402
 from colograd.rollout.record_file import read_records  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("run.py")
-PROMPTS = 4  # of a round of run.py
+STEPS = 10  # of run.py
+PROMPTS = 4  # of each
 Group = tuple[int, int]  # step of the weights, position of the prompt
 
 

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import tiny
+from kill import PROMPTS, STEPS
 
 from colograd import GRPOTrainer
 
@@ -26,7 +27,6 @@ MODEL, RUN_DIR, KILL = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 if isinstance(KILL, list):
     KILL = dict(enumerate(KILL)).get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 RANK = int(os.environ.get("RANK", "0"))
-STEPS = 16
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")  # as sys.audit names them
 
 
@@ -85,7 +85,7 @@ def reward(completions: list[Any], row: list[int], trainer_state: Any, **kwargs:
 
 
 def main() -> None:
-    prompts = tiny.prompts(4 * STEPS)
+    prompts = tiny.prompts(PROMPTS * STEPS)
     trainer = Telling(
         MODEL,
         reward,

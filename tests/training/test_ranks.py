@@ -13,8 +13,9 @@ import launcher
 import pytest
 import tiny
 from paths import SCRIPTS
+from shown_rows import samples_of
 
-from colograd.reporting.run_record import events_of, samples_of
+from colograd.reporting.run_record import events_of
 
 pytestmark = pytest.mark.engine
 

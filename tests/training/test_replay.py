@@ -13,13 +13,14 @@ from typing import Any
 import launcher
 import pytest
 import yaml
+from shown_rows import as_before_training
 
 from colograd.commands.cli import main
 from colograd.commands.replay import changed
 from colograd.config import given_settings
 from colograd.engine import vllm_engine
 from colograd.rollout.figures import note_figures, read_figures
-from colograd.rollout.journal import FOLDER
+from colograd.rollout.store import FOLDER
 
 pytestmark = pytest.mark.engine
 
@@ -182,6 +183,7 @@ def test_rounds_that_are_gone_are_an_error_with_the_remedy(run: Path, capfd: Any
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     records = copy / FOLDER / "step-00000002" / "rank-00000.records"
+    as_before_training(records)
     records.write_bytes(records.read_bytes()[:-7])
     assert replay(copy, "--step", "4") == 2
     said = capfd.readouterr().err

@@ -257,7 +257,7 @@ def stages_of(scorer: Scorer) -> Stages:
     return Stages(
         generate=lambda prompts: (make_group(size, position) for position, size in ((2, 1), (0, 2), (1, 3))),
         begin_score=lambda groups: scorer.submit(groups, [texts(len(group.rollouts)) for group in groups]),
-        judge=lambda group, rewards: ScoredGroup(group, rewards, torch.zeros(len(group.rollouts))),
+        add_advantages=lambda group, rewards: ScoredGroup(group, rewards, torch.zeros(len(group.rollouts))),
     )
 
 
@@ -285,15 +285,18 @@ def test_groups_are_scored_as_they_finish_while_others_decode(tiny_model, tmp_pa
                 events.append(("left", group.position))
                 yield group
 
-        def _begin_score(self, groups: Any) -> Any:
-            events.append(("begun", groups[0].position))
-            return super()._begin_score(groups)
-
     config = tiny.config(
         tmp_path, max_steps=1, prompts_per_step=8, num_generations=2, max_completion_length=60, reward_workers=1,
         reward_timeout=60.0, generation_kwargs={"stop_token_ids": list(range(0, 256, 8))},
     )  # fmt: skip
     trainer = Watching(str(tiny_model), tiny.vowels, config, tiny.prompts())
+    begin = trainer.sampler.begin_scoring
+
+    def begin_scoring(groups: Any) -> Any:
+        events.append(("begun", groups[0].position))
+        return begin(groups)
+
+    trainer.sampler.begin_scoring = begin_scoring
     try:
         trainer.train()
     finally:

@@ -1,0 +1,202 @@
+"""A group as the bytes of a record, and back: a table of its completions, routed experts and pictures behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts
+from ..data.images import ImageReader
+from .group_table import TABLE
+from .pictures import at_pictures, pictures_bytes, with_pictures
+
+# What reading bytes that no journal has written may raise.
+NONSENSE = (
+    AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
+    TypeError, ValueError,
+)  # fmt: skip
+
+# With `router_replay` (see `batch.RoutedExperts`). A prompt's are null where they are those of the row before.
+EXPERTS = pa.schema(
+    [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
+)
+
+
+class JournalError(ValueError):
+    """The records don't fit this run."""
+
+    says_all = True  # see `process.tell_briefly`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """A group with its rewards, as it is before its advantages."""
+
+    group: Group
+    rewards: torch.Tensor  # [G, R] float32
+    logged: Logged
+
+
+def _digest_of(example: Mapping[str, Any]) -> str:
+    """Of a dataset's row. A value that JSON has no type for counts with its type, an image with its pixels too."""
+    text = json.dumps(dict(example), sort_keys=True, default=_named)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _named(value: Any) -> str:
+    name = type(value).__name__
+    if hasattr(value, "tobytes") and hasattr(value, "size"):
+        return f"{name} {value.size} {hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()}"
+    return name
+
+
+def group_bytes(recorded: Recorded) -> bytes:
+    rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
+    inputs = [list(r.input.ids) if not row or r.input != first else None for row, r in enumerate(rollouts)]
+    columns = [
+        pa.array(inputs, TABLE.field("input").type),
+        _lists([np.frombuffer(r.completion_ids, dtype=np.int32) for r in rollouts]),
+        _lists([r.sampler_logprobs.numpy() for r in rollouts]),
+        pa.array([None if r.sampled.all() else r.sampled.numpy() for r in rollouts], TABLE.field("sampled").type),
+        pa.array([r.finish_reason.value for r in rollouts]),
+        pa.array([r.policy_version for r in rollouts], pa.int64()),
+        pa.array([_json(r.messages) for r in rollouts]),
+        pa.array([_json(dict(r.columns)) for r in rollouts]),
+        _lists(list(recorded.rewards.float().numpy())),
+        pa.array([_digest_of(recorded.group.example)] * len(rollouts)),
+        pa.array([_json({"columns": logged.columns, "metrics": logged.metrics}), *[""] * (len(rollouts) - 1)]),
+    ]
+    table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
+    return table + _experts_bytes(rollouts) + pictures_bytes(rollouts)
+
+
+def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
+    if all(rollout.experts is None for rollout in rollouts):
+        return b""
+    prompt: torch.Tensor | None = None
+    rows: list[tuple[Any, Any, Any]] = []
+    for experts in (rollout.experts for rollout in rollouts):
+        if experts is None:
+            rows.append((None, None, None))
+            continue
+        known = prompt is not None and torch.equal(prompt, experts.prompt)
+        prompt = experts.prompt
+        parts = (None if known else experts.prompt, experts.completion)
+        first, second = (None if part is None else part.numpy().tobytes() for part in parts)
+        rows.append((first, second, _shape_of(experts)))
+    columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), EXPERTS, strict=True)]
+    return bytes(pa.record_batch(columns, schema=EXPERTS).serialize().to_pybytes())
+
+
+def _shape_of(experts: RoutedExperts) -> list[int]:
+    """Layers, experts per token, and bytes of each number."""
+    return [*experts.completion.shape[1:], experts.completion.element_size()]
+
+
+def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    if reader.tell() == reader.size() or at_pictures(reader):
+        return tuple(rollouts)
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
+    batch.validate(full=True)
+    found: list[Rollout] = []
+    prompt: torch.Tensor | None = None
+    for rollout, row in zip(rollouts, batch.to_pylist(), strict=True):
+        if row["shape"] is not None:
+            if row["prompt"] is not None:
+                prompt = _numbers(row["prompt"], len(rollout.input), *row["shape"])
+            assert prompt is not None and len(prompt) == len(rollout.input), "the prompt's experts are missing"
+            experts = RoutedExperts(prompt, _numbers(row["completion"], len(rollout.completion_ids), *row["shape"]))
+            rollout = dataclasses.replace(rollout, experts=experts)
+        found.append(rollout)
+    return tuple(found)
+
+
+def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) -> torch.Tensor:
+    """(tokens, layers, chosen) numbers of ``width`` bytes."""
+    kind = {1: np.int8, 2: np.int16}[width]
+    return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, layers, chosen))
+
+
+def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) -> Recorded:
+    """The group that `group_bytes` made the bytes of.
+
+    Raises:
+        JournalError: it is of another prompt, or the bytes are damaged.
+    """
+    where = f"the journal's group at position {prompt.position}"
+    try:
+        reader = pa.BufferReader(content)
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), TABLE)
+        batch.validate(full=True)
+        assert batch.num_rows > 0, "no rows"
+        asked = _input(batch.column("input")[0].as_py(), prompt)
+        rollouts = _experts_of(reader, [_rollout(batch, row, asked, prompt) for row in range(batch.num_rows)])
+        rollouts = with_pictures(reader, rollouts, images)
+        rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
+        assert rewards.dim() == 2, "rewards differ in number"
+        logged = json.loads(batch.column("logged")[0].as_py())
+        columns = {str(name): tuple(values) for name, values in logged["columns"].items()}
+        metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
+        example = batch.column("example")[0].as_py()
+    except (pa.ArrowException, *NONSENSE) as error:
+        raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move the journal away.") from None
+    if example != _digest_of(prompt.example):
+        raise JournalError(
+            f"{where} is of another prompt: the dataset or its order has changed. Put it back, or move the journal "
+            "away to sample anew."
+        )
+    return Recorded(Group(prompt.example, rollouts, prompt.position), rewards, Logged(columns, metrics))
+
+
+def _input(ids: Sequence[int], prompt: Prompt) -> ModelInput:
+    return prompt.input if tuple(ids) == prompt.input.ids else ModelInput(tuple(ids))
+
+
+def _rollout(batch: pa.RecordBatch, row: int, asked: ModelInput, prompt: Prompt) -> Rollout:
+    def of(name: str) -> Any:
+        return batch.column(name)[row]
+
+    ids = array("i", np.array(of("completion").values, dtype=np.int32).tobytes())
+    logprobs = torch.tensor(np.array(of("logprobs").values, dtype=np.float32))
+    sampled = torch.ones(len(ids), dtype=torch.bool)
+    if of("sampled").is_valid:
+        sampled = torch.tensor(of("sampled").as_py(), dtype=torch.bool)
+    assert len(ids) == len(logprobs) == len(sampled) > 0, "lengths differ"
+    return Rollout(
+        _input(of("input").as_py(), prompt) if of("input").is_valid else asked,
+        ids,
+        logprobs,
+        sampled,
+        FinishReason(of("finish_reason").as_py()),
+        int(of("policy_version").as_py()),
+        tuple(json.loads(of("messages").as_py())),
+        json.loads(of("columns").as_py()),
+    )
+
+
+def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
+    """Rows of numbers as one column, without a Python object per number."""
+    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
+
+
+def _json(value: Any) -> str:
+    """As JSON; other types as their text, a picture as its type and size."""
+    with contextlib.suppress(TypeError, ValueError):
+        return json.dumps(value)
+    return json.dumps(
+        value, default=lambda each: f"{type(each).__name__} {each.size}" if _is_picture(each) else str(each)
+    )
+
+
+def _is_picture(value: Any) -> bool:
+    return hasattr(value, "tobytes") and isinstance(getattr(value, "size", None), tuple)

@@ -1,0 +1,117 @@
+"""A group's record as the report reads it: without torch, and with notes on what training made of the group.
+
+Notes are JSON, a record for a few groups of a step: what their own records lack, as the trainer's log-probabilities,
+the advantages, and the texts of their tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .record_file import Record, RecordFile, read_records
+
+NOTES = -2  # the position of the notes on groups of step s is NOTES - s
+SHOWN = ".shown"  # the suffix of a file that has only the groups with notes
+LARGEST = 2**28  # bytes of a group that is shown; one with its experts may have more, until they are left out
+
+TABLE = pa.schema(
+    [
+        ("input", pa.list_(pa.int32())),  # null: that of the first row
+        ("completion", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("sampled", pa.list_(pa.bool_())),  # null: all
+        ("finish_reason", pa.string()),
+        ("policy_version", pa.int64()),
+        ("messages", pa.string()),  # JSON
+        ("columns", pa.string()),  # JSON
+        ("rewards", pa.list_(pa.float32())),
+        ("example", pa.string()),  # a digest of the dataset's row
+        ("logged", pa.string()),  # JSON, of the whole group: in the first row
+    ]
+)
+
+
+def steps_of(positions: list[int]) -> set[int]:
+    return {NOTES - position for position in positions if position <= NOTES}
+
+
+def reduced(group: bytes, tokens: int) -> bytes:
+    """A group's record without prompts, experts and pictures, and with the first tokens of each completion."""
+    batch = _first_tokens(group, tokens)
+    columns = [pa.nulls(batch.num_rows, field.type) if field.name == "input" else batch[field.name] for field in TABLE]
+    return bytes(pa.record_batch(columns, schema=TABLE).serialize().to_pybytes())
+
+
+def _first_tokens(group: bytes, tokens: int) -> pa.RecordBatch:
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(group)), TABLE)
+    batch.validate(full=True)
+    columns = [
+        pc.list_slice(batch[name], 0, tokens, return_fixed_size_list=False)
+        if name in ("completion", "logprobs", "sampled")
+        else batch[name]
+        for name in TABLE.names
+    ]
+    return pa.record_batch(columns, schema=TABLE)
+
+
+def keep_shown(path: Path) -> None:
+    """Write the groups of a rank's file that have notes, and the notes, beside it; nothing where there are none."""
+    notes = list(read_records(path, lambda position: position <= NOTES))
+    if not notes:
+        return
+    tokens: dict[int, int] = {}
+    for found in (json.loads(record.content) for record in notes):
+        tokens |= {group["position"]: found["tokens"] for group in found["groups"]}
+    file = RecordFile(path.with_suffix(SHOWN))
+    try:
+        for record in read_records(path, tokens.__contains__):
+            file.append(Record(record.position, reduced(record.content, tokens[record.position])))
+        for record in notes:
+            file.append(record)
+    finally:
+        file.close()
+
+
+def shown(file: BinaryIO, step: int) -> Iterator[dict[str, Any]]:
+    """The completions of a step that a file has notes on, token by token; see `entries`."""
+    all_notes = [json.loads(record.content) for record in read_records(file, lambda at: at == NOTES - step, LARGEST)]
+    wanted = {group["position"] for notes in all_notes for group in notes["groups"]}
+    groups = {record.position: record.content for record in read_records(file, wanted.__contains__, LARGEST)}
+    for notes in all_notes:
+        yield from entries(notes, groups)
+
+
+def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[dict[str, Any]]:
+    """Completions token by token, of groups with notes.
+
+    Args:
+        groups: position -> the group's record, whole or `reduced`.
+    """
+    for noted in notes["groups"]:
+        if noted["position"] not in groups:
+            continue
+        rows = _first_tokens(groups[noted["position"]], notes["tokens"]).to_pylist()
+        logged = json.loads(rows[0]["logged"])["columns"]
+        for index, (row, own) in enumerate(zip(rows, noted["completions"], strict=True)):
+            messages = json.loads(row["messages"])
+            yield {
+                "step": notes["step"],
+                "purpose": notes["purpose"],
+                "position": noted["position"],
+                "index": index,
+                "prompt": noted["prompt"],
+                "tokens": [notes["texts"].get(str(token), f"<{token}>") for token in row["completion"]],
+                "sampler": row["logprobs"],
+                "sampled": [1] * len(row["completion"]) if row["sampled"] is None else [*map(int, row["sampled"])],
+                "rewards": dict(zip(notes["rewards"], row["rewards"], strict=True)),
+                "finish": row["finish_reason"],
+                "extra": {name: values[index] for name, values in logged.items()},
+                **({"messages": messages} if messages else {}),
+                **own,
+            }

@@ -1,0 +1,421 @@
+"""`RolloutStore`: every group of a round as it was scored, on the disk before it is trained on.
+
+A run that is killed goes on from its last checkpoint; the rounds after it are in the store, so that nothing is sampled
+and no reward is called again. A file per round, or evaluation, and rank, which is only appended to:
+
+    RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the report
+    RUN/_journal/step-00000012/rank-00000.shown       of a round that checkpoints made needless: the groups with notes
+    RUN/_journal/step-00000012/steps.jsonl            loss and gradient's norm of the steps trained on it (`figures`)
+    RUN/_journal/recipe.yaml                          with which `colograd replay` trains a round again
+
+Resume and replay read the first (`recall`), the report both of them (`group_table`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from ..batch import Prompt
+from ..data.images import ImageReader
+from .figures import note_figures
+from .group_records import NONSENSE, JournalError, Recorded, group_bytes, group_of
+from .group_table import NOTES, SHOWN, keep_shown, reduced
+from .record_file import Record, RecordFile, read_records
+
+FOLDER = "_journal"  # transformers pushes no such name to the Hub
+ASIDE = "_journal.old"
+RECIPE = "recipe.yaml"
+ABOUT = -1  # the position of a file's first record, an `About`
+SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a round's records hold for: a digest of the weights that sampled it, and the settings of the run."""
+
+    step: int
+    weights: str  # empty: unknown, of a sharded policy
+    settings: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    records: RecordFile
+    positions: set[int]  # of the groups in it
+
+
+class RolloutStore:
+    """The recorded rollouts of one rank.
+
+    Args:
+        run_dir: the run's folder.
+        rank: whose groups are written. All ranks' are read.
+        settings: of the run, as JSON has them: rounds that were recorded with others are refused.
+        reader: makes the pixels of recorded pictures, for a model that reads images.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, rank: int, settings: Mapping[str, Any], reader: ImageReader | None = None
+    ) -> None:
+        self.folder, self.rank, self.reader = Path(run_dir) / FOLDER, rank, reader
+        self.settings = json.loads(json.dumps(settings, default=str))
+        self.problem = ""  # why the last records aren't on the disk, for people
+        self.warning = ""  # what is odd about the round's records, for people
+        self.bytes, self.seconds = 0, 0.0  # written, and spent on it
+        self._weights_are_read = True
+        self._found: dict[int, bytes] = {}  # recorded groups of the round, by position
+        self._round: Path | None = None  # the present one's folder
+        self._open_files: dict[str, _OpenFile] = {}  # of the round (""), and of an evaluation by its name
+        self._newest = ""  # of these, the one that `add` writes
+        self._pruned = 0  # rounds before this step are
+        self._unsafe = threading.Event()  # something was written that a failing machine would take along
+        self._closing = threading.Lock()  # held while files are made safe
+        self._safety: threading.Thread | None = None
+
+    # -- writing
+
+    def start(self, resumes: bool, step: int, is_writer: bool) -> str:
+        """Prepare for a run that starts at ``step``, with weights from the disk; returns a line for people.
+
+        Args:
+            resumes: the run goes on from its records; else these are put aside.
+            is_writer: this rank writes what its node writes once.
+
+        Raises:
+            JournalError: the records were made with other settings.
+        """
+        self._weights_are_read = True
+        if not resumes:
+            moved = self.set_aside() if is_writer else None
+            return f"journal: what an earlier run recorded here is now in {moved}" if moved else ""
+        self.check_settings(step)
+        rounds = [recorded for recorded in self.rounds() if recorded >= step and self.has_groups(recorded)]
+        if not rounds:
+            return ""
+        return (
+            f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups are "
+            "neither sampled nor scored again"
+        )
+
+    def keep_recipe(self, recipe: str | None) -> str:
+        """Write the run's recipe (YAML; None: it has none) beside its records; returns a line on why not."""
+        path = self.folder / RECIPE
+        try:
+            if recipe is None:
+                path.unlink(missing_ok=True)  # of an earlier run
+                return ""
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_suffix(".partial")
+            aside.write_text(recipe, encoding="utf-8")
+            os.replace(aside, path)
+        except OSError as error:
+            return f"journal: {path} can't be written ({error}): `colograd replay` will need the recipe (--config)"
+        return ""
+
+    def begin(self, step: int, weights: str, evaluation: str = "") -> str:
+        """Begin a round, or an evaluation, which weights of ``step`` sample; `recall` then has its recorded groups.
+
+        Returns:
+            A line on what is wrong with these records, or was with the last ones.
+
+        Args:
+            weights: their digest (`digest_of`).
+            evaluation: its name.
+
+        Raises:
+            JournalError: it was recorded with other settings, or sampled by other weights.
+        """
+        self._end(self._open_files.keys() - ({""} if evaluation else set()))
+        self._found.clear()
+        problem, self.problem, self.warning = self.problem, "", ""
+        self.seconds = 0.0  # an evaluation's are no round's
+        about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
+        self._round = self._round if evaluation else folder
+        own: set[int] = set()
+        for path, found, records in _files(folder):
+            self._check_settings(found, path)
+            self._check_weights(found, about, path)
+            for record in records:
+                self._found.setdefault(record.position, record.content)
+                if path.name == self._file_name:
+                    own.add(record.position)
+        self._weights_are_read = False
+        self._open(folder, about, evaluation, own)
+        return problem or self.problem or self.warning
+
+    def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
+        self._newest = evaluation
+        try:
+            file = RecordFile(folder / self._file_name)
+            self._open_files[evaluation] = _OpenFile(file, own)
+            if file.is_new:
+                file.append(Record(ABOUT, json.dumps(dataclasses.asdict(about)).encode()))
+        except OSError as error:
+            self._open_files.pop(evaluation, None)
+            self.problem = _problem(folder, error)
+
+    def add(self, recorded: Recorded) -> None:
+        """Write a group: when this returns, it survives the process, and soon after the machine.
+
+        Packing takes a tenth of a microsecond per token, and writing goes to the system's cache; a thread waits for the
+        disk. Raises nothing: `problem` says what couldn't be written.
+        """
+        if (file := self._open_files.get(self._newest)) is None:
+            return
+        started = time.perf_counter()
+        self._append(file, recorded)
+        self.seconds += time.perf_counter() - started
+
+    def _append(self, file: _OpenFile, recorded: Recorded) -> None:
+        try:
+            self.bytes += file.records.append(Record(recorded.group.position, group_bytes(recorded)))
+        except Exception as error:  # a group that can't be recorded is trained on all the same
+            self.problem = _problem(file.records.path, error)
+            return
+        file.positions.add(recorded.group.position)
+        if self._safety is None:
+            self._safety = threading.Thread(target=self._make_safe, name="journal", daemon=True)
+            self._safety.start()
+        self._unsafe.set()
+
+    def show(self, notes: Mapping[str, Any], groups: Sequence[Recorded]) -> None:
+        """Keep some groups of a step for the report, as long as the run's folder; see `group_table`.
+
+        Groups that aren't in the round's file, as those of a run without a journal, are written, too.
+
+        Args:
+            notes: on these groups, as JSON has them.
+
+        Raises:
+            OSError: the disk is full, or away.
+        """
+        step, training = notes["step"], notes["purpose"] == "train"
+        evaluation = "" if training else notes["purpose"]
+        record = Record(NOTES - step, json.dumps(notes, default=str).encode())
+        if (file := self._open_files.get(evaluation)) is not None:
+            for recorded in groups:
+                if recorded.group.position not in file.positions:
+                    self._append(file, recorded)
+            file.records.append(record)
+            return
+        folder = self._folder_of(step - 1 if training else step, evaluation)
+        alone = RecordFile((folder / self._file_name).with_suffix(SHOWN))
+        try:
+            for recorded in groups:
+                content = reduced(group_bytes(recorded), notes["tokens"])
+                alone.append(Record(recorded.group.position, content))
+            alone.append(record)
+        finally:
+            alone.close()
+
+    def note(self, step: int, figures: Mapping[str, float]) -> None:
+        if self._round is not None:
+            try:
+                note_figures(self._round, step, figures)
+            except OSError as error:
+                self.problem = _problem(self._round, error)
+
+    def take_seconds(self) -> float:
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+    def close(self) -> str:
+        """End the files and the thread; returns a line on what is wrong with them. Another round may follow."""
+        self._end(self._open_files.keys())
+        thread, self._safety = self._safety, None
+        if thread is not None:
+            self._unsafe.set()
+            thread.join()
+        problem, self.problem = self.problem, ""
+        return problem
+
+    def _end(self, names: Collection[str]) -> None:
+        with self._closing:
+            for name in [*names]:
+                records = self._open_files.pop(name).records
+                self._flush(records)
+                records.close()
+
+    def _make_safe(self) -> None:
+        """The thread's, until `close` lets go of it."""
+        while True:
+            self._unsafe.wait()
+            self._unsafe.clear()
+            if threading.current_thread() is not self._safety:
+                return
+            with self._closing:
+                for file in list(self._open_files.values()):
+                    self._flush(file.records)
+
+    def _flush(self, file: RecordFile) -> None:
+        try:
+            file.flush()
+        except OSError as error:
+            self.problem = _problem(file.path, error)
+
+    # -- reading
+
+    def recall(self, prompts: Sequence[Prompt]) -> dict[int, Recorded]:
+        """The prompts' recorded groups, by position.
+
+        Raises:
+            JournalError: another prompt stood at that position.
+        """
+        return {
+            prompt.position: group_of(self._found[prompt.position], prompt, self.reader)
+            for prompt in prompts
+            if prompt.position in self._found
+        }
+
+    def positions(self, step: int) -> set[int]:
+        return {record.position for _, _, records in _files(self._folder_of(step, "")) for record in records}
+
+    def has_groups(self, step: int) -> bool:
+        """Whether a group is recorded of a round; a start that failed leaves none."""
+        return any(next(records, None) is not None for _, _, records in _files(self._folder_of(step, "")))
+
+    def rounds(self) -> dict[int, Path]:
+        """The folders of rounds that can be trained again, by the step of their weights, in order."""
+        return {
+            step: folder
+            for step, folder in self._folders()
+            if folder.name == f"step-{step:08d}" and any(folder.glob("rank-*.records"))
+        }
+
+    def recorded_settings(self) -> Mapping[str, Any]:
+        """Of the first file; empty without one."""
+        files = (found for _, folder in self._folders() for _, found, _ in _files(folder))
+        return next((found.settings for found in files), {})
+
+    def check_settings(self, step: int) -> None:
+        """Check that the rounds from ``step`` on were recorded with this run's settings.
+
+        A file without a group is of a start that failed (by a reward that raised, say): it keeps nobody from changing
+        settings, and is deleted.
+
+        Raises:
+            JournalError: they weren't.
+        """
+        for number, folder in self._folders():
+            if number >= step:
+                for path, found, records in _files(folder):
+                    if found.settings != self.settings and next(records, None) is None:
+                        path.unlink(missing_ok=True)
+                    else:
+                        self._check_settings(found, path)
+
+    # -- keeping
+
+    def set_aside(self) -> Path | None:
+        """Move the records of an earlier run to `ASIDE`, in the place of what was there; None: there are none."""
+        if not self._folders():
+            return None
+        aside = self.folder.with_name(ASIDE)
+        shutil.rmtree(aside, ignore_errors=True)
+        self.folder.rename(aside)
+        return aside
+
+    def prune(self, before: int) -> None:
+        """Delete the rounds before a step but the groups that are shown: checkpoints hold what came of them."""
+        for step, folder in self._folders():
+            if self._pruned <= step < before:
+                for path in folder.glob("rank-*.records"):
+                    with contextlib.suppress(pa.ArrowException, *NONSENSE):
+                        keep_shown(path)
+                for path in folder.iterdir():
+                    if path.suffix != SHOWN:
+                        path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # something is shown
+                    folder.rmdir()
+        self._pruned = max(self._pruned, before)
+
+    # -- its files
+
+    @property
+    def _file_name(self) -> str:
+        return f"rank-{self.rank:05d}.records"
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """(step of the weights, folder) of rounds and evaluations, in order."""
+        found = [(re.match(r"step-(\d{8,12})(-|$)", path.name), path) for path in self.folder.glob("step-*")]
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+    def _folder_of(self, step: int, evaluation: str) -> Path:
+        suffix = f"-{re.sub(r'[^A-Za-z0-9_.]', '_', evaluation)}" if evaluation else ""
+        return self.folder / f"step-{step:08d}{suffix}"
+
+    def _check_settings(self, found: About, path: Path) -> None:
+        for name in sorted(found.settings.keys() | self.settings.keys()):
+            was, new = found.settings.get(name), self.settings.get(name)
+            if was != new:
+                raise JournalError(f"{path} was recorded with {name} {was!r}, but now it is {new!r}: {self._remedy}.")
+
+    def _check_weights(self, found: About, now: About, path: Path) -> None:
+        if found.step != now.step:
+            raise JournalError(f"{path} says that it is of step {found.step}, but lies in step {now.step}'s folder.")
+        if found.weights and now.weights and found.weights != now.weights:
+            if self._weights_are_read:
+                raise JournalError(
+                    f"{path} was sampled by other weights than those of step {now.step} here: {self._remedy}."
+                )
+            self.warning = (
+                f"journal: the weights of step {now.step} aren't bit for bit those that sampled what is recorded of it "
+                "(a GPU's kernels may sum in another order); it is taken as it is"
+            )
+
+    @property
+    def _remedy(self) -> str:
+        return f"put it back, or move {self.folder} away (or set journal: off) to sample anew"
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """A digest of up to 1,024 entries of each parameter, evenly spread; empty for a sharded policy."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
+            return ""
+        flat = parameter.detach().reshape(-1)
+        part = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous()
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        found.update(part.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _problem(path: Path, error: Exception) -> str:
+    return (
+        f"journal: {path} can't be written ({type(error).__name__}: {error}): the run goes on, but what isn't recorded "
+        "would be sampled and scored again if it were killed"
+    )
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, About, Iterator[Record]]]:
+    """A round's files, what each holds for, and its groups. A file that was torn before its `About` has none."""
+    for path in sorted(folder.glob("rank-*.records")):
+        records = read_records(path, lambda position: position >= ABOUT)
+        with contextlib.suppress(FileNotFoundError):  # another rank deleted it
+            if (head := next(records, None)) is not None:
+                yield path, _about(head, path), records
+
+
+def _about(record: Record, path: Path) -> About:
+    try:
+        assert record.position == ABOUT
+        found = json.loads(record.content)
+        return About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
+    except NONSENSE as error:
+        raise JournalError(f"{path} is no file of this journal ({error!r}): move it away.") from None

@@ -1,0 +1,47 @@
+"""The settings that recorded rollouts hold for, and the store of a run that has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ..config import GRPOConfig
+from ..config.advantages import AdvantageKnobs
+from ..config.objective import ObjectiveKnobs
+from ..config.reference import ReferenceKnobs
+from ..config.sampling import SamplingKnobs
+from ..data.images import ImageReader
+from ..rollout.store import RolloutStore
+
+# A run with other values of these is another run. First the settings that a round's groups depend on, then those of the
+# updates from them.
+OF_ROUNDS = (
+    "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
+    "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",
+    "max_tool_calling_iterations",
+)  # fmt: skip
+OF_TRAINING = (
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps", "num_train_epochs", "reward_weights", "reward_call",
+    "disable_dropout", "cast_lm_head_to_fp32", "num_generations_eval", "temperature_eval",
+    "max_completion_length_eval",
+)  # fmt: skip
+GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
+# The settings that a replay shares with the run.
+OF_GROUPS = frozenset((*OF_ROUNDS, *(field.name for field in dataclasses.fields(SamplingKnobs)), "reward_funcs"))
+
+
+def store_of(args: GRPOConfig, reward_names: Sequence[str], reader: ImageReader | None = None) -> RolloutStore | None:
+    """This rank's store; None without a journal, and on ranks that follow another one's engine."""
+    if not args.keeps_journal or args.layout.engine_place:
+        return None
+    return RolloutStore(str(args.output_dir), args.layout.rank, settings_of(args, reward_names), reader)
+
+
+def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
+    names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
+    settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
+    if args.router_replay:  # else rounds are what they were before there was such a setting
+        settings["router_replay"] = True
+    return settings | {"reward_funcs": list(reward_names)}
