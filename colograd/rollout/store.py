@@ -46,7 +46,7 @@ SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a round's records hold for: a digest of the weights that sampled it, and the settings of the run."""
+    """The conditions of a round's records: a digest of the weights that sampled it, and the settings of the run."""
 
     step: int
     weights: str  # empty: unknown, of a sharded policy
@@ -75,7 +75,7 @@ class RolloutStore:
         self.folder, self.rank, self.reader = Path(run_dir) / FOLDER, rank, reader
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # why the last records aren't on the disk, for people
-        self.warning = ""  # what is odd about the round's records, for people
+        self.warning = ""  # an oddity of the round's records, for people
         self.bytes, self.seconds = 0, 0.0  # written, and spent on it
         self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # recorded groups of the round, by position
