@@ -1,103 +1,73 @@
-"""What a recipe says of the options of `colograd plan`. Nothing of it depends on the machine."""
+"""A recipe's settings as the defaults of `colograd plan`. None depends on the machine."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 
-def read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a command line of `colograd train` amounts to.
+from ..config.parse import planned_settings
+from ..config.policy import default_dtype, resolve_optimizer
+
+
+def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read the recipe and the flags of a `colograd train` command line.
 
     Returns:
-        The options that it says something of, as the command's parser names them; and by option a line on what is
-        assumed where it says too little.
+        The settings under their fields' names, and the options that no field has; a line on each option that is
+        assumed, as the recipe leaves it to the model or the data.
 
     Raises:
         ValueError: no such recipe, or keys or flags that aren't a run's.
     """
-    from ..config.parse import planned_settings
-
-    given = planned_settings(argv)
-    notes: dict[str, str] = {}
-    dtype = _dtype(given, notes)
-    quantised = given["load_in_4bit"] or given["load_in_8bit"]
-    budget = given["max_tokens_per_microbatch"]
-    found = {
-        "model": given["model_name_or_path"],
-        "tensor_parallel": given["vllm_tensor_parallel_size"],
-        "context": _context(given, notes),
-        "completion": given["max_completion_length"],
-        "group": given["num_generations"],
-        **_sequences(given),
-        "max_tokens": 0 if budget in (None, "auto") else int(budget),
-        "lora_rank": _rank(given, notes),
-        "bits": (4 if given["load_in_4bit"] else 8) if quantised else None,
-        "nested": given["use_bnb_nested_quant"],
-        "served": bool(quantised) and given["weights"] == "shared",
+    settings, assumed = planned_settings(argv), {}
+    for name in ("model_init_kwargs", "vllm_engine_kwargs"):
+        settings[name] = _mapping(settings[name])
+    loading = settings["model_init_kwargs"]
+    dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
+    if dtype == "auto":
+        dtype = "bfloat16"
+        assumed["dtype"] = "dtype: auto is planned as bfloat16 (--dtype float32: as that)"
+    if settings["use_peft"] and settings["lora_target_modules"] != ["all-linear"]:
+        assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
+    completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
+    prompt = settings["max_prompt_tokens"]
+    if prompt is None:  # the data aren't read
+        prompt = completion
+        line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
+        if completion and not settings["vllm_max_model_length"]:
+            assumed["vllm_max_model_length"] = line
+    dtype = str(dtype).removeprefix("torch.")
+    options = settings | {
         "dtype": dtype,
-        "optim": _optimizer(given, dtype),
-        "reference": given["beta"] > 0 and not given["offload_reference"],
-        "sleep": given["vllm_enable_sleep_mode"],
-        "offload_optimizer": given["offload_optimizer"],
-        "no_checkpointing": given["gradient_checkpointing"] is False,
-        "trust_remote_code": given["trust_remote_code"],
-        "weights": given["weights"],
+        "optim": resolve_optimizer(settings["optim"], getattr(torch, dtype, None)),
+        "lora_r": settings["lora_r"] if settings["use_peft"] else 0,
+        "bits": 4 if settings["load_in_4bit"] else 8 if settings["load_in_8bit"] else None,
+        "vllm_max_model_length": settings["vllm_max_model_length"] or prompt + completion or None,
+        "max_tokens_per_microbatch": _tokens(settings["max_tokens_per_microbatch"]),
+        **_sequences(settings),
     }
-    return {name: value for name, value in found.items() if value is not None}, notes
+    return {name: value for name, value in options.items() if value is not None}, assumed
 
 
-def _dtype(given: dict[str, Any], notes: dict[str, str]) -> str:
-    """Of the policy, as loading it takes it (`ModelConfig.dtype`)."""
-    kwargs = given["model_init_kwargs"]
-    kwargs = kwargs if isinstance(kwargs, dict) else {}
-    named = kwargs.get("dtype") or kwargs.get("torch_dtype") or given["dtype"]
-    if named is None:
-        return "bfloat16" if given["optim"] in ("auto", "adamw_split") else "float32"
-    if named == "auto":
-        notes["dtype"] = "dtype: auto is planned as bfloat16 (--dtype float32: as that)"
-        return "bfloat16"
-    return str(named).removeprefix("torch.")
+def _mapping(value: Any) -> dict[str, Any]:
+    """A mapping, which a command line writes as JSON."""
+    return dict(json.loads(value) if isinstance(value, str) else value or {})
 
 
-def _optimizer(given: dict[str, Any], dtype: str) -> str:
-    if given["optim"] != "auto":
-        return str(given["optim"])
-    return "adamw_split" if dtype == "bfloat16" else "adamw_torch"
+def _tokens(budget: Any) -> int:
+    return 0 if budget in (None, "auto") else int(budget)
 
 
-def _rank(given: dict[str, Any], notes: dict[str, str]) -> int:
-    """Of the adapter; 0: there is none."""
-    if not given["use_peft"]:
-        return 0
-    if given["lora_target_modules"] != ["all-linear"]:
-        notes["lora_rank"] = "the adapter is planned on all linear layers, whichever the recipe names"
-    return int(given["lora_r"])
-
-
-def _context(given: dict[str, Any], notes: dict[str, str]) -> int | None:
-    """Tokens of the longest sequence; None: it says nothing. A dataset's longest prompt isn't known without reading it,
-    and is taken for as long as a completion."""
-    if given["vllm_max_model_length"]:
-        return int(given["vllm_max_model_length"])
-    completion = max(given["max_completion_length"] or 0, given["max_completion_length_eval"] or 0)
-    prompt = completion if given["max_prompt_tokens"] is None else int(given["max_prompt_tokens"])
-    if given["max_prompt_tokens"] is None and completion:
-        notes["context"] = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
-    return prompt + completion or None
-
-
-def _sequences(given: dict[str, Any]) -> dict[str, int]:
-    """Completions of a generation: over all GPUs, or of each engine, whichever the recipe says.
-
-    Whole steps are sampled together, so that a part of one is all of it (`StepKnobs`).
-    """
-    group, accumulated = given["num_generations"], given["gradient_accumulation_steps"]
-    together = given["steps_per_generation"] or 1
-    if given["prompts_per_step"] is not None:
-        step = given["prompts_per_step"] * group
-        return {"sequences": max(step * together, given["generation_batch_size"] or 0)}
-    batch = given["per_device_train_batch_size"]
-    if (given["generation_batch_size"] or 0) > batch * accumulated:
-        return {"sequences": given["generation_batch_size"]}
+def _sequences(settings: dict[str, Any]) -> dict[str, int]:
+    """Completions of a generation, over all GPUs or of each engine. Whole steps are sampled together (`StepKnobs`)."""
+    accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
+    batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
+    if settings["prompts_per_step"] is not None:
+        step = settings["prompts_per_step"] * settings["num_generations"]
+        return {"sequences": max(step * together, generation)}
+    if generation > batch * accumulated:
+        return {"sequences": generation}
     return {"sequences_per_engine": batch * max(accumulated, together)}

@@ -17,6 +17,17 @@ COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
+def default_dtype(optim: str) -> str:
+    """The policy's dtype where none is set: `bfloat16`, or TRL's `float32` if ``optim`` keeps no float32 master."""
+    return "bfloat16" if optim in ("auto", "adamw_split") else "float32"
+
+
+def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
+    """The optimizer's name; `auto` depends on the policy's dtype."""
+    by_dtype = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
+    return by_dtype if optim == "auto" else optim
+
+
 @dataclass
 class PolicyKnobs(TrainingArguments):
     """The policy."""
@@ -82,12 +93,10 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def policy_dtype(self) -> str:
-        """`bfloat16`, `float32` or `auto`: what the user asked for. Where nothing was said: `bfloat16`, or TRL's
-        `float32` for an optimizer that was named and keeps no float32 master of bfloat16 weights."""
+        """`bfloat16`, `float32` or `auto`: the user's, or `default_dtype`."""
         kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
         given = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
-        default = "bfloat16" if self.optim in ("auto", "adamw_split") else "float32"
-        return default if given is None else str(given).removeprefix("torch.")
+        return default_dtype(self.optim) if given is None else str(given).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
         """The dtype argument for `from_pretrained`.
@@ -120,7 +129,6 @@ class PolicyKnobs(TrainingArguments):
                 f"The policy's dtype is {str(dtype).removeprefix('torch.')}, but policies train in bfloat16 or "
                 "float32: set dtype, or convert the model."
             )
-        if self.optim == "auto":
-            self.optim: str = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
+        self.optim: str = resolve_optimizer(self.optim, dtype)
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"

@@ -17,7 +17,7 @@ import torch
 from ..batch import PackedRow, RolloutId, StepBatch
 from ..parallel.ranks import gather
 from ..policy.packing import PackingRules, dummy, pack_step, places
-from . import ways
+from . import policy_sizes
 from .shape import SHORT
 
 SHARE = 0.8  # of the free memory: fragmentation and lengths that the dummy rows don't have need the rest
@@ -110,7 +110,7 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, name: str, parts: int = 1) -> int:
     """What the optimizer is still to allocate, of a state that is cut into ``parts``. (None: it isn't made yet.)"""
-    return 0 if optimizer is not None and optimizer.state else ways.optimizer_bytes(model, name) // parts
+    return 0 if optimizer is not None and optimizer.state else policy_sizes.optimizer_bytes(model, name) // parts
 
 
 def back_off(

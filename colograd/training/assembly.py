@@ -16,8 +16,8 @@ from ..data import PromptDataset
 from ..engine.building import check_experts
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Engine
-from ..memory import plan as memory
-from ..memory.choice import Run, auto, least_checkpointing, taken
+from ..memory.choice import auto, least_checkpointing, plan_or_raise
+from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
@@ -101,14 +101,14 @@ def assemble(
     """
     policy, run = task.policy, read_run(config, task, max_tokens)
     if not samples:
-        plan = taken(run.without_engine(), name_of(config))
+        plan = plan_or_raise(run.without_engine(), name_of(config))
         if not config.on_cpu:
             policy.model.to(config.device)
         with on_all_ranks("the reference model"):
             return Assembly(None, None, None, plan, reference_of(config, policy))
     with on_all_ranks("the engine's experts"):
         check_experts(num_experts(policy.model.config), config.on_cpu)
-    plan = taken(run, name_of(config))
+    plan = plan_or_raise(run, name_of(config))
     engine = _build_engine(config, task, plan, closing)
     with on_all_ranks("the plan of the weights"):
         weights = publisher(
@@ -166,20 +166,23 @@ def resolve_by_memory(config: GRPOConfig, task: Task) -> None:
         config.settle_checkpointing(least_checkpointing(run, name_of(config), task.policy.checkpointing))
 
 
-def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> Run:
+def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
     """The run in numbers, from which its memory follows."""
     policy = task.policy
-    return memory.read(
-        config,
-        policy.model,
-        needed_context(config, task),
+    work = Workload(
+        length=needed_context(config, task),
         sequences=sampled_together(config),
         tokens=max_tokens,
+        prompt=max(part.longest for part in task.prompts),
+        shares_prompts=not policy.why_padded,
+    )
+    return describe_run(
+        config,
+        policy.model,
+        own_devices(config.device, policy.model),
+        work,
         shared=expects_sharing(config, policy),
         reference=reference_bytes(config, policy),
-        prompt=max(part.longest for part in task.prompts),
-        packed=not policy.why_padded,
-        served=serves_packed(config, policy),
     )
 
 

@@ -1,4 +1,4 @@
-"""`colograd plan`: a model's needs in each way of sharding, from its configuration alone."""
+"""`colograd plan`: a model's needs in each strategy of sharding, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import tiny
 import torch
 from paths import DOCS, RECIPES
 
-from colograd.commands import cli, recipe_options
+from colograd.commands import cli
 from colograd.commands import plan as command
-from colograd.memory.choice import AVAILABLE, auto, fits, plan_of
+from colograd.commands.recipe_options import recipe_options
+from colograd.memory.choice import auto, best_plan, fits
+from colograd.memory.description import STRATEGIES
+from colograd.memory.estimate import ALIVE
 from colograd.memory.table import GIB, MARGIN
-from colograd.memory.ways import ALIVE, WAYS
 from colograd.policy.outline import note_on_cpu
 from colograd.sharding.buckets import ELEMENTS
 
@@ -42,9 +44,9 @@ def planned(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tup
 def test_a_7b_model_on_8_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes per parameter as docs/scaling.md has them: 6 + 10/N, 2 + 14/N and 2 + 16/N; what is there for a while
     besides."""
-    before, ways, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80")
+    before, strategies, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80")
     assert "7.62 billion parameters, bfloat16, adamw_split; on 8 GPU(s) of 80 GiB, an engine each" in before
-    assert tuple(ways) == WAYS
+    assert tuple(strategies) == STRATEGIES
     embedding = large.VOCABULARY * large.HIDDEN
     buckets = (ALIVE * ELEMENTS + embedding) * 4 * 9 / 8
     gathered = (4 * 2 + 2 * 4) * embedding
@@ -55,53 +57,50 @@ def test_a_7b_model_on_8_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) ->
         "fsdp": (2, 2 / 8, 4 / 8, 10 / 8, gathered),
     }
     per_token = 2 * large.LAYERS * large.KEYS * large.HEAD * 2
-    for way, (*per_parameter, exchange) in parts.items():
-        *found, activations, tokens, free, room, cache_tokens, fits = ways[way]
+    for strategy, (*per_parameter, exchange) in parts.items():
+        *found, activations, tokens, free, room, cache_tokens, fits = strategies[strategy]
         state = [count * large.PARAMETERS / GIB for count in per_parameter] + [exchange / GIB]
-        assert [float(cell) for cell in found] == pytest.approx(state, abs=0.06), way
+        assert [float(cell) for cell in found] == pytest.approx(state, abs=0.06), strategy
         assert float(free) == pytest.approx(80 * MARGIN, abs=0.06)
         left = 80 * (1 - MARGIN) - sum(state) - float(activations)
-        assert float(room) == pytest.approx(left, abs=0.15), way
+        assert float(room) == pytest.approx(left, abs=0.15), strategy
         assert int(cache_tokens.replace(",", "")) == pytest.approx(max(left, 0) * GIB / per_token, rel=0.02)
-        assert fits == ("no" if way == "none" else "yes")
-        assert tokens == ("8,192" if way == "none" else "16,384")
+        assert fits == ("no" if strategy == "none" else "yes")
+        assert tokens == ("8,192" if strategy == "none" else "16,384")
     assert after == "sharding: auto takes 'optimizer'"
 
 
 def test_one_gpu_has_nothing_to_share_and_is_told_what_would_fit(
     qwen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, ways, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80")
-    assert [*ways] == ["none"] and ways["none"][-1] == "no"
+    _, strategies, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80")
+    assert [*strategies] == ["none"] and strategies["none"][-1] == "no"
     assert after.startswith("sharding: auto finds none that fits; what would fit: use_peft: true (LoRA, rank 16); or ")
-    _, ways, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80", "--lora-rank", "16")
-    assert ways["none"][-1] == "yes" and after == "sharding: auto takes 'none'"
+    _, strategies, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80", "--lora-rank", "16")
+    assert strategies["none"][-1] == "yes" and after == "sharding: auto takes 'none'"
 
 
 def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, ways, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80", "--tensor-parallel", "2")
+    before, strategies, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80", "--tensor-parallel", "2")
     assert "an engine for 2 of them" in before
-    laid_out = [f"{way}, in its layout *" for way in WAYS[:3]]
-    assert [*ways] == [*WAYS, *laid_out]
-    assert ways["gradients"][:2] == ["7.1", "14.2"] and ways[laid_out[2]][:2] == ["7.1", "0.0"]
-    assert ways[laid_out[2]][3] == ways["gradients"][3], "the state is cut into 8 parts either way"
-    assert after.startswith("* isn't available in this version: the policy cut as its engine is")
+    assert [*strategies] == [*STRATEGIES] and strategies["gradients"][:2] == ["7.1", "14.2"]
+    assert after == "sharding: auto takes 'gradients'"
 
 
 def test_a_tiny_model_as_a_run_would_plan_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.make_model(tmp_path / "tiny")
     (model / "model.safetensors").unlink()  # only its configuration is read
-    _, ways, after = planned(capsys, model, "--gpus", "2", "--gpu-memory", "16", "--context", "256", "--sleep")
-    assert all(cells[-1] == "yes" for cells in ways.values()) and after == "sharding: auto takes 'none'"
+    _, strategies, after = planned(capsys, model, "--gpus", "2", "--gpu-memory", "16", "--context", "256", "--sleep")
+    assert all(cells[-1] == "yes" for cells in strategies.values()) and after == "sharding: auto takes 'none'"
     assert torch.cuda.is_available() or not torch.cuda.is_initialized()
 
 
 def test_figures_are_those_of_a_run(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--gpus", "8", "--gpu-memory", "80", "--completion", "7168")
-    _, ways, _ = planned(capsys, qwen, *flags)
-    for way in AVAILABLE:
-        plan = plan_of(large.run(qwen), way)
-        assert ways[way][8] == f"{plan.room / GIB:.1f}" and ways[way][6] == f"{plan.tokens:,}"
+    _, strategies, _ = planned(capsys, qwen, *flags)
+    for strategy in STRATEGIES:
+        plan = best_plan(large.run(qwen), strategy)
+        assert strategies[strategy][8] == f"{plan.room / GIB:.1f}" and strategies[strategy][6] == f"{plan.tokens:,}"
 
 
 # -- recipes
@@ -159,7 +158,7 @@ def test_a_recipe_without_a_limit_of_prompts_is_told_which_is_assumed(
 def test_a_recipes_generation_is_that_of_its_run(changes: dict[str, int], tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"model_name_or_path": "m", "num_generations": 4} | changes))
-    found, _ = recipe_options.read(["--config", str(recipe)])
+    found, _ = recipe_options(["--config", str(recipe)])
     config = tiny.config(tmp_path, **({"prompts_per_step": None} | changes))
     sampled = config.per_device_train_batch_size * config.steps_per_generation
     assert (found.get("sequences") or found["sequences_per_engine"]) == sampled
@@ -180,14 +179,15 @@ def test_a_recipes_precision_is_that_of_its_run(
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(settings))
-    options, _ = recipe_options.read(["--config", str(recipe)])
+    options, _ = recipe_options(["--config", str(recipe)])
     assert (options["dtype"], options["optim"]) == found
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_each_recipe_can_be_planned(path: Path) -> None:
     options = command.parse(["--config", str(path), "--gpus", "1", "--gpu-memory", "80"])
-    assert options.model and 0 < options.completion < options.context and options.group > 1
+    assert options.model_name_or_path and options.num_generations > 1
+    assert 0 < options.max_completion_length < options.vllm_max_model_length
 
 
 def test_without_gpus_of_its_own_a_machine_must_be_told_of_some(
@@ -245,9 +245,9 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
         told = re.fullmatch(r"(\w+), (\d+)(?: \(T=(\d)\))?", cell)
         per_engine = told.group(3) if told and told.group(3) else "1"
         flags = ["--model", model, "--gpus", str(count), "--gpu-memory", "80", "--tensor-parallel", per_engine]
-        run = command.run_of(command._parser().parse_args(flags))
-        way = auto(run)
-        found = f"{way}, {plan_of(run, way).room / GIB:.0f}" if fits(run, way) else "-"
+        run = command.described(command.parse(flags))
+        strategy = auto(run)
+        found = f"{strategy}, {best_plan(run, strategy).room / GIB:.0f}" if fits(run, strategy) else "-"
         assert found == (f"{told.group(1)}, {told.group(2)}" if told else "-"), count
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from colograd.memory.choice import AVAILABLE, WHOLE, Run
+from colograd.memory.description import STRATEGIES, WHOLE, Devices, RunDescription
+from colograd.memory.estimate import RankBytes, bytes_per_rank
+from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, Shape
 from colograd.memory.table import GIB
-from colograd.memory.ways import PolicySizes
 from colograd.policy.outline import outline, with_adapter
 
 # Of Qwen2.5-7B.
@@ -63,14 +65,28 @@ def sizes(place: Path, rank: int = 0) -> tuple[Shape, PolicySizes]:
     return Shape.of(model.config), PolicySizes.of(model, "adamw_split", 2)
 
 
-def run(place: Path, **changes: Any) -> Run:
-    """Of an empty GPU of 80 GiB among 8, contexts of 8,192 tokens and 64 sequences in each engine."""
+def run(place: Path, **changes: Any) -> RunDescription:
+    """A run on empty GPUs of 80 GiB, 8 of them, with contexts of 8,192 tokens and 64 sequences in each engine."""
     rank = changes.pop("rank", 0)
     shape, of_policy = sizes(place, rank)
-    settings: dict[str, Any] = {
-        "device": "a GPU", "on_gpu": True, "total": 80 * GIB, "available": 80 * GIB, "ranks": 8, "ranks_per_engine": 1,
-        "shape": shape, "sizes": of_policy, "engine_itemsize": 2, "cache_itemsize": 2, "length": 8192,
-        "sequences": 64, "running": 64, "lengths": Lengths(1024, 7168, 8), "tokens": 0,
-        "ways": WHOLE if rank else AVAILABLE,
-    }  # fmt: skip
-    return Run(**(settings | changes))
+    return changed(_described(shape, of_policy), **({"strategies": WHOLE if rank else STRATEGIES} | changes))
+
+
+def on_each_rank(strategy: str, of_policy: PolicySizes, ranks: int, **changes: Any) -> RankBytes:
+    """The bytes on each of ``ranks`` GPUs of a policy of these sizes."""
+    shape = Shape(1, 1, 1, 1, 1, 1, 1)  # the policy's bytes don't depend on it
+    return bytes_per_rank(changed(_described(shape, of_policy), ranks=ranks, **changes), strategy)
+
+
+def _described(shape: Shape, of_policy: PolicySizes) -> RunDescription:
+    return RunDescription(
+        devices=Devices(8, 80 * GIB, 80 * GIB), ranks_per_engine=1, shape=shape, sizes=of_policy, engine_itemsize=2,
+        cache_itemsize=2, length=8192, sequences=64, running=64, lengths=Lengths(1024, 7168, 8), tokens=0,
+    )  # fmt: skip
+
+
+def changed(run: RunDescription, **changes: Any) -> RunDescription:
+    """The run with other values of its fields, or of its devices' fields."""
+    of_devices = {f.name for f in dataclasses.fields(Devices)} & set(changes)
+    devices = dataclasses.replace(run.devices, **{name: changes.pop(name) for name in of_devices})
+    return dataclasses.replace(run, devices=devices, **changes)

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.config import GRPOConfig
 from colograd.data import PromptDataset
 from colograd.engine.arguments import engine_dtype, engine_kwargs
-from colograd.memory import plan as memory
-from colograd.memory.choice import PLANNED_TOKENS, auto, taken
+from colograd.memory import description as memory
+from colograd.memory.choice import auto, plan_or_raise
+from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, Workload, describe_run
 from colograd.memory.shape import CacheNeed, Shape
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 from colograd.policy.outline import outline
@@ -32,10 +33,15 @@ PLAN = MemoryPlan(
 )  # fmt: skip
 
 
-def planned(*args: Any, way: str = "none", **sizes: Any) -> MemoryPlan:
-    """The plan that a run in these numbers (`memory.read`) takes."""
-    run = memory.read(*args, **sizes)
-    return taken(run, auto(run) if way == "auto" else way)
+def described(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool) -> RunDescription:
+    devices = memory.own_devices(config.device, model)
+    return describe_run(config, model, devices, Workload(length, sequences, tokens), shared=shared)
+
+
+def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:
+    """The plan of a run in these numbers (`described`)."""
+    run = described(*args, **sizes)
+    return plan_or_raise(run, auto(run) if strategy == "auto" else strategy)
 
 
 def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -220,7 +226,7 @@ def test_the_widest_generation_may_be_an_evaluation() -> None:
 
 
 def test_a_cache_for_more_sequences_than_run_at_once_would_never_be_used(gpu: None) -> None:
-    run = memory.read(made(Cuda), llama(), 200, 5000, 2048, True)
+    run = described(made(Cuda), llama(), 200, 5000, 2048, True)
     assert (run.sequences, run.running) == (5000, 1024)
 
 
@@ -252,24 +258,24 @@ def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any) -> None:
 def test_a_run_is_the_same_before_its_model_is_loaded(tmp_path: Any, gpu: None) -> None:
     config, model = made(Cuda, optim="auto"), llama()
     model.save_pretrained(tmp_path)
-    before = memory.read(config, outline(str(tmp_path), torch.bfloat16), 200, 16, 0, True)
-    assert before == memory.read(made(Cuda), model, 200, 16, 0, True)
+    before = described(config, outline(str(tmp_path), torch.bfloat16), 200, 16, 0, True)
+    assert before == described(made(Cuda), model, 200, 16, 0, True)
     assert before.sizes.gradients == 4 * before.sizes.trained
 
 
 # -- sharding, and what doesn't fit
 
 
-def test_a_plan_knows_its_way_of_sharding(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
+def test_a_plan_knows_its_strategy_of_sharding(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
     monkeypatch.setattr(memory, "world_size", lambda: 4)
     model = llama()
     numel = sum(p.numel() for p in model.parameters())
-    plan = planned(made(Cuda), model, 200, 16, 2048, True, way="gradients")
+    plan = planned(made(Cuda), model, 200, 16, 2048, True, strategy="gradients")
     assert (plan.gradients, plan.optimizer) == (4 * numel // 4, 10 * numel // 4)
     names = [name for name, *_ in plan.rows()]
     assert {"gradients, 1/4", "optimizer state, 1/4", "gradients on their way"} <= set(names)
     assert plan.table().startswith("memory of a rank, sharding gradients over 4: a GPU, 10.00 GiB")
-    assert planned(made(Cuda), model, 200, 16, 2048, True, way="auto").way == "none", "there is room for all"
+    assert planned(made(Cuda), model, 200, 16, 2048, True, strategy="auto").strategy == "none", "there is room for all"
 
 
 def test_training_that_does_not_fit_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
@@ -289,7 +295,7 @@ def test_a_cache_without_room_is_an_error_with_what_would_fit(gpu: None) -> None
 
 
 def test_on_a_cpu_it_is_a_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "device_memory", lambda device, loaded: ("cpu", GIB, GIB))
+    monkeypatch.setattr(memory, "own_devices", lambda device, model: Devices(1, GIB, GIB, "cpu", on_gpu=False))
     plan = planned(tiny.config(tmp_path), llama(), 64, 8, 10_000_000, False)
     assert not plan.fits
     assert plan.table().splitlines()[-1].startswith("  more is planned than there is: lower max_tokens_per_microbatch")

@@ -1,4 +1,4 @@
-"""Which way of sharding is taken, and what is said of a run that doesn't fit."""
+"""Which strategy of sharding is taken, and what is said of a run that doesn't fit."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ import tiny
 
 from colograd.memory.choice import (
     AMPLE,
-    AVAILABLE,
-    PLANNED_TOKENS,
     auto,
+    best_plan,
     fits,
     least_checkpointing,
-    plan_of,
-    planned,
     remedies,
     too_large,
 )
+from colograd.memory.description import PLANNED_TOKENS, STRATEGIES
+from colograd.memory.estimate import estimate
 from colograd.memory.shape import Lengths
 from colograd.memory.table import GIB, PHASES
-from colograd.memory.ways import WAYS
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +29,26 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return large.folder(tmp_path_factory.mktemp("qwen"))
 
 
-# -- the plan of a way
+# -- the plan of a strategy
 
 
 def test_a_7b_policy_that_sleeps_and_offloads_does_not_fit_one_gpu(qwen: Path) -> None:
     """While it samples there would be room enough: it is training that isn't possible."""
     run = large.run(qwen, ranks=1, sleeps=True, offloads=True)
-    plan = plan_of(run, "none")
+    plan = best_plan(run, "none")
     assert plan.room > 40 * GIB and plan.remains("sampling") > 0
     assert plan.remains("training") < -45 * GIB and not fits(run, "none")
 
 
 def test_every_way_fits_as_much_as_the_next_or_less(qwen: Path) -> None:
     run = large.run(qwen)
-    assert [fits(run, way) for way in WAYS] == [False, True, True, True]
-    rooms = [plan_of(run, way).room for way in WAYS]
+    assert [fits(run, strategy) for strategy in STRATEGIES] == [False, True, True, True]
+    rooms = [best_plan(run, strategy).room for strategy in STRATEGIES]
     assert rooms[0] < 0 < rooms[1] < min(rooms[2:])
-    for way in WAYS:
-        plan = plan_of(run, way).with_cache(run.need)
-        assert (plan.way, plan.ranks) == (way, 8)
-        assert fits(run, way) == (min(plan.remains(phase) for phase in PHASES) >= 0)
+    for strategy in STRATEGIES:
+        plan = best_plan(run, strategy).with_cache(run.need)
+        assert (plan.strategy, plan.ranks) == (strategy, 8)
+        assert fits(run, strategy) == (min(plan.remains(phase) for phase in PHASES) >= 0)
 
 
 def test_a_micro_batch_that_is_to_be_measured_is_planned_no_larger_than_fits(qwen: Path) -> None:
@@ -59,16 +57,16 @@ def test_a_micro_batch_that_is_to_be_measured_is_planned_no_larger_than_fits(qwe
     assert large.run(qwen, length=3000).longest_rows == [PLANNED_TOKENS, 8192, 4096, 3000]
     assert large.run(qwen, length=50_000).longest_rows == [50_000]
     assert large.run(qwen, tokens=2048).longest_rows == [8192], "a sequence is never cut"
-    assert plan_of(run, "gradients").tokens == PLANNED_TOKENS
-    state = planned(run, "gradients", PLANNED_TOKENS)
-    tight = dataclasses.replace(run, available=run.total - state.room + run.need.least // 2)
-    assert plan_of(tight, "gradients").tokens == 8192 and fits(tight, "gradients")
+    assert best_plan(run, "gradients").tokens == PLANNED_TOKENS
+    state = estimate(run, "gradients", PLANNED_TOKENS)
+    tight = large.changed(run, available=run.devices.total - state.room + run.need.least // 2)
+    assert best_plan(tight, "gradients").tokens == 8192 and fits(tight, "gradients")
 
 
 def test_the_keys_of_short_completions_are_counted(qwen: Path) -> None:
     """Groups of 8 on prompts of 8,000 tokens: completions of 16 tokens join each prompt's keys once more."""
     alone, joined = (
-        planned(large.run(qwen, lengths=Lengths(8000, 128, group)), "gradients", PLANNED_TOKENS) for group in (1, 8)
+        estimate(large.run(qwen, lengths=Lengths(8000, 128, group)), "gradients", PLANNED_TOKENS) for group in (1, 8)
     )
     extra = PLANNED_TOKENS * 2 * 2 * large.KEYS * large.HEAD * 8
     assert 0.9 * extra < joined.activations - alone.activations < 5 * GIB
@@ -78,7 +76,7 @@ def test_the_keys_of_short_completions_are_counted(qwen: Path) -> None:
 
 
 def test_what_is_taken_is_what_the_configuration_lets_in(tmp_path: Path) -> None:
-    assert AVAILABLE == WAYS and [tiny.config(tmp_path, sharding=way).sharding for way in AVAILABLE] == [*WAYS]
+    assert [tiny.config(tmp_path, sharding=strategy).sharding for strategy in STRATEGIES] == [*STRATEGIES]
 
 
 def test_auto_takes_the_least_sharded_way_that_leaves_room(qwen: Path) -> None:
@@ -92,27 +90,27 @@ def test_auto_takes_the_least_sharded_way_that_leaves_room(qwen: Path) -> None:
 
 def test_it_wants_a_cache_for_the_generation_or_a_tenth_of_the_gpu(qwen: Path) -> None:
     run = large.run(qwen)
-    room = plan_of(run, "optimizer").room
+    room = best_plan(run, "optimizer").room
     need = run.need
-    assert need.least < AMPLE * run.total < room < need.wanted
-    less = dataclasses.replace(run, available=run.available - room + int(AMPLE * run.total) - 1)
+    assert need.least < AMPLE * run.devices.total < room < need.wanted
+    less = large.changed(run, available=run.devices.available - room + int(AMPLE * run.devices.total) - 1)
     assert fits(less, "optimizer") and auto(less) == "gradients"
-    few = dataclasses.replace(less, running=1, sequences=1)
-    assert few.need.wanted < AMPLE * run.total and auto(few) == "optimizer"
+    few = large.changed(less, running=1, sequences=1)
+    assert few.need.wanted < AMPLE * run.devices.total and auto(few) == "optimizer"
 
 
 def test_where_nothing_is_ample_it_takes_what_leaves_most(qwen: Path) -> None:
     small = large.run(qwen, total=24 * GIB, available=24 * GIB)
-    assert not any(fits(small, way) for way in WAYS)
-    assert auto(small) == max(WAYS, key=lambda way: planned(small, way, 8192).remains("training"))
-    assert auto(dataclasses.replace(small, ways=WAYS[:2])) == "optimizer", "of those that can be had"
+    assert not any(fits(small, strategy) for strategy in STRATEGIES)
+    assert auto(small) == max(STRATEGIES, key=lambda strategy: estimate(small, strategy, 8192).remains("training"))
+    assert auto(large.changed(small, strategies=STRATEGIES[:2])) == "optimizer", "of those that can be had"
 
 
 def test_on_a_cpu_nothing_is_sharded_unless_the_memory_says_so(qwen: Path) -> None:
     run = large.run(qwen, on_gpu=False, ranks=4, total=200 * GIB, available=200 * GIB, tokens=4096)
     assert auto(run) == "none"
-    assert auto(dataclasses.replace(run, available=100 * GIB)) == "optimizer"
-    assert auto(dataclasses.replace(run, available=60 * GIB)) == "gradients"
+    assert auto(large.changed(run, available=100 * GIB)) == "optimizer"
+    assert auto(large.changed(run, available=60 * GIB)) == "gradients"
 
 
 # -- gradient checkpointing
@@ -122,9 +120,9 @@ def test_as_few_layers_are_computed_twice_as_leave_room(qwen: Path) -> None:
     """7B over 8 ranks: activations of 8,192 tokens take tens of gigabytes."""
     able, found = (0, 4, 2, 1), {}
     for gib in (40, 60, 80, 100, 120, 160, 240):
-        run = large.run(qwen, total=gib * GIB, available=gib * GIB, ways=WAYS)
+        run = large.run(qwen, total=gib * GIB, available=gib * GIB, strategies=STRATEGIES)
         found[gib] = every = least_checkpointing(run, "fsdp", able)
-        plan = planned(dataclasses.replace(run, checkpointing=every), "fsdp", 8192)
+        plan = estimate(large.changed(run, checkpointing=every), "fsdp", 8192)
         assert plan.takes(run.need) or every == 1
     order = [able.index(every) for every in found.values()]
     assert order == sorted(order, reverse=True) and found[240] == 0 and len(set(order)) > 2, found
@@ -136,11 +134,11 @@ def test_checkpointing_knows_what_the_model_can_and_what_the_run_asks(qwen: Path
     assert least_checkpointing(small, "fsdp", (0, 1)) == 1
     large_gpu = large.run(qwen, total=240 * GIB, available=240 * GIB)
     assert least_checkpointing(large_gpu, "fsdp", (0, 1)) == 0
-    greedy = dataclasses.replace(large_gpu, overruled=True, share=0.8)
+    greedy = large.changed(large_gpu, overruled=True, share=0.8)
     assert least_checkpointing(greedy, "fsdp", (0, 1)) == 1, "the engine takes what training would"
-    assert least_checkpointing(dataclasses.replace(greedy, share=0.1), "fsdp", (0, 1)) == 0
-    assert least_checkpointing(dataclasses.replace(greedy, share=0.0), "fsdp", (0, 1)) == 1, "nobody knows how much"
-    longer = dataclasses.replace(large_gpu, tokens=2**18)
+    assert least_checkpointing(large.changed(greedy, share=0.1), "fsdp", (0, 1)) == 0
+    assert least_checkpointing(large.changed(greedy, share=0.0), "fsdp", (0, 1)) == 1, "nobody knows how much"
+    longer = large.changed(large_gpu, tokens=2**18)
     assert least_checkpointing(longer, "fsdp", (0, 1)) == 1, "a micro-batch of its own"
 
 
@@ -149,7 +147,7 @@ def test_checkpointing_knows_what_the_model_can_and_what_the_run_asks(qwen: Path
 
 def test_what_does_not_fit_is_one_error_with_what_would(qwen: Path) -> None:
     run = large.run(qwen, ranks=1, sleeps=True, offloads=True)
-    plan = dataclasses.replace(plan_of(run, "none"), remedies=remedies(run, "none"))
+    plan = dataclasses.replace(best_plan(run, "none"), remedies=remedies(run, "none"))
     said, head, *table = too_large(run, plan).splitlines()
     assert said.startswith("Training takes ") and " GiB more than the 80.00 GiB of a GPU; what would fit: " in said
     assert "use_peft: true (LoRA, rank 16)" in said and "4 ranks with sharding: optimizer" in said
@@ -164,8 +162,8 @@ def test_each_remedy_is_tried(qwen: Path) -> None:
     found = remedies(long, "gradients")
     length = int(found.partition("vllm_max_model_length: ")[2].split(",")[0])
     shorter = Lengths(length >> 10, length - (length >> 10), 8)
-    assert fits(dataclasses.replace(long, length=length, lengths=shorter), "gradients")
-    assert not fits(dataclasses.replace(long, length=4 * length), "gradients")
+    assert fits(large.changed(long, length=length, lengths=shorter), "gradients")
+    assert not fits(large.changed(long, length=4 * length), "gradients")
     wide = large.run(qwen, tokens=200_000)
     assert not fits(wide, "gradients") and "max_tokens_per_microbatch: 8192" in remedies(wide, "gradients")
     kept = large.run(qwen, checkpointing=False)
@@ -176,8 +174,8 @@ def test_each_remedy_is_tried(qwen: Path) -> None:
 
 def test_a_cache_that_has_no_room_is_told_beside_a_training_that_has(qwen: Path) -> None:
     run = large.run(qwen)
-    plan = plan_of(run, "gradients")
-    full = dataclasses.replace(run, length=1_000_000)
+    plan = best_plan(run, "gradients")
+    full = large.changed(run, length=1_000_000)
     said = too_large(full, plan)
     assert (
         said.startswith("The KV cache of one full sequence takes 53.42 GiB, but ") and "at least one must fit" in said
@@ -187,9 +185,11 @@ def test_a_cache_that_has_no_room_is_told_beside_a_training_that_has(qwen: Path)
 def test_a_share_for_the_engine_leaves_the_rest_for_training(qwen: Path) -> None:
     """It overrules what is estimated, but not weights, gradients and state, which are known."""
     run = large.run(qwen, overruled=True)
-    assert [fits(run, way) for way in WAYS] == [False, True, True, True], "of an unknown share the weights count"
-    large_share = dataclasses.replace(run, share=0.6)
-    assert [fits(large_share, way) for way in WAYS] == [False, False, True, True]
-    assert fits(dataclasses.replace(large_share, sleeps=True), "optimizer"), "gradients take the sleeping cache's place"
-    assert not fits(dataclasses.replace(run, share=0.9), "gradients")
+    assert [fits(run, strategy) for strategy in STRATEGIES] == [False, True, True, True], (
+        "of an unknown share the weights count"
+    )
+    large_share = large.changed(run, share=0.6)
+    assert [fits(large_share, strategy) for strategy in STRATEGIES] == [False, False, True, True]
+    assert fits(large.changed(large_share, sleeps=True), "optimizer"), "gradients take the sleeping cache's place"
+    assert not fits(large.changed(run, share=0.9), "gradients")
     assert [fits(large.run(qwen, kv_bytes=size * GIB), "gradients") for size in (1, 60)] == [True, False]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import large
 import lora_cases
 import peft
 import plain_vllm
@@ -33,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from colograd import GRPOTrainer, train
 from colograd.commands import cli
 from colograd.config import ModelConfig
-from colograd.memory.ways import PolicySizes, held
+from colograd.memory.policy_sizes import PolicySizes
 from colograd.policy import lora, outline, quantized, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.quantized_layers import packed_bytes, packed_weight, packed_weights
@@ -381,10 +382,13 @@ def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(kind, tiny_m
     assert planned == loaded
     whole = PolicySizes.of(outline.with_adapter(outline.outline(str(tiny_model), torch.float32), 4), "adamw_torch", 4)
     assert planned.elements == whole.elements and planned.trained == whole.trained and planned.block == whole.block
-    one = held("none", planned, 1, engine_itemsize=4, served=True)
+    one = large.on_each_rank("none", planned, 1, engine_itemsize=4, served=True)
     assert one.engine == 4 * (whole.elements - planned.packed_elements) and one.policy == planned.packed
-    both = held("none", planned, 1, engine_itemsize=4)
-    assert both.engine == 4 * whole.elements and both.policy == planned.packed > 0 == held("none", whole, 1).policy
+    both = large.on_each_rank("none", planned, 1, engine_itemsize=4)
+    assert (
+        both.engine == 4 * whole.elements
+        and both.policy == planned.packed > 0 == large.on_each_rank("none", whole, 1).policy
+    )
 
 
 def test_the_plan_s_command_takes_a_quantised_base(tiny_model, capsys) -> None:

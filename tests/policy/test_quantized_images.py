@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from colograd.batch import ModelInput
 from colograd.commands import cli
 from colograd.data.images import ImageReader
+from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.tower import Tower
-from colograd.memory.ways import PolicySizes
 from colograd.policy import images, outline, quantized, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap

@@ -17,8 +17,8 @@ from colograd import GRPOTrainer
 from colograd.batch import MicroBatch, PackedRow, StepBatch
 from colograd.config import GRPOConfig
 from colograd.memory import token_budget
-from colograd.memory.choice import taken
-from colograd.memory.plan import read
+from colograd.memory.choice import plan_or_raise
+from colograd.memory.description import Workload, describe_run, own_devices
 from colograd.memory.table import GIB
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
@@ -234,8 +234,10 @@ def test_the_memory_plan_counts_it(tiny_model, tmp_path, monkeypatch) -> None:
     nbytes = sum(p.nbytes for p in policy.model.parameters())
     assert reference_bytes(config, policy) == nbytes
     assert reference_bytes(config, policy_of(tiny_model, tmp_path, LORA)) == 0
+    devices, work = own_devices(config.device, policy.model), Workload(64, 4, 64)
     with_it, without = (
-        taken(read(config, policy.model, 64, 4, 64, False, reference=held), "none") for held in (GIB, 0)
+        plan_or_raise(describe_run(config, policy.model, devices, work, shared=False, reference=size), "none")
+        for size in (GIB, 0)
     )
     assert ("weights of the reference", GIB, GIB) in with_it.rows()
     assert without.remains("sampling") - with_it.remains("sampling") == pytest.approx(GIB, abs=GIB // 8)

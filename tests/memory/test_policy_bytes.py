@@ -1,4 +1,4 @@
-"""What a policy takes on one rank in each way of sharding."""
+"""The bytes of a policy on one rank with each strategy of sharding."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.memory import ways as memory
-from colograd.memory.ways import ALIVE, WAYS, Held, PolicySizes, held
+from colograd.memory import policy_sizes as memory
+from colograd.memory.description import STRATEGIES
+from colograd.memory.estimate import ALIVE, RankBytes
+from colograd.memory.policy_sizes import PolicySizes
 from colograd.sharding.buckets import ELEMENTS
 
 GB = 10**9
@@ -97,15 +99,15 @@ def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
     guessed = large.sizes(qwen)[1].with_adapter(sizes.trained)
     for name in ("elements", "trained", "gradients", "optimizer"):
         assert getattr(guessed, name) == pytest.approx(getattr(sizes, name), rel=0.25), name
-    for way in WAYS[:3]:
-        small = held(way, sizes, 8)
+    for strategy in STRATEGIES[:3]:
+        small = large.on_each_rank(strategy, sizes, 8)
         assert small.policy == 0 and small.gradients + small.optimizer + small.exchange < GB, "the base is the engine's"
 
 
 # -- shared out
 
 
-def test_each_way_holds_what_its_row_says() -> None:
+def test_each_strategy_holds_what_its_row_says() -> None:
     """Bytes per parameter of the table in the module, on 4 ranks; a model whose buckets are small beside it."""
     count = 40 * ELEMENTS
     sizes = PolicySizes(
@@ -113,43 +115,37 @@ def test_each_way_holds_what_its_row_says() -> None:
     )
     buckets = 4 * ALIVE * ELEMENTS * 5 // 4
     assert buckets < 0.5 * GB
-    assert held("none", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count, 0)
-    assert held("optimizer", sizes, 4) == Held(2 * count, 0, 4 * count, 10 * count // 4, buckets)
-    assert held("gradients", sizes, 4) == Held(2 * count, 0, count, 10 * count // 4, buckets)
+    assert large.on_each_rank("none", sizes, 4) == RankBytes(2 * count, 0, 4 * count, 10 * count, 0)
+    assert large.on_each_rank("optimizer", sizes, 4) == RankBytes(2 * count, 0, 4 * count, 10 * count // 4, buckets)
+    assert large.on_each_rank("gradients", sizes, 4) == RankBytes(2 * count, 0, count, 10 * count // 4, buckets)
     gathered = (4 * 2 + 2 * 4) * ELEMENTS
-    assert held("fsdp", sizes, 4) == Held(2 * count, count // 2, count, 10 * count // 4, gathered)
-    kept = held("fsdp", sizes, 4, reshard=False)
+    assert large.on_each_rank("fsdp", sizes, 4) == RankBytes(2 * count, count // 2, count, 10 * count // 4, gathered)
+    kept = large.on_each_rank("fsdp", sizes, 4, reshard=False)
     assert kept.exchange == 2 * (count - ELEMENTS) + gathered, "all layers too"
-    assert held("fsdp", sizes, 4, offload=True) == Held(2 * count, 0, 0, 0, gathered)
+    assert large.on_each_rank("fsdp", sizes, 4, offloads_parts=True) == RankBytes(2 * count, 0, 0, 0, gathered)
     large_one = dataclasses.replace(sizes, largest=10 * ELEMENTS)
-    assert held("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
+    assert large.on_each_rank("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
 
 
 def test_one_rank_has_nobody_to_share_with(qwen: Path) -> None:
     _, sizes = large.sizes(qwen)
-    assert held("optimizer", sizes, 1) == held("gradients", sizes, 1) == held("none", sizes, 1)
+    assert (
+        large.on_each_rank("optimizer", sizes, 1)
+        == large.on_each_rank("gradients", sizes, 1)
+        == large.on_each_rank("none", sizes, 1)
+    )
 
 
 def test_a_policy_that_shares_nothing_with_its_engine_is_there_as_well(qwen: Path) -> None:
     _, sizes = large.sizes(qwen)
-    apart = held("optimizer", sizes, 8, shared=False)
-    assert apart == dataclasses.replace(held("optimizer", sizes, 8), policy=2 * large.PARAMETERS)
-    cut = held("optimizer", sizes, 8, ranks_per_engine=2)
+    apart = large.on_each_rank("optimizer", sizes, 8, shared=False)
+    assert apart == dataclasses.replace(large.on_each_rank("optimizer", sizes, 8), policy=2 * large.PARAMETERS)
+    cut = large.on_each_rank("optimizer", sizes, 8, ranks_per_engine=2)
     assert cut == dataclasses.replace(apart, engine=large.PARAMETERS), "half an engine"
 
 
-def test_in_the_engine_s_layout_a_rank_has_its_part_of_everything(qwen: Path) -> None:
-    _, sizes = large.sizes(qwen)
-    count = large.PARAMETERS
-    zero_2 = held("gradients", sizes, 8, ranks_per_engine=2, in_layout=True)
-    assert (zero_2.engine, zero_2.policy, zero_2.gradients, zero_2.optimizer) == (
-        count, 0, 4 * count // 8, 10 * count // 8
-    )  # fmt: skip
-    assert held("none", sizes, 8, 2, in_layout=True).optimizer == 5 * count
-
-
 @pytest.mark.parametrize(
-    "way, tried, saved",
+    "strategy, tried, saved",
     [
         # GB per rank of a 7B policy on 8 ranks, as prototypes had it with 1.5 GB beside and 0.5 GB of buckets; they
         # kept a copy of the owned slices besides, 2/N bytes per parameter, which views of the parameters don't need.
@@ -159,17 +155,19 @@ def test_in_the_engine_s_layout_a_rank_has_its_part_of_everything(qwen: Path) ->
     ],
 )
 def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
-    qwen: Path, way: str, tried: tuple[float, int], saved: float
+    qwen: Path, strategy: str, tried: tuple[float, int], saved: float
 ) -> None:
     per_parameter, gigabytes = tried
     _, sizes = large.sizes(qwen)
-    found = held(way, sizes, 8)
+    found = large.on_each_rank(strategy, sizes, 8)
     state = found.engine + found.policy + found.gradients + found.optimizer
     assert state == pytest.approx((per_parameter - saved) * large.PARAMETERS, rel=1e-6)
     # What is there for a while: the embedding, which is a bucket by itself, or a block.
     embedding, buckets = 4 * large.VOCABULARY * large.HIDDEN, 4 * ALIVE * ELEMENTS
     gathered = (4 * 2 + 2 * 4) * large.VOCABULARY * large.HIDDEN
-    assert found.exchange == (gathered if way == "fsdp" else pytest.approx((embedding + buckets) * 9 / 8, rel=1e-6))
+    assert found.exchange == (
+        gathered if strategy == "fsdp" else pytest.approx((embedding + buckets) * 9 / 8, rel=1e-6)
+    )
     ours = (state + found.exchange) / GB + 1.5
     # Buckets were counted otherwise there, and of FSDP four layers, where a pass makes more of the head.
     assert ours + saved * large.PARAMETERS / GB == pytest.approx(gigabytes, abs=5)

@@ -1,0 +1,181 @@
+"""`describe_run`: a run in numbers, from which the memory of each of its ranks follows.
+
+The trainer and `colograd plan` describe their runs by it: the trainer a loaded model beside this rank's device, the
+command a model on the meta device and GPUs that may be elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from ..config.policy import resolve_optimizer
+from ..engine.arguments import MOST_SEQUENCES, engine_dtype, share_is_given
+from ..parallel.ranks import gather, world_size
+from ..policy.lora import is_adapted
+from ..runtime import process
+from ..sharding.selection import WAYS
+from .policy_sizes import PolicySizes
+from .shape import CacheNeed, Lengths, Shape
+from .tower import Tower
+
+STRATEGIES = tuple(WAYS)  # of sharding, the least sharded first
+# Strategies that keep the policy whole beside its engine: the engine's tensors may be the policy's, or a LoRA's base.
+WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
+PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The ranks' devices, one per rank, and the bytes of each."""
+
+    ranks: int
+    total: int
+    available: int  # to a rank that holds nothing yet, on the fullest of the devices
+    name: str = "a GPU"
+    on_gpu: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The work of one rank and its engine, in tokens and sequences."""
+
+    length: int  # tokens of the longest sequence in the engine
+    sequences: int  # completions of one generation in this rank's engine
+    tokens: int = 0  # of a micro-batch; 0: as many as fit
+    prompt: int = 0  # tokens of the longest prompt; 0: ``length`` less the longest completion
+    shares_prompts: bool = True  # a group's completions share their prompt in a row
+
+
+@dataclass(frozen=True, slots=True)
+class RunDescription:
+    """All numbers from which the memory of one rank follows."""
+
+    devices: Devices
+    ranks_per_engine: int
+    shape: Shape
+    sizes: PolicySizes
+    engine_itemsize: int
+    cache_itemsize: int
+    length: int  # tokens of the longest sequence in the engine
+    sequences: int  # completions of one generation in this rank's engine
+    running: int  # of them, in the engine's KV cache at once
+    lengths: Lengths
+    tokens: int  # of a micro-batch; 0: as many as fit
+    checkpointing: int = 1  # every so many-th layer computes its activations again; 0: none
+    shared: bool = True  # the policy's parameters are the engine's tensors, where the strategy allows it
+    served: bool = False  # the engine reads the policy's quantised weights, and has none of its own in their place
+    reshard: bool = True  # FSDP forgets gathered weights after a forward
+    offloads_parts: bool = False  # FSDP keeps each rank's part on its host
+    sleeps: bool = False
+    offloads: bool = False
+    reference: int = 0  # bytes
+    kv_bytes: int = 0  # 0: planned
+    overruled: bool = False  # the user gives the engine a share of the device
+    share: float = 0.0  # this share; 0: unknown
+    strategies: tuple[str, ...] = STRATEGIES  # of sharding that the run may use
+    samples: bool = True  # False: there is no engine
+    tower: Tower | None = None  # a trained one
+
+    @property
+    def need(self) -> CacheNeed:
+        """Bytes of KV cache that a generation needs on this rank."""
+        if not self.samples:
+            return CacheNeed(0, 0, 0)
+        shape = self.shape.split(self.ranks_per_engine)
+        return CacheNeed.of(shape, self.cache_itemsize, self.length, self.running)
+
+    @property
+    def longest_rows(self) -> list[int]:
+        """Tokens that a micro-batch may be planned with, most first: at least one sequence, which is never cut."""
+        if self.tokens:
+            return [max(self.tokens, self.length)]
+        sizes = [max(PLANNED_TOKENS, self.length)]
+        while sizes[-1] > self.length:
+            sizes.append(max(self.length, sizes[-1] // 2))
+        return sizes
+
+    def without_engine(self) -> RunDescription:
+        """The same training without an engine."""
+        return dataclasses.replace(self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0)
+
+    def with_ranks(self, ranks: int) -> RunDescription:
+        """The same work on ``ranks`` ranks: each has its share of the sequences."""
+        share = self.devices.ranks / ranks
+        sequences, running = (max(1, int(count * share)) for count in (self.sequences, self.running))
+        devices = dataclasses.replace(self.devices, ranks=ranks)
+        return dataclasses.replace(self, devices=devices, sequences=sequences, running=running)
+
+
+def describe_run(
+    settings: Any,
+    model: Any,
+    devices: Devices,
+    work: Workload,
+    *,
+    shared: bool,
+    reference: int = 0,
+    to_pack: Mapping[torch.Tensor, int] | None = None,
+) -> RunDescription:
+    """Describe a run by its settings and its model.
+
+    Args:
+        settings: a `GRPOConfig`, or the options of `colograd plan`, which have its fields' names.
+        model: the policy with its frozen parameters marked, or its outline (`policy.outline`).
+        shared: whether the policy's parameters are views of the engine's tensors.
+        reference: bytes of the KL term's reference.
+        to_pack: see `PolicySizes.of`.
+    """
+    given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
+    dtype = model.dtype
+    of_engine = engine_dtype(settings, dtype).itemsize
+    eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
+    completion = min(settings.max_completion_length or work.length, work.length)
+    group = (settings.num_generations or 1) if work.shares_prompts else 1
+    cut = not is_adapted(model) and settings.weights in ("auto", "gathered")
+    return RunDescription(
+        devices=devices,
+        ranks_per_engine=settings.vllm_tensor_parallel_size,
+        shape=Shape.of(model.config),
+        sizes=PolicySizes.of(model, resolve_optimizer(settings.optim, dtype), dtype.itemsize, to_pack),
+        engine_itemsize=of_engine,
+        cache_itemsize=1 if eight_bit else of_engine,
+        length=work.length,
+        sequences=work.sequences,
+        running=min(work.sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
+        lengths=Lengths(work.prompt or max(work.length - completion, 1), completion, group),
+        tokens=work.tokens,
+        checkpointing=settings.checkpointing,
+        shared=shared,
+        served=settings.weights == "shared",  # without quantised weights this changes nothing
+        reshard=settings.fsdp_reshard_after_forward,
+        offloads_parts=settings.fsdp_offload_params,
+        sleeps=settings.vllm_enable_sleep_mode,
+        offloads=settings.offload_optimizer,
+        reference=reference,
+        kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
+        overruled=share_is_given(settings),
+        share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
+        strategies=STRATEGIES if cut else WHOLE,
+        tower=Tower.of(model),
+    )
+
+
+def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
+    """The devices of all ranks, as if no rank held a tensor of ``model`` yet: a collective."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info(device)
+        name, available = torch.cuda.get_device_name(device), free + torch.cuda.memory_reserved(device)
+    else:
+        memory, sharing = psutil.virtual_memory(), process.local_world_size()
+        loaded = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
+        name = "cpu" if sharing == 1 else f"cpu, shared by {sharing} ranks"
+        total = memory.total // sharing
+        available = min(memory.total, memory.available + loaded * sharing) // sharing
+    return Devices(world_size(), total, min(gather(available)), name, on_gpu)

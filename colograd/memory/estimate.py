@@ -1,0 +1,108 @@
+"""`estimate`: the memory plan of one rank in a strategy of sharding. Numbers in, bytes out.
+
+Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 policy with `adamw_split`:
+
+    strategy    engine   policy            gradients   optimizer state   temporary
+    none        2/T      0 (T = 1) or 2    4           10                nothing
+    optimizer   2/T      0 or 2            4           10/N              buckets on their way
+    gradients   2/T      0 or 2            4/N         10/N              buckets on their way
+    fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
+
+With T = 1 the policy's parameters are the engine's tensors, except for quantised ones, which take half a byte or one
+beside the engine's 2. With T > 1 each rank holds the policy whole and copies it into its part of the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..sharding.buckets import ELEMENTS
+from ..sharding.zero import IN_FLIGHT
+from .description import RunDescription
+from .policy_sizes import PolicySizes
+from .shape import activation_bytes, engine_bytes
+from .table import MemoryPlan
+
+ALIVE = IN_FLIGHT + 2  # buckets at once: those being summed, one being filled, one being made flat
+GATHERED = 4  # copies of a block's weights with FSDP: as they came and as they are used, and the next block's too
+SUMMED = 2  # copies of its gradients: as they were made, and on their way
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Bytes of a policy on one rank."""
+
+    engine: int  # its weights
+    policy: int  # its weights; 0: they are the engine's
+    gradients: int  # from a step's first backward to its optimizer
+    optimizer: int
+    exchange: int  # temporary: gradients on their way to other ranks, or weights gathered from them
+
+
+def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
+    """Bytes of the policy on each rank, with ``strategy`` of `STRATEGIES`."""
+    sizes, ranks = run.sizes, run.devices.ranks
+    in_engine = sizes.elements - (sizes.packed_elements if run.served else 0)
+    engine = in_engine * run.engine_itemsize // run.ranks_per_engine
+    if strategy == "fsdp":
+        return _fsdp(run, engine)
+    return RankBytes(
+        engine=engine,
+        policy=sizes.packed if run.shared and run.ranks_per_engine == 1 else sizes.weights,
+        gradients=sizes.gradients // (ranks if strategy == "gradients" else 1),
+        optimizer=sizes.optimizer // (1 if strategy == "none" else ranks),
+        exchange=0 if strategy == "none" or ranks == 1 else _buckets(sizes, ranks),
+    )
+
+
+def _buckets(sizes: PolicySizes, ranks: int) -> int:
+    """Gradients in buckets on their way, and this rank's part of their sums."""
+    large = sizes.largest if sizes.largest > ELEMENTS else 0
+    elements = min(sizes.trained, ALIVE * ELEMENTS + large)
+    return sizes.gradient_itemsize * (elements + elements // ranks)
+
+
+def _fsdp(run: RunDescription, engine: int) -> RankBytes:
+    """Each rank, or its host, owns a part of everything; the largest block (a layer, the head, the embedding) is
+    gathered whole. A pass takes 13 to 15.5 bytes per element of a bfloat16 block (tests/sharding/test_fsdp.py)."""
+    sizes, ranks = run.sizes, run.devices.ranks
+    on_host = run.offloads_parts and run.devices.on_gpu
+    largest = max(sizes.block, sizes.largest)
+    kept = 0 if run.reshard else sizes.itemsize * (sizes.elements - sizes.rest)
+    return RankBytes(
+        engine=engine,
+        policy=0 if on_host else sizes.weights // ranks,
+        gradients=0 if on_host else sizes.gradients // ranks,
+        optimizer=0 if on_host else sizes.optimizer // ranks,
+        exchange=kept + (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * largest,
+    )
+
+
+def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
+    """The plan of one rank with micro-batches of ``tokens``, before its KV cache is sized."""
+    devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
+    device, joined = "cuda" if devices.on_gpu else "cpu", run.lengths.joined_keys(tokens)
+    activations = activation_bytes(run.shape, tokens, itemsize, run.checkpointing, device, joined)
+    if run.tower is not None:
+        activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)
+    steps = run.samples and devices.on_gpu
+    return MemoryPlan(
+        device=devices.name,
+        total=devices.total,
+        available=devices.available,
+        engine_weights=parts.engine if run.samples else 0,
+        policy_weights=parts.policy,
+        gradients=parts.gradients,
+        optimizer=parts.optimizer,
+        activations=activations,
+        engine=engine_bytes(run.shape, run.running, run.engine_itemsize) if steps else 0,
+        tokens=tokens,
+        kv_per_token=run.need.per_token,
+        kv_bytes=run.kv_bytes,
+        sleeps=run.sleeps and devices.on_gpu,
+        offloads=run.offloads and devices.on_gpu,
+        reference=run.reference // (devices.ranks if strategy == "fsdp" else 1),
+        strategy=strategy,
+        ranks=devices.ranks,
+        exchange=parts.exchange,
+    )

@@ -1,0 +1,107 @@
+"""`PolicySizes`: the elements and bytes of a whole policy, with its gradients and its optimizer's state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..policy.quantized_layers import packed_weights
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySizes:
+    """The sizes of a whole policy."""
+
+    elements: int
+    trained: int  # elements
+    weights: int  # bytes
+    gradients: int  # bytes, in the dtype in which they accumulate
+    optimizer: int  # bytes of state after its first step
+    itemsize: int  # of its dtype
+    gradient_itemsize: int
+    largest: int  # elements of the largest trained parameter
+    block: int  # elements of the largest decoder layer
+    rest: int  # elements outside of the decoder's layers: embedding, head
+    packed: int = 0  # bytes of quantised weights with their scales, which the engine never shares as dense tensors
+    packed_elements: int = 0  # elements of these matrices before they were quantised
+
+    @classmethod
+    def of(
+        cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
+    ) -> PolicySizes:
+        """Read the sizes of a model on any device, also the meta device, whose frozen parameters are marked.
+
+        Args:
+            to_pack: parameters that loading will quantise, with their bytes after it; default: the model's quantised
+                weights.
+        """
+        if to_pack is None:
+            found = packed_weights(model)
+            packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
+            matrices = {p: found[name].shape.numel() for name, p in model.named_parameters() if name in found}
+        else:
+            packed, matrices = dict(to_pack), {p: p.numel() for p in to_pack}
+
+        def elements(module: torch.nn.Module) -> int:
+            return sum(matrices.get(p, p.numel()) for p in module.parameters())
+
+        lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        layers = [elements(layer) for layer in max(lists, key=elements, default=())]  # the largest list: the decoder's
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
+        gradients, whole = gradient_bytes(model, optim), elements(model)
+        return cls(
+            elements=whole,
+            trained=sum(trained),
+            weights=sum(packed.get(p, p.nbytes) for p in model.parameters()),
+            gradients=gradients,
+            optimizer=optimizer_bytes(model, optim),
+            itemsize=itemsize,
+            gradient_itemsize=-(-gradients // max(sum(trained), 1)),
+            largest=max(trained, default=0),
+            block=max(layers, default=0),
+            rest=whole - sum(layers),
+            packed=sum(packed.values()),
+            packed_elements=sum(matrices.values()),
+        )
+
+    def with_adapter(self, trained: int) -> PolicySizes:
+        """The same model, frozen, with a LoRA adapter of ``trained`` elements in its dtype and the same optimizer."""
+        share = trained / max(self.trained, 1)
+        return dataclasses.replace(
+            self,
+            elements=self.elements + trained,
+            trained=trained,
+            weights=self.weights + trained * self.itemsize,
+            gradients=int(self.gradients * share),
+            optimizer=int(self.optimizer * share),
+            largest=0,
+        )
+
+
+def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
+    """Bytes of all gradients, in the dtype in which they accumulate: float32 for `adamw_split`."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    if optim == "adamw_split":
+        return sum(4 * p.numel() for p in trained)
+    return sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
+
+
+def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
+    """Bytes of the optimizer's state after its first step; an upper bound for optimizers that keep less than AdamW."""
+    return sum(p.numel() * state_itemsize(p.dtype, optim) for p in model.parameters() if p.requires_grad)
+
+
+def state_itemsize(dtype: torch.dtype, optim: str) -> int:
+    """Bytes of state per parameter.
+
+    `adamw_split` keeps 10 for a bfloat16 parameter (two float32 moments, 16 bits of remainder) and 8 for a float32
+    one; torch's AdamW keeps two moments in the parameter's dtype; optimizers named 8bit one byte per moment.
+    """
+    if optim == "sgd":
+        return 0
+    if optim == "adamw_split":
+        return 10 if dtype == torch.bfloat16 else 8
+    return 2 * (1 if "8bit" in optim else dtype.itemsize)
