@@ -1,4 +1,4 @@
-"""``colograd show RUN --step N``: a step's completions; without ``log_completions`` those that the report shows."""
+"""``colograd show RUN --step N``: a step's completions; without ``log_completions`` the groups of the report."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def chosen(
     worst: bool = False,
     best: bool = False,
 ) -> list[CompletionRow]:
-    """The rows of a group, or those in which a pattern is found; by advantage where asked for, else as they are."""
+    """The rows of a group, or with a pattern; by advantage if ``worst`` or ``best``, else in their order."""
     found = [row for row in rows if group is None or row.position == group]
     if pattern is not None:
         found = [row for row in found if pattern.search(row.completion) or pattern.search(prompt_text(row.prompt))]
-    if worst or best:  # those of an evaluation have no advantage: the sum of their rewards stands for it
+    if worst or best:  # an evaluation's have no advantage: the sum of their rewards stands for it
         found.sort(key=_merit, reverse=best)
     return found
 

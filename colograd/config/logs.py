@@ -33,9 +33,9 @@ class LogKnobs:
     log_unique_prompts: bool = knob(False, "Show and send one completion per prompt only.")
     report: bool = knob(
         True,
-        "Record for the report of the run (`_report/` in its folder): metrics of every step, what happens inside "
-        "rollouts, some groups token by token, and alarms (see docs/alarms.md). When training ends, `report.html` is "
-        "made of it; `colograd watch` shows it meanwhile (see docs/report.md).",
+        "Record for the report of the run: metrics of every step, what happens inside rollouts and alarms "
+        "(`_report/` in its folder; see docs/alarms.md), and some groups token by token (`_journal/`). When training "
+        "ends, `report.html` is made of it; `colograd watch` shows it meanwhile (see docs/report.md).",
     )
     report_groups: int = knob(
         2,

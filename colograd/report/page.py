@@ -140,7 +140,7 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
         blocks: elements with packed steps.
         connect: the addresses that the page may load, for its content security policy.
     """
-    # Character data only: what ends an element must not stand in a script of ours.
+    # Character data only: no script of ours may contain the end of an element.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
     policy = (

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .reading import RecordedRun
-from .values import mapping, number, text, whole
+from .untrusted import mapping, number, text, whole
 
 POINTS = 2000  # of a curve: beyond, each point is the mean of several steps
 MOST_SPREADS = 400  # steps with histograms
-MOST_PROMPTS = 300  # whose history a page has: those with the most reward difference
+MOST_PROMPTS = 300  # with a history on the page: the ones with the most reward difference
 FLAT = 1e-6  # a spread of rewards below which a group has no reward difference
 STEP_GROUPS = 256
 BEGINNING = 160  # characters of a prompt where it is named in a line
@@ -33,7 +33,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     found: dict[str, Any] = {
         "name": run.name,
         "change": run.change,
-        "whole": after == 0,  # not what changed: all of it
+        "whole": after == 0,  # all of it, not only changes
         "status": status(run),
         "starts": [{name: value for name, value in start.items() if name != "run"} for start in run.starts],
         "run": mapping(run.start.get("run")),

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .lines import Tail, open_inside, parse
 from .samples import Samples
-from .values import entries, items, mapping, number, plain, text, texts, whole
+from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, texts, whole
 
 EVENTS = "_report/events.jsonl"
 STATE = "trainer_state.json"
@@ -57,13 +56,12 @@ class Table:
     def columns(self, after: int = 0) -> tuple[list[int], dict[str, list[float | None]]]:
         """The steps that changed after change ``after``, in order, and each name's values at them."""
         steps = sorted(step for step, change in self.changed.items() if change > after)
-        found = {name: [self._value(step, place) for step in steps] for name, place in self.names.items()}
-        return steps, {name: values for name, values in found.items() if any(value is not None for value in values)}
-
-    def _value(self, step: int, place: int) -> float | None:
-        row = self.rows[step]
-        value = row[place] if place < len(row) else math.nan
-        return None if math.isnan(value) else value
+        rows, found = [self.rows[step] for step in steps], {}
+        for name, place in self.names.items():
+            values = [None if place >= len(row) or math.isnan(row[place]) else row[place] for row in rows]
+            if any(value is not None for value in values):
+                found[name] = values
+        return steps, found
 
 
 class RecordedRun:
@@ -144,9 +142,6 @@ class RecordedRun:
         self.memory = [_memory_row(row) for row in items(event.get("memory"))[:64] if isinstance(row, dict)]
         for alarm in self.alarms:  # a run that goes on raises an alarm again
             alarm.setdefault("until", step)
-
-    def _take_log(self, step: int, event: dict[str, Any]) -> None:
-        self.take_metrics(step, mapping(event.get("metrics")))
 
     def take_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
@@ -254,7 +249,7 @@ class RecordedRun:
 
 _HANDLERS: dict[str, Callable[[RecordedRun, int, dict[str, Any]], None]] = {
     "start": RecordedRun._take_start,
-    "log": RecordedRun._take_log,
+    "log": lambda run, step, event: run.take_metrics(step, mapping(event.get("metrics"))),
     "rollout": RecordedRun._take_rollout,
     "spread": RecordedRun._take_spread,
     "groups": RecordedRun._take_groups,

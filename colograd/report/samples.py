@@ -20,8 +20,7 @@ from ..reporting.completions import FOLDER, IMAGES, TEXT, CompletionFile, prompt
 from ..reporting.thumbnails import BYTES, MOST, data_url
 from ..rollout.group_table import shown, steps_of
 from ..rollout.record_file import positions as record_positions
-from .lines import Tail, open_inside, parse
-from .values import items, mapping, number, plain, text, whole
+from .untrusted import Tail, items, mapping, number, open_inside, parse, plain, text, whole
 
 SAMPLES = "_report/samples.jsonl"  # of older versions
 STORE = "_journal"

@@ -21,11 +21,11 @@ WINDOW = 5  # steps that a rule looks at together
 LEAST = 3  # steps without which it says nothing
 QUIET = 20  # steps without a finding that end an alarm
 KEPT = 200  # steps of which all metrics are kept
-ROLLOUTS = 32  # likewise
+ROLLOUTS = 32  # that are kept
 
 
 class Seen(NamedTuple):
-    """What a rule found."""
+    """A rule's finding."""
 
     text: str  # a sentence with numbers
     severe: bool = False  # as long as it lasts, nothing is learned
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """What a run has logged, oldest first."""
+    """A run's log so far, oldest first."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)  # the run's knobs
     steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -94,7 +94,7 @@ def _mean(values: Sequence[float]) -> float | None:
 class Rule:
     name: str
     look: Callable[[History], Seen | None]
-    when: str  # what it asks for, for the documentation
+    when: str  # its condition, for the documentation
     why: str
     remedy: str  # keys in backquotes; an alarm shows their present values
     source: str  # URL
@@ -385,14 +385,14 @@ class Advisor:
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
     """A remedy with the present value behind the first mention of each knob."""
-    told: set[str] = set()
+    shown_before: set[str] = set()
 
     def shown(match: re.Match[str]) -> str:
         name = match[1]
         value = settings.get(name)
-        if name not in settings or name in told or isinstance(value, dict | list):
+        if name not in settings or name in shown_before or isinstance(value, dict | list):
             return match[0]
-        told.add(name)
+        shown_before.add(name)
         return f"{match[0]} (now {'null' if value is None else value})"
 
     return re.sub(r"`(\w+)`", shown, remedy)

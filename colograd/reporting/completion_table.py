@@ -23,7 +23,7 @@ DEFAULT_WIDTH = 120  # characters
 STDERR = 2
 TEXT_LINES = 6  # lines a cell of text is meant to have
 EXTRA_CHARACTERS = 60  # of a logged value
-# What a model writes is shown, never obeyed: control characters (but newline and tab) would steer the terminal.
+# A model's text must not steer the terminal: control characters but newline and tab are replaced.
 _CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 

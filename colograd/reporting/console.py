@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: progress bars, and one line of phase times per optimizer step.
+"""A run's console: progress bars, and one line of phase times per optimizer step.
 
 Each line is also a record of the logger `colograd`, for log files and tests: hints and what has no effect are warnings.
 """
@@ -16,13 +16,13 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-# The phases of a step in the order of the line; what they leave is `other`.
+# The phases of a step in the order of the line; the rest of a step is `other`.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "pack", "log", "sleep", "offload", "ref_logprobs",
     "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
-RECENT = 20  # steps from which it is told when a run will end
+RECENT = 20  # steps from which the end of a run is predicted
 
 LOGGER = logging.getLogger("colograd")
 

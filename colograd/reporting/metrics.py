@@ -16,7 +16,7 @@ from ..parallel.ranks import gather
 
 
 class Metrics:
-    """What one rank saw. Values may be tensors: they are read once, at `reduce`."""
+    """One rank's metrics. Values may be tensors: they are read once, at `reduce`."""
 
     def __init__(self) -> None:
         self._means: dict[str, list[Any]] = {}  # sum and count

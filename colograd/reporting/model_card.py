@@ -28,7 +28,7 @@ SETTINGS = (
     "learning_rate", "num_generations", "prompts_per_step", "max_completion_length", "temperature", "loss_type",
     "epsilon", "epsilon_high", "beta", "scale_rewards", "optim", "max_steps", "seed",
 )  # fmt: skip
-# What of a base's quantisation its values and its products depend on.
+# Settings of a base's quantisation that its values and products depend on.
 QUANTIZATION = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
@@ -36,7 +36,7 @@ TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a card says of a run."""
+    """The contents of a card."""
 
     model_name: str  # of the trained model, without an organisation
     base_model: str  # a Hub id or a local folder

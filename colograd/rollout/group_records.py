@@ -19,13 +19,13 @@ from ..data.images import ImageReader
 from .group_table import TABLE
 from .pictures import at_pictures, pictures_bytes, with_pictures
 
-# What reading bytes that no journal has written may raise.
+# Errors that reading bytes of another origin may raise.
 NONSENSE = (
     AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
     TypeError, ValueError,
 )  # fmt: skip
 
-# With `router_replay` (see `batch.RoutedExperts`). A prompt's are null where they are those of the row before.
+# With `router_replay` (see `batch.RoutedExperts`). A prompt's are null if they equal the row before's.
 EXPERTS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
@@ -92,14 +92,9 @@ def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
         prompt = experts.prompt
         parts = (None if known else experts.prompt, experts.completion)
         first, second = (None if part is None else part.numpy().tobytes() for part in parts)
-        rows.append((first, second, _shape_of(experts)))
+        rows.append((first, second, [*experts.completion.shape[1:], experts.completion.element_size()]))
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), EXPERTS, strict=True)]
     return bytes(pa.record_batch(columns, schema=EXPERTS).serialize().to_pybytes())
-
-
-def _shape_of(experts: RoutedExperts) -> list[int]:
-    """Layers, experts per token, and bytes of each number."""
-    return [*experts.completion.shape[1:], experts.completion.element_size()]
 
 
 def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:

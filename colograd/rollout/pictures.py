@@ -1,4 +1,4 @@
-"""Pictures in the journal: those that no dataset has, because a tool or an environment made them.
+"""Recorded pictures: a tool or an environment made them, so no dataset has them.
 
 They stand behind a group's table as PNG files, once each, with where their tokens are. The model's processor makes
 their pixels again when the group is taken from there.
@@ -26,7 +26,7 @@ ROWS = pa.schema(
         ("digest", pa.string()),  # of the pictures
         ("engine_ids", pa.list_(pa.int32())),
         ("places", pa.list_(pa.int32())),
-        ("files", pa.list_(pa.binary())),  # null: those of an earlier row with this digest
+        ("files", pa.list_(pa.binary())),  # null: an earlier row with this digest has them
     ]
 )
 

@@ -46,7 +46,7 @@ SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a round's records hold for: a digest of the weights that sampled it, and the settings of the run."""
+    """The conditions of a round's records: a digest of the weights that sampled it, and the settings of the run."""
 
     step: int
     weights: str  # empty: unknown, of a sharded policy
@@ -75,14 +75,14 @@ class RolloutStore:
         self.folder, self.rank, self.reader = Path(run_dir) / FOLDER, rank, reader
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # why the last records aren't on the disk, for people
-        self.warning = ""  # what is odd about the round's records, for people
+        self.warning = ""  # an oddity of the round's records, for people
         self.bytes, self.seconds = 0, 0.0  # written, and spent on it
         self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # recorded groups of the round, by position
         self._round: Path | None = None  # the present one's folder
         self._open_files: dict[str, _OpenFile] = {}  # of the round (""), and of an evaluation by its name
         self._newest = ""  # of these, the one that `add` writes
-        self._pruned = 0  # rounds before this step are
+        self._pruned = 0  # rounds before this step were pruned
         self._unsafe = threading.Event()  # something was written that a failing machine would take along
         self._closing = threading.Lock()  # held while files are made safe
         self._safety: threading.Thread | None = None
@@ -130,15 +130,15 @@ class RolloutStore:
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
         """Begin a round, or an evaluation, which weights of ``step`` sample; `recall` then has its recorded groups.
 
-        Returns:
-            A line on what is wrong with these records, or was with the last ones.
-
         Args:
             weights: their digest (`digest_of`).
             evaluation: its name.
 
+        Returns:
+            A line on problems with these records, or the last ones.
+
         Raises:
-            JournalError: it was recorded with other settings, or sampled by other weights.
+            JournalError: the round was recorded with other settings, or sampled by other weights.
         """
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
@@ -337,10 +337,9 @@ class RolloutStore:
                 for path in folder.glob("rank-*.records"):
                     with contextlib.suppress(pa.ArrowException, *NONSENSE):
                         keep_shown(path)
-                for path in folder.iterdir():
-                    if path.suffix != SHOWN:
+                with contextlib.suppress(OSError):  # a folder that isn't empty: something is shown
+                    for path in [path for path in folder.iterdir() if path.suffix != SHOWN]:
                         path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # something is shown
                     folder.rmdir()
         self._pruned = max(self._pruned, before)
 

@@ -14,8 +14,7 @@ from ..config.sampling import SamplingKnobs
 from ..data.images import ImageReader
 from ..rollout.store import RolloutStore
 
-# A run with other values of these is another run. First the settings that a round's groups depend on, then those of the
-# updates from them.
+# A run with other values of these is another run: settings of a round's groups, and of the updates from them.
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",
@@ -42,6 +41,6 @@ def store_of(args: GRPOConfig, reward_names: Sequence[str], reader: ImageReader 
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
-    if args.router_replay:  # else rounds are what they were before there was such a setting
+    if args.router_replay:  # else the records of runs from before this setting fit
         settings["router_replay"] = True
     return settings | {"reward_funcs": list(reward_names)}

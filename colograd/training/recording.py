@@ -69,10 +69,10 @@ class Recorder(TrainerCallback):
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
         self._rollout: dict[str, Any] | None = None  # of the present round
-        self._next = 0  # the step whose statistics are told next
-        self._drawn: dict[int, tuple[ScoredGroup, ...]] = {}  # by step, until it is trained
+        self._next = 0  # the step whose statistics come next
+        self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # by step, until it is trained
         self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # of the present step
-        self._step: dict[str, float] = {}  # what the present step's line has beside its metrics
+        self._step: dict[str, float] = {}  # the present step's line has these beside its metrics
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
@@ -84,7 +84,7 @@ class Recorder(TrainerCallback):
     def give_up(self, error: Exception) -> None:
         self.records = self.writes = self._is_open = False
         self._kept, self.trackers = None, Trackers(())
-        self._drawn.clear()
+        self._groups.clear()
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
 
@@ -107,7 +107,7 @@ class Recorder(TrainerCallback):
             status, problem = "failed", f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._drawn.clear()
+            self._groups.clear()
             self._kept = None
             if self._is_open:
                 shown = without_absolute_paths(without_secrets(problem))[:ERROR_CHARACTERS]
@@ -178,24 +178,24 @@ class Recorder(TrainerCallback):
             if trainer.toolbox is not None:
                 trainer.toolbox.on_call = self.lanes.tool
             with watched(trainer.engine, self.lanes.look) as preemptions:
-                drawn = work()
+                steps = work()
             self._rollout = {"rank": rank(), **self.lanes.take(preemptions.number)}
-            return drawn
+            return steps
 
         return run if self.records else work
 
     @_never_fails
-    def note(self, drawn: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
+    def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
         """This rank's notes on a round, which travel with its statistics; the main process keeps its groups."""
         self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
-        for step, found in zip(drawn, statistics, strict=True):
+        for step, found in zip(steps, statistics, strict=True):
             rows = [group_row(scored, combine) for scored in step.sampled]
             found.notes.append({"groups": rows, "rollout": self._rollout})
             self._rollout = None
         if self.writes and self.args.report_groups:
-            self._drawn = {self._next + place: step.sampled for place, step in enumerate(drawn)}
+            self._groups = {self._next + place: step.sampled for place, step in enumerate(steps)}
 
     @_never_fails
     def sampled(self, whole: RolloutStatistics) -> None:
@@ -216,8 +216,8 @@ class Recorder(TrainerCallback):
 
     def _limits(self, whole: RolloutStatistics) -> dict[str, list[float]]:
         names, columns = self.trainer.learner.reward_names, zip(*whole.rewards, strict=True)
-        judged = {n: [v for v in column if math.isfinite(v)] for n, column in zip(names, columns, strict=False)}
-        return {name: [min(values), max(values)] for name, values in judged.items() if values}
+        finite = {n: [v for v in column if math.isfinite(v)] for n, column in zip(names, columns, strict=False)}
+        return {name: [min(values), max(values)] for name, values in finite.items() if values}
 
     def _distributions(self, whole: RolloutStatistics) -> dict[str, list[float]]:
         found = {
@@ -247,7 +247,7 @@ class Recorder(TrainerCallback):
     def _begin_step(self, step: StepBatch) -> None:
         if not self._is_open:
             return
-        self._kept = [] if step.version + 1 in self._drawn else None
+        self._kept = [] if step.version + 1 in self._groups else None
         self._step = {}
         if self._matrices is not None:
             self._step["flops"] = self._matrices.flops(Work.of_rows(step.rows))
@@ -264,7 +264,7 @@ class Recorder(TrainerCallback):
             return
         kept, self._kept = self._kept, None
         step = self.trainer.state.global_step + 1
-        groups = self._drawn.pop(step, ())
+        groups = self._groups.pop(step, ())
         if groups and kept is not None:
             self._write_samples(groups, step, "train", by_completion(kept))
 
@@ -306,8 +306,8 @@ class Recorder(TrainerCallback):
         self, groups: Sequence[ScoredGroup], step: int, purpose: str, trainer: dict[RolloutId, torch.Tensor]
     ) -> None:
         assert self._token_texts is not None
-        judged = [(scored, self.trainer.combine(scored.rewards).tolist()) for scored in groups]
-        chosen = chosen_groups(judged, trainer, self.args.report_groups)
+        totals = [(scored, self.trainer.combine(scored.rewards).tolist()) for scored in groups]
+        chosen = chosen_groups(totals, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
         recorded = [Recorded(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
@@ -316,7 +316,7 @@ class Recorder(TrainerCallback):
         except OSError as error:
             self.file.warn(error)
         every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)
-        if self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
+        if self.trackers and self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
             contents = {each.group.position: group_bytes(each) for each in recorded}
             self.trackers.traces(list(entries(notes, contents)))
 

@@ -136,7 +136,7 @@ class Comparison:
         return f"{line}; recorded: {_shown(was)}"
 
     def summary(self, flags: str) -> str:
-        """How alike the steps were. ``flags``: those by which the settings differ from the run's."""
+        """How alike the steps were. ``flags`` changed the run's settings."""
         if not self.compared:
             return "replay: nothing is recorded to compare with"
         line = f"replay: {self.equal} of {self.compared} step(s) came out bit for bit as recorded"

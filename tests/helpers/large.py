@@ -72,7 +72,7 @@ def run(place: Path, **changes: Any) -> RunDescription:
     return changed(_described(shape, of_policy), **({"strategies": WHOLE if rank else STRATEGIES} | changes))
 
 
-def held(strategy: str, of_policy: PolicySizes, ranks: int, **changes: Any) -> RankBytes:
+def on_each_rank(strategy: str, of_policy: PolicySizes, ranks: int, **changes: Any) -> RankBytes:
     """The bytes on each of ``ranks`` GPUs of a policy of these sizes."""
     shape = Shape(1, 1, 1, 1, 1, 1, 1)  # the policy's bytes don't depend on it
     return bytes_per_rank(changed(_described(shape, of_policy), ranks=ranks, **changes), strategy)

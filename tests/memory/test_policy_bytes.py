@@ -100,7 +100,7 @@ def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
     for name in ("elements", "trained", "gradients", "optimizer"):
         assert getattr(guessed, name) == pytest.approx(getattr(sizes, name), rel=0.25), name
     for strategy in STRATEGIES[:3]:
-        small = large.held(strategy, sizes, 8)
+        small = large.on_each_rank(strategy, sizes, 8)
         assert small.policy == 0 and small.gradients + small.optimizer + small.exchange < GB, "the base is the engine's"
 
 
@@ -115,28 +115,32 @@ def test_each_strategy_holds_what_its_row_says() -> None:
     )
     buckets = 4 * ALIVE * ELEMENTS * 5 // 4
     assert buckets < 0.5 * GB
-    assert large.held("none", sizes, 4) == RankBytes(2 * count, 0, 4 * count, 10 * count, 0)
-    assert large.held("optimizer", sizes, 4) == RankBytes(2 * count, 0, 4 * count, 10 * count // 4, buckets)
-    assert large.held("gradients", sizes, 4) == RankBytes(2 * count, 0, count, 10 * count // 4, buckets)
+    assert large.on_each_rank("none", sizes, 4) == RankBytes(2 * count, 0, 4 * count, 10 * count, 0)
+    assert large.on_each_rank("optimizer", sizes, 4) == RankBytes(2 * count, 0, 4 * count, 10 * count // 4, buckets)
+    assert large.on_each_rank("gradients", sizes, 4) == RankBytes(2 * count, 0, count, 10 * count // 4, buckets)
     gathered = (4 * 2 + 2 * 4) * ELEMENTS
-    assert large.held("fsdp", sizes, 4) == RankBytes(2 * count, count // 2, count, 10 * count // 4, gathered)
-    kept = large.held("fsdp", sizes, 4, reshard=False)
+    assert large.on_each_rank("fsdp", sizes, 4) == RankBytes(2 * count, count // 2, count, 10 * count // 4, gathered)
+    kept = large.on_each_rank("fsdp", sizes, 4, reshard=False)
     assert kept.exchange == 2 * (count - ELEMENTS) + gathered, "all layers too"
-    assert large.held("fsdp", sizes, 4, offloads_parts=True) == RankBytes(2 * count, 0, 0, 0, gathered)
+    assert large.on_each_rank("fsdp", sizes, 4, offloads_parts=True) == RankBytes(2 * count, 0, 0, 0, gathered)
     large_one = dataclasses.replace(sizes, largest=10 * ELEMENTS)
-    assert large.held("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
+    assert large.on_each_rank("gradients", large_one, 4).exchange == buckets + 4 * 10 * ELEMENTS * 5 // 4
 
 
 def test_one_rank_has_nobody_to_share_with(qwen: Path) -> None:
     _, sizes = large.sizes(qwen)
-    assert large.held("optimizer", sizes, 1) == large.held("gradients", sizes, 1) == large.held("none", sizes, 1)
+    assert (
+        large.on_each_rank("optimizer", sizes, 1)
+        == large.on_each_rank("gradients", sizes, 1)
+        == large.on_each_rank("none", sizes, 1)
+    )
 
 
 def test_a_policy_that_shares_nothing_with_its_engine_is_there_as_well(qwen: Path) -> None:
     _, sizes = large.sizes(qwen)
-    apart = large.held("optimizer", sizes, 8, shared=False)
-    assert apart == dataclasses.replace(large.held("optimizer", sizes, 8), policy=2 * large.PARAMETERS)
-    cut = large.held("optimizer", sizes, 8, ranks_per_engine=2)
+    apart = large.on_each_rank("optimizer", sizes, 8, shared=False)
+    assert apart == dataclasses.replace(large.on_each_rank("optimizer", sizes, 8), policy=2 * large.PARAMETERS)
+    cut = large.on_each_rank("optimizer", sizes, 8, ranks_per_engine=2)
     assert cut == dataclasses.replace(apart, engine=large.PARAMETERS), "half an engine"
 
 
@@ -155,7 +159,7 @@ def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
 ) -> None:
     per_parameter, gigabytes = tried
     _, sizes = large.sizes(qwen)
-    found = large.held(strategy, sizes, 8)
+    found = large.on_each_rank(strategy, sizes, 8)
     state = found.engine + found.policy + found.gradients + found.optimizer
     assert state == pytest.approx((per_parameter - saved) * large.PARAMETERS, rel=1e-6)
     # What is there for a while: the embedding, which is a bucket by itself, or a block.

@@ -382,11 +382,12 @@ def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(kind, tiny_m
     assert planned == loaded
     whole = PolicySizes.of(outline.with_adapter(outline.outline(str(tiny_model), torch.float32), 4), "adamw_torch", 4)
     assert planned.elements == whole.elements and planned.trained == whole.trained and planned.block == whole.block
-    one = large.held("none", planned, 1, engine_itemsize=4, served=True)
+    one = large.on_each_rank("none", planned, 1, engine_itemsize=4, served=True)
     assert one.engine == 4 * (whole.elements - planned.packed_elements) and one.policy == planned.packed
-    both = large.held("none", planned, 1, engine_itemsize=4)
+    both = large.on_each_rank("none", planned, 1, engine_itemsize=4)
     assert (
-        both.engine == 4 * whole.elements and both.policy == planned.packed > 0 == large.held("none", whole, 1).policy
+        both.engine == 4 * whole.elements
+        and both.policy == planned.packed > 0 == large.on_each_rank("none", whole, 1).policy
     )
 
 

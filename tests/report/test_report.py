@@ -24,9 +24,9 @@ from paths import ROOT
 
 from colograd.commands.cli import main
 from colograd.report import page, write_report
-from colograd.report.lines import Tail, open_inside, parse
 from colograd.report.payload import _half, of_step, overview, spread_out
 from colograd.report.reading import RecordedRun
+from colograd.report.untrusted import Tail, open_inside, parse
 from colograd.reporting.completions import FIXED, CompletionRow, write_log
 
 
@@ -364,8 +364,8 @@ def test_what_is_new_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colograd.report.lines.LONGEST_LINE", 3000)
-    monkeypatch.setattr("colograd.report.lines.BLOCK", 1000)
+    monkeypatch.setattr("colograd.report.untrusted.LONGEST_LINE", 3000)
+    monkeypatch.setattr("colograd.report.untrusted.BLOCK", 1000)
     append(tmp_path, "events.jsonl", log(1, reward=1), b"x" * 10_000 + b"\n", log(2, reward=2))
     tail = Tail(tmp_path, "_report/events.jsonl")
     lines = list(tail.read())

@@ -1,17 +1,25 @@
-"""A run's files, read as they grow: nothing outside of the run's folder, no line twice, no torn line."""
+"""Reading a run's files, which anyone may have written: only inside of its folder, as they grow, and with values of the
+right type and a bounded size (NaN, infinities and other types are None).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LONGEST_LINE = 64 * 2**20  # bytes; what is longer is no line that a run has written
+LONGEST_LINE = 64 * 2**20  # bytes; no run writes longer ones
 BLOCK = 2**20
+LARGEST_STEP = 2**53  # a number that JavaScript holds exactly
+LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
+
+
+# -- files
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
@@ -84,3 +92,67 @@ def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
             found = json.loads(line[begin:])
             return found if isinstance(found, dict) else None
     return None
+
+
+# -- values
+
+
+def number(value: Any, digits: int = 5) -> float | int | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        if not math.isfinite(value):
+            return None
+        if isinstance(value, int) and abs(value) < LARGEST_STEP:
+            return value
+        found = float(f"{value:.{digits}g}")
+    except OverflowError:
+        return None
+    return int(found) if found.is_integer() and abs(found) < LARGEST_STEP else found
+
+
+def whole(value: Any) -> int | None:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_STEP:
+        return None
+    return value
+
+
+def text(value: Any, longest: int = LONGEST_TEXT) -> str:
+    """A text that UTF-8 can hold, cut if it is too long; "" for another type."""
+    if not isinstance(value, str):
+        return ""
+    cut = value if len(value) <= longest else value[:longest] + " …"
+    return cut.encode(errors="replace").decode()
+
+
+def texts(value: Any, most: int, longest: int) -> list[str]:
+    return [text(item, longest) for item in items(value)[:most] if isinstance(item, str)]
+
+
+def entries(value: Any, most: int, bounded: Callable[[Any], Any]) -> dict[str, Any]:
+    return {text(str(name), 200): bounded(each) for name, each in list(mapping(value).items())[:most]}
+
+
+def plain(value: Any, depth: int = 6) -> Any:
+    """Any JSON value with bounded texts, lists and depth, and finite numbers."""
+    if isinstance(value, str):
+        return text(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return number(value, 12)
+    if depth and isinstance(value, list):
+        return [plain(item, depth - 1) for item in value[:256]]
+    if depth and isinstance(value, dict):
+        return entries(value, 512, lambda item: plain(item, depth - 1))
+    return None if isinstance(value, (list, dict)) else text(str(value))
+
+
+def items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
