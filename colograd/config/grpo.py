@@ -261,6 +261,9 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Our settings, and those of transformers that we resolve."""
+    """Our settings but those that each evaluation reads, and those of transformers that we resolve."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
-    return frozenset(known | {"bf16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim"})
+    return frozenset(
+        {name for name in known if not name.endswith("_eval")}
+        | {"bf16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim"}
+    )
