@@ -29,7 +29,7 @@ from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import on_all_ranks
 from .policy.reference import FollowPolicy, FrozenCopy
-from .reporting.completion_log import completion_log_of
+from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process
@@ -134,7 +134,10 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             accumulate_in_float32(self.model.parameters())
         names = [reward.name for reward in task.rewards]
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in task.rewards])
-        self.completion_log = completion_log_of(args, names, self.recorder.trackers, task.policy.processor is not None)
+        self.completion_log = None
+        if args.log_completions:
+            images = task.policy.processor is not None
+            self.completion_log = CompletionLog(args, names, self.recorder.trackers, images)
         self.journal = store_of(args, names, image_reader_of(task.policy))
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)

@@ -22,13 +22,6 @@ from .trackers import Trackers
 UPLOAD_MINUTES = 2  # as TRL
 
 
-def completion_log_of(
-    config: GRPOConfig, reward_names: Sequence[str], trackers: Trackers, images: bool
-) -> CompletionLog | None:
-    images = images and config.log_multimodal
-    return CompletionLog(config, reward_names, trackers, images) if config.log_completions else None
-
-
 class CompletionLog:
     """Writes a file per step and per evaluation, and shows some of its rows."""
 
@@ -39,7 +32,7 @@ class CompletionLog:
         trackers: Trackers | None = None,
         images: bool = False,
     ) -> None:
-        self.config, self.names, self.images = config, list(reward_names), images
+        self.config, self.names, self.images = config, list(reward_names), images and config.log_multimodal
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
         self._texts: dict[int, list[bytes]] = {}  # of groups, by position, until they are logged
         self._uploads: Any = None

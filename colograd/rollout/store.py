@@ -82,7 +82,7 @@ class RolloutStore:
         self._round: Path | None = None  # the present one's folder
         self._open_files: dict[str, _OpenFile] = {}  # of the round (""), and of an evaluation by its name
         self._newest = ""  # of these, the one that `add` writes
-        self._pruned = 0  # rounds before this step are
+        self._pruned = 0  # rounds before this step were pruned
         self._unsafe = threading.Event()  # something was written that a failing machine would take along
         self._closing = threading.Lock()  # held while files are made safe
         self._safety: threading.Thread | None = None
@@ -130,15 +130,15 @@ class RolloutStore:
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
         """Begin a round, or an evaluation, which weights of ``step`` sample; `recall` then has its recorded groups.
 
-        Returns:
-            A line on what is wrong with these records, or was with the last ones.
-
         Args:
             weights: their digest (`digest_of`).
             evaluation: its name.
 
+        Returns:
+            A line on problems with these records, or the last ones.
+
         Raises:
-            JournalError: it was recorded with other settings, or sampled by other weights.
+            JournalError: the round was recorded with other settings, or sampled by other weights.
         """
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
@@ -337,10 +337,9 @@ class RolloutStore:
                 for path in folder.glob("rank-*.records"):
                     with contextlib.suppress(pa.ArrowException, *NONSENSE):
                         keep_shown(path)
-                for path in folder.iterdir():
-                    if path.suffix != SHOWN:
+                with contextlib.suppress(OSError):  # a folder that isn't empty: something is shown
+                    for path in [path for path in folder.iterdir() if path.suffix != SHOWN]:
                         path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # something is shown
                     folder.rmdir()
         self._pruned = max(self._pruned, before)
 

@@ -316,7 +316,7 @@ class Recorder(TrainerCallback):
         except OSError as error:
             self.file.warn(error)
         every = self.args.log_completions_steps or max(int(self.trainer.state.logging_steps), 1)
-        if self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
+        if self.trackers and self.args.log_completions and purpose == "train" and (step - 1) % every == 0:
             contents = {each.group.position: group_bytes(each) for each in recorded}
             self.trackers.traces(list(entries(notes, contents)))
 
