@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def cells(path: Path) -> list[str]:
 
 def test_there_is_one_for_each_stage_and_pages_link_them() -> None:
     assert {path.stem for path in NOTEBOOKS} == STAGES
-    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md"):
+    for page in (ROOT / "docs" / "quickstart.md", ROOT / "docs" / "architecture.md"):
         text = page.read_text()
         assert all(f"notebooks/{stage}.ipynb" in text for stage in STAGES), page.name
 
@@ -45,3 +46,15 @@ def test_a_notebook_runs(path: Path, tiny_model: Path, tmp_path: Path, monkeypat
     assert names["trainer"].state.global_step == 2
     replaced = [name for name in STAGES if name in vars(type(names["trainer"]))]
     assert replaced == [path.stem]
+
+
+@pytest.mark.engine
+def test_the_readme_s_script_runs(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(tiny_model)
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(script, "README.md", "exec"), names)
+    assert names["trainer"].state.global_step == 4
+    names["trainer"].close()
