@@ -20,6 +20,7 @@ COMMANDS = {
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
+TRAINERS = ("train", "doctor", "replay")  # print bad input themselves: an error while they train keeps its traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     module = importlib.import_module(COMMANDS[command][2], __package__)
-    return int(module.main(rest))
+    if command in TRAINERS:
+        return int(module.main(rest))
+    try:
+        return int(module.main(rest))
+    except (ValueError, OSError) as error:
+        print(f"colograd {command}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def usage() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,23 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="where the model goes; it must not be there yet")
     options = parser.parse_args(argv)
     process.quiet_logs(verbose=False)
-    try:
-        source, said = export(options.checkpoint, options.folder)
-    except (OSError, ValueError) as error:
-        print(f"colograd export: {error}", file=sys.stderr)
-        return 2
-    print(f"exported {source} to {options.folder}{said and f' ({said})'}")
+    source, note = export(options.checkpoint, options.folder)
+    print(f"exported {source} to {options.folder}{note and f' ({note})'}")
     return 0
 
 
 def export(checkpoint: Path, folder: Path) -> tuple[Path, str]:
-    """Write the model of a checkpoint into a new folder, which is there whole or not at all.
+    """Write the model of a checkpoint, or of a run's newest checkpoint, into a new folder, whole or not at all.
 
     Returns:
-        The checkpoint: the newest one where a run's folder is given; and what was computed, in which precision.
+        The checkpoint, and a note on the precision of a merge (empty: the weights were copied).
 
     Raises:
-        ValueError: there is no checkpoint, or a damaged one, or there is something at the folder's place.
+        ValueError: no checkpoint, a damaged one, or a folder that exists.
     """
     from ..checkpoint.folders import STATE, check
     from ..checkpoint.search import find_resume
@@ -55,36 +50,30 @@ def export(checkpoint: Path, folder: Path) -> tuple[Path, str]:
     check(source)
     aside = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(aside, ignore_errors=True)
-    said = ""
+    note = ""
     if (source / ADAPTER).is_file():
-        said = _merge(source, aside)
+        note = _merge(source, aside)
     else:
         shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*STATE))
     aside.rename(folder)
-    return source, said
+    return source, note
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """The base with the adapter in it, added in float32 and rounded once: to the base's own dtype, or that in which a
-    quantised one was trained. Says so."""
+    """Save the base with the adapter added, rounded once to the base's dtype, or to the dtype in which a quantised base
+    was trained. Returns a note on this."""
     import torch
+    import transformers as hf
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoProcessor,
-        AutoTokenizer,
-    )
-    from transformers.utils import logging as hf_logging
 
     from ..policy import images, quantized
 
-    hf_logging.disable_progress_bar()
+    hf.utils.logging.disable_progress_bar()
     base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
-    noted, base_config = quantized.beside(source), AutoConfig.from_pretrained(base)
+    noted, base_config = quantized.beside(source), hf.AutoConfig.from_pretrained(base)
     seeing = images.takes_images(base_config)
-    kind, reads = (AutoModelForImageTextToText, AutoProcessor) if seeing else (AutoModelForCausalLM, AutoTokenizer)
+    kind: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
+    reader: Any = hf.AutoProcessor if seeing else hf.AutoTokenizer
     if seeing:
         images.find_processors()
 
@@ -103,17 +92,13 @@ def _merge(source: Path, folder: Path) -> str:
         model = adapted(dtype, **given)
         merged, of_base = _dense(model, base_config, kind), f"the {quantized.name_of(settings)} base's values and "
     merged.save_pretrained(folder)
-    reads.from_pretrained(source).save_pretrained(folder)
+    reader.from_pretrained(source).save_pretrained(folder)
     name = str(dtype).removeprefix("torch.")
     return f"{of_base}the adapter, added in float32 and rounded once to {name}"
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
-    """The plain model that a PeftModel on a quantised base amounts to, in its dtype.
-
-    Args:
-        kind: transformers' class that makes it from its configuration.
-    """
+    """The dense model, of transformers' class ``kind``, that a PeftModel on a quantised base computes, in its dtype."""
     import torch
     from transformers.core_model_loading import WeightRenaming
 

@@ -23,43 +23,33 @@ ANSWERS = ("answer", "solution", "target", "output", "response", "label", "compl
 READ = 50  # rows that are looked at
 
 
-class Refusal(ValueError):
-    """What was asked for can't be: the value, the rule, the remedy."""
-
-
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is written."""
+class Choices:
+    """The user's choices, from flags or answers to questions."""
 
     model: str
     data: str  # a file, a Hub id, or an import path
-    prompt: str  # its columns
-    answer: str
-    reward: str  # `number`: the last number is the answer; `own`: a function to be changed
+    prompt: str  # column of the data
+    answer: str  # column of the data
+    reward: str  # `number`: the last number is the answer; `own`: a function that the user will change
     has_gpu: bool
-    run: str  # output_dir
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files and say what to run; the exit status."""
+    """Write the files, and print the commands to run next. Returns the exit status."""
     options = _parser().parse_args(argv)
     folder: Path = options.folder
+    if there := [name for name in (RECIPE, TASK) if (folder / name).exists()]:
+        raise ValueError(f"{folder / there[0]} is there, and is never overwritten: name another FOLDER.")
     try:
-        there = [name for name in (RECIPE, TASK) if (folder / name).exists()]
-        if there:
-            raise Refusal(f"{folder / there[0]} is there, and is never overwritten: name another FOLDER.")
-        asks = sys.stdin.isatty() and not options.yes
-        plan = settle(options, asks)
-        written = write(folder, plan)
-    except (Refusal, OSError) as error:
-        print(f"colograd init: {error}", file=sys.stderr)
-        return 2
+        choices = choose(options, asks=sys.stdin.isatty() and not options.yes)
     except (EOFError, KeyboardInterrupt):
         print("\ncolograd init: nothing was written", file=sys.stderr)
         return 130
+    written = write(folder, choices)
     print(f"wrote {', '.join(str(path) for path in written)}")
-    if not Path(plan.model).is_dir():
-        print(f"model:     {plan.model} comes from the Hub; --model names another one, or a folder")
+    if not Path(choices.model).is_dir():
+        print(f"model:     {choices.model} comes from the Hub; --model names another one, or a folder")
     change = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     print(f"check it:  {change}colograd doctor --config {RECIPE}")
     print(f"train:     {change}colograd train --config {RECIPE}")
@@ -80,14 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def settle(options: argparse.Namespace, asks: bool) -> Plan:
-    """What the flags say, then what the answers to questions say, else what is usual.
-
-    Raises:
-        Refusal: no such file, or no such column in it.
-    """
+def choose(options: argparse.Namespace, asks: bool) -> Choices:
+    """Take each choice from its flag, or else from the user's answer if ``asks``, or else its default."""
     has_gpu = bool(gpus.nodes())
-    usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else _small_model()
+    small = str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
+    usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else small
     model = options.model or _ask(asks, "Model (a Hub id or a folder)", usual)
     data = options.data or _ask(asks, "Data (a file or a Hub id; empty: an example)", "")
     rows = [{"prompt": "", "answer": "0"}] if not data else first_rows(Path(data))
@@ -96,15 +83,11 @@ def settle(options: argparse.Namespace, asks: bool) -> Plan:
     likely = "number" if rows and all(_ends_in_number(row.get(answer)) for row in rows) else "own"
     reward = options.reward or _ask(asks, "Reward: `number` (the last number is the answer) or `own`", likely)
     if reward not in ("number", "own"):
-        raise Refusal(f"the reward is {reward!r}, but must be `number` or `own`.")
-    # A path that is given here is read from FOLDER later.
+        raise ValueError(f"the reward is {reward!r}, but must be `number` or `own`.")
+    # The recipe is read in FOLDER, the flags in the current directory.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
     model = str(Path(model).resolve()) if Path(model).exists() else model
-    return Plan(model, data, prompt, answer, reward, has_gpu, f"runs/{Path(model).name}")
-
-
-def _small_model() -> str:
-    return str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
+    return Choices(model, data, prompt, answer, reward, has_gpu)
 
 
 def _ask(asks: bool, question: str, usual: str) -> str:
@@ -115,16 +98,12 @@ def _ask(asks: bool, question: str, usual: str) -> str:
 
 
 def first_rows(path: Path) -> list[dict[str, Any]]:
-    """Some rows of a local file; none of what isn't one.
-
-    Raises:
-        Refusal: no such file, or it can't be read.
-    """
+    """The first rows of a local file; none of a Hub id."""
     suffix = path.suffix.lower()
     if suffix not in (".jsonl", ".json", ".csv", ".parquet"):
         return []
     if not path.is_file():
-        raise Refusal(f"there is no file {path}: give a file that is there, or a Hub id.")
+        raise ValueError(f"there is no file {path}: give a file that is there, or a Hub id.")
     try:
         if suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -138,14 +117,14 @@ def first_rows(path: Path) -> list[dict[str, Any]]:
                 else:
                     found = _json_rows(file.read())
     except (ValueError, StopIteration, UnicodeDecodeError) as error:
-        raise Refusal(f"{path} can't be read as {suffix[1:]} ({error}).") from error
+        raise ValueError(f"{path} can't be read as {suffix[1:]} ({error}).") from error
     if not found or not all(isinstance(row, dict) for row in found):
-        raise Refusal(f"{path} has no rows, but needs one object with the same keys per row.")
+        raise ValueError(f"{path} has no rows, but needs one object with the same keys per row.")
     return list(found)
 
 
 def _json_rows(text: str) -> list[Any]:
-    """Of a list of objects, or of one object per line."""
+    """The rows of a JSON list, or of one object per line."""
     if text.lstrip().startswith("["):
         whole: list[Any] = json.loads(text)
         return whole[:READ]
@@ -162,19 +141,12 @@ def _column(
     what: str,
     but: str = "",
 ) -> str:
-    """The name of the column that holds ``what``; of data that can't be looked at, the first usual name.
-
-    Args:
-        but: another column, which it isn't.
-
-    Raises:
-        Refusal: the data has no such column.
-    """
+    """The name of the column that holds ``what``, other than ``but``; the first usual name if there are no rows."""
     there = [name for name in (rows[0] if rows else {}) if name != but]
     likely = next((name for name in usual if name in there), "" if there else usual[0])
     name = given or (likely if likely and not asks else _ask(asks, f"Column that holds {what}", likely))
     if there and name not in there:
-        raise Refusal(
+        raise ValueError(
             f"{data} has no column {name!r} for {what}; it has {', '.join(map(repr, there))}"
             f"{f' beside the prompt, {but!r}' if but else ''}: name one (--prompt-column, --answer-column)."
         )
@@ -185,17 +157,19 @@ def _ends_in_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or str(value).strip().rstrip(".")[-1:].isdigit()
 
 
-def write(folder: Path, plan: Plan) -> list[Path]:
-    """The recipe, the reward where it is one's own, the example where there is no data."""
+def write(folder: Path, choices: Choices) -> list[Path]:
+    """Write the recipe, a reward function if no built-in one fits, and an example if the user has no data."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {RECIPE: recipe(plan)}
-    if plan.reward == "own" or plan.answer != "answer":
-        if not plan.answer.isidentifier() or keyword.iskeyword(plan.answer):
-            raise Refusal(f"the column {plan.answer!r} can't be a parameter of a function: rename it in the data.")
-        files[TASK] = TASK_TEXT.format(answer=plan.answer, body=NUMBER if plan.reward == "number" else CONTAINED)
-    if plan.data == EXAMPLE:
+    files = {RECIPE: recipe(choices)}
+    if choices.reward == "own" or choices.answer != "answer":
+        if not choices.answer.isidentifier() or keyword.iskeyword(choices.answer):
+            raise ValueError(
+                f"the column {choices.answer!r} can't be a parameter of a function: rename it in the data."
+            )
+        files[TASK] = TASK_TEXT.format(answer=choices.answer, body=NUMBER if choices.reward == "number" else CONTAINED)
+    if choices.data == EXAMPLE:
         files[EXAMPLE] = "".join(
-            json.dumps({"prompt": f"What is {a} + {b}? Give only the number.", plan.answer: str(a + b)}) + "\n"
+            json.dumps({"prompt": f"What is {a} + {b}? Give only the number.", choices.answer: str(a + b)}) + "\n"
             for a in range(10)
             for b in range(10)
         )
@@ -204,19 +178,18 @@ def write(folder: Path, plan: Plan) -> list[Path]:
     return [folder / name for name in files]
 
 
-def recipe(plan: Plan) -> str:
+def recipe(choices: Choices) -> str:
     """The text of a recipe whose batch suits a GPU, or two CPU cores."""
-    reward = "last_number" if plan.reward == "number" and plan.answer == "answer" else "mytask:right"
-    size = ON_GPU if plan.has_gpu else ON_CPU
-    column = "" if plan.prompt == "prompt" else f"dataset_prompt_column: {_yaml(plan.prompt)}\n"
+    reward = "last_number" if choices.reward == "number" and choices.answer == "answer" else "mytask:right"
+    column = "" if choices.prompt == "prompt" else f"dataset_prompt_column: {_yaml(choices.prompt)}\n"
     return RECIPE_TEXT.format(
-        model=_yaml(plan.model),
-        data=_yaml(plan.data),
+        model=_yaml(choices.model),
+        data=_yaml(choices.data),
         column=column,
-        system=SYSTEM if _chats(plan.model) else "",
+        system=SYSTEM if _chats(choices.model) else "",
         reward=reward,
-        run=_yaml(plan.run),
-        **size,
+        run=_yaml(f"runs/{Path(choices.model).name}"),
+        **(ON_GPU if choices.has_gpu else ON_CPU),
     )
 
 

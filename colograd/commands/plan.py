@@ -11,7 +11,6 @@ the table at the start of a run (`colograd.memory`).
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,15 +25,10 @@ GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; the exit status, 2 for bad input."""
+    """Print the table; the exit status."""
     process.quiet_logs(False)
-    try:
-        options = parse(argv)
-        lines = [*report(described(options), options)]
-    except ValueError as error:
-        print(f"colograd plan: error: {error}", file=sys.stderr)
-        return 2
-    print(*lines, sep="\n")
+    options = parse(argv)
+    print(*report(described(options), options), sep="\n")
     return 0
 
 

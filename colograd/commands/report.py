@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,10 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's output_dir")
     parser.add_argument("--out", type=Path, help=f"the file; default {NAME} in the first run's folder")
     options = parser.parse_args(argv)
-    try:
-        path = write_report(*options.runs, out=options.out)
-    except (ValueError, OSError) as error:
-        print(f"colograd report: {error}", file=sys.stderr)
-        return 2
+    path = write_report(*options.runs, out=options.out)
     print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB): open it in a browser")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,23 +21,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples.refresh(1)
     steps = sorted({*logged, *samples.stored})
     if not steps:
-        return _refuse(
+        raise ValueError(
             f"{options.run} holds no completions: train with log_completions: true, and give the run's output_dir."
         )
     step = max(steps) if options.step is None else options.step
     if step not in steps:
-        return _refuse(f"step {step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
-    try:
-        rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
-    except ValueError as error:
-        return _refuse(str(error))
-    found = chosen(rows, options.group, options.grep, options.worst, options.best)
+        raise ValueError(f"step {step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
+    rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
+    found = chosen(rows, options)
     if not found:
         groups = sorted({row.position for row in rows})
-        return _refuse(f"none of the {len(rows)} completions of step {step} fits; its groups are {_ranges(groups)}.")
-    limit = options.limit or len(found)
-    several = f", {min(limit, len(found))} of {len(rows)} completions"
-    shown = several if min(limit, len(found)) < len(rows) else ""
+        raise ValueError(f"none of the {len(rows)} completions of step {step} fits; its groups are {_ranges(groups)}.")
+    limit = min(options.limit or len(found), len(found))
+    shown = f", {limit} of {len(rows)} completions" if limit < len(rows) else ""
     print_table(found, names, f"Step {step}{shown}", limit, options.unique_prompts, options.width)
     return 0
 
@@ -82,19 +77,13 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
     return rows, names
 
 
-def chosen(
-    rows: Sequence[CompletionRow],
-    group: int | None = None,
-    pattern: re.Pattern[str] | None = None,
-    worst: bool = False,
-    best: bool = False,
-) -> list[CompletionRow]:
+def chosen(rows: Sequence[CompletionRow], options: argparse.Namespace) -> list[CompletionRow]:
     """The rows of a group, or with a pattern; by advantage if ``worst`` or ``best``, else in their order."""
-    found = [row for row in rows if group is None or row.position == group]
-    if pattern is not None:
+    found = [row for row in rows if options.group in (None, row.position)]
+    if (pattern := options.grep) is not None:
         found = [row for row in found if pattern.search(row.completion) or pattern.search(prompt_text(row.prompt))]
-    if worst or best:  # an evaluation's have no advantage: the sum of their rewards stands for it
-        found.sort(key=_merit, reverse=best)
+    if options.worst or options.best:  # an evaluation's have no advantage: the sum of their rewards stands for it
+        found.sort(key=_merit, reverse=options.best)
     return found
 
 
@@ -109,11 +98,6 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({error})") from None
-
-
-def _refuse(why: str) -> int:
-    print(f"colograd show: {why}", file=sys.stderr)
-    return 2
 
 
 def _ranges(steps: Iterable[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,15 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if options.run.exists() and not options.run.is_dir():
-        print(f"colograd watch: {options.run} is a file: give the run's output_dir.", file=sys.stderr)
-        return 2
+        raise ValueError(f"{options.run} is a file: give the run's output_dir.")
     try:
         server = Server(options.run, options.host, options.port)
     except (OSError, OverflowError) as error:
-        print(
-            f"colograd watch: can't listen at {options.host}:{options.port} ({error}): try --port 0.", file=sys.stderr
-        )
-        return 2
+        raise ValueError(f"can't listen at {options.host}:{options.port} ({error}): try --port 0.") from error
     where = f"[{options.host}]" if ":" in options.host else options.host
     print(f"http://{where}:{server.server_port}/  shows {options.run}; Ctrl-C ends it", flush=True)
     if not options.run.exists():

@@ -21,8 +21,7 @@ from ..policy.lora import is_adapted
 from ..runtime import process
 from ..sharding.selection import WAYS
 from .policy_sizes import PolicySizes
-from .shape import CacheNeed, Lengths, Shape
-from .tower import Tower
+from .shape import CacheNeed, Lengths, Shape, Tower
 
 STRATEGIES = tuple(WAYS)  # of sharding, the least sharded first
 # Strategies that keep the policy whole beside its engine: the engine's tensors may be the policy's, or a LoRA's base.

@@ -1,4 +1,4 @@
-"""Bytes that follow from a decoder's shape: of activations, the engine's steps, the KV cache."""
+"""Bytes that follow from a model's shape: of activations, a vision tower, the engine's steps, the KV cache."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engine.arguments import MOST_SEQUENCES
+from ..policy.images import has_tower, in_tower
 from ..policy.logprobs import TILE_ELEMENTS
 
 ENGINE_TOKENS = 16384  # of one step of the engine: vLLM's default for `LLM` on large GPUs
 BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention backends
-# Completions are planned at this part of the longest: the shorter they are, the more often a row's tokens join a
-# prompt's keys. Rows of shorter ones still are rare, and packed again where memory runs out.
+# Completions are planned with 1/SHORT of the longest: short completions join their prompt's keys more often. Rows of
+# still shorter completions are rare, and packed again if memory runs out.
 SHORT = 8
 
 
@@ -29,7 +30,7 @@ class Shape:
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
-        """From a transformers configuration; what it doesn't name is guessed as GPT-2 has it."""
+        """Read a transformers configuration; a size that it doesn't name is GPT-2's."""
         config = model_config.get_text_config()
 
         def size(name: str, default: int) -> int:
@@ -51,8 +52,7 @@ class Shape:
         )
 
     def split(self, ranks: int) -> Shape:
-        """Of one of ``ranks`` that share each layer: heads, MLPs and the vocabulary are cut, but each has a key-value
-        head."""
+        """The shape on one of ``ranks`` that split each layer; every rank has at least one key-value head."""
         return replace(
             self,
             intermediate=-(-self.intermediate // ranks),
@@ -64,17 +64,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The longest that a row is made of, in tokens."""
+    """The longest prompt and completion of a row, in tokens."""
 
     prompt: int
     completion: int
-    group: int  # completions that share a prompt in a row; 1 where rows are padded
+    group: int  # completions that share a prompt in a row; 1 if rows are padded
 
     def joined_keys(self, tokens: int) -> float:
-        """Keys that attention reads, per token of a row of ``tokens``.
+        """Keys that attention reads per token of a row: each completion's keys are joined with its prompt's.
 
-        Each completion's are joined with its prompt's (`policy.attention`). A row that is one sequence has 1; groups
-        of 8 completions far shorter than their prompt nearly 9.
+        1 for a row of one sequence; nearly 9 for 8 completions far shorter than their prompt.
         """
         if self.group == 1:
             return 1.0
@@ -82,42 +81,44 @@ class Lengths:
         return (self.prompt + count * (self.prompt + short)) / (self.prompt + count * short)
 
     def prompts_share(self, tokens: int) -> float:
-        """Of a row's tokens, those that are prompts', once for all completions of each."""
+        """The share of a row's tokens that are prompts'."""
         count, short = self._short(tokens)
         return self.prompt / (self.prompt + count * short)
 
     def _short(self, tokens: int) -> tuple[int, int]:
-        """Short completions of a prompt that a row of ``tokens`` has, and the tokens of one."""
+        """How many short completions of a prompt a row of ``tokens`` has, and the tokens of one."""
         short = max(1, self.completion // SHORT)
         return min(self.group, max(1, (tokens - self.prompt) // short)), short
 
 
 def layer_bytes(shape: Shape, itemsize: int, joined: float = 1.0) -> float:
-    """Bytes that one decoder layer keeps for the backward pass, per token.
+    """Bytes that one layer keeps for the backward pass, per token.
 
-    Counted on transformers' Llama layer, as arXiv 2205.05198 (section 4.1) counts a GPT layer, without the attention
-    matrix, which fused attention never stores. Each of two RMSNorms: its float32 input, the normalised and the scaled
-    output. Attention: queries, keys and values (and ``joined`` of each more where they are joined with their prompt's),
-    its output and the copy that the projection reads. MLP: gate, activated gate, up, product.
+    Counted on transformers' Llama layer as in arXiv 2205.05198 (section 4.1), without the attention matrix, which fused
+    attention never stores. Two RMSNorms: float32 input, normalised and scaled output. Attention: queries, keys and
+    values (and ``joined`` more of these), its output and a copy. MLP: gate, activated gate, up, product.
     """
     norms = 2 * shape.hidden * (4 + 2 * itemsize)
     return norms + itemsize * (3 * shape.queries + (2 + 2 * joined) * shape.keys + 4 * shape.intermediate)
 
 
+def _kept_by_layers(shape: Shape, itemsize: int, checkpointing: int, joined: float = 1.0) -> float:
+    """Bytes that all layers keep, per token: of each ``checkpointing``-th layer its input, and one layer in full."""
+    layer = layer_bytes(shape, itemsize, joined)
+    again = -(-shape.layers // checkpointing) if checkpointing else 0  # layers that are computed again
+    return (shape.layers - again) * layer + again * shape.hidden * itemsize + (layer if again else 0)
+
+
 def activation_bytes(
     shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, joined: float = 1.0
 ) -> int:
-    """An estimate of the peak of one forward and backward beside weights and gradients.
+    """Estimated peak of one forward and backward beside weights and gradients.
 
-    Without checkpointing every layer's `layer_bytes`; with it, of each ``checkpointing``-th layer its input only, and
-    one such layer's `layer_bytes`. To both come the gradients inside one layer, the final norm, the head's input and
-    its gradient, the tiles of logits (two of float32, see `logprobs`), and the gradient of the head's weight before it
-    is added to the one there is. SmolLM2-135M in bfloat16 on a CPU: 964 and 1,757 MiB for 1,024 and 2,048 tokens where
-    953 and 1,697 were measured, with checkpointing 248 for 1,024 where it were 272.
+    To the layers' activations come the gradients inside one layer, the final norm, the head's input and its gradient,
+    two float32 tiles of logits (`logprobs`), and the gradient of the head's weight. SmolLM2-135M in bfloat16 on a CPU:
+    964 and 1,757 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with checkpointing 248 for 1,024 (272).
     """
-    layer = layer_bytes(shape, itemsize, joined)
-    again = -(-shape.layers // checkpointing) if checkpointing else 0  # layers that are computed again
-    kept = (shape.layers - again) * layer + again * shape.hidden * itemsize + (layer if again else 0)
+    kept = _kept_by_layers(shape, itemsize, checkpointing, joined)
     head = shape.hidden * (8 + 3 * itemsize)
     tiles = 2 * 4 * TILE_ELEMENTS.get(device, 2**24)
     inside = _gradients_inside(shape, itemsize, device, joined)
@@ -125,28 +126,68 @@ def activation_bytes(
 
 
 def _gradients_inside(shape: Shape, itemsize: int, device: str, joined: float) -> float:
-    """The most that gradients inside one layer take at once, per token: in its MLP or in its attention, whose backward
-    begins when what the MLP kept is freed."""
+    """Peak of the gradients inside one layer, per token: in its MLP, or in its attention once the MLP's activations
+    are freed."""
     mlp = itemsize * 2 * (shape.intermediate + shape.hidden)
     attention = itemsize * (joined * 2 * shape.keys - 4 * shape.intermediate)
     if device == "cuda":
-        # Flash attention's backward sums the queries' gradients in float32, and writes the keys' and values' for each
-        # query head before it adds them up.
+        # Flash attention's backward sums queries' gradients in float32, and keys' and values' once per query head.
         spread = 0 if shape.keys == shape.queries else itemsize * joined * 2 * shape.queries
         attention += 4 * shape.queries + spread
     return max(mlp, attention)
 
 
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A trained vision tower."""
+
+    shape: Shape  # of its layers, as if they were a decoder's
+    patches: float  # per image token
+
+    @classmethod
+    def of(cls, model: Any) -> Tower | None:
+        """The tower of a model whose frozen parameters are marked; None: there is none, or none of it is trained."""
+        config = model.config
+        if not has_tower(config) or getattr(config, "vision_config", None) is None:
+            return None
+        if not any(parameter.requires_grad for name, parameter in model.named_parameters() if in_tower(name)):
+            return None
+        vision = config.vision_config
+
+        def size(*names: str) -> int:  # model families name their sizes in two ways
+            return next((int(found) for name in names if (found := getattr(vision, name, None))), 0)
+
+        hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1
+        inner = size("intermediate_size") or 4 * hidden
+        layers = size("num_hidden_layers", "depth")
+        return cls(Shape(layers, hidden, inner, hidden, hidden, hidden // heads, 0), _patches(config))
+
+    def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
+        """Estimated activations of a row of ``tokens``, as if all prompt tokens were image tokens."""
+        patches = self.patches * tokens * lengths.prompts_share(tokens)
+        return int(patches * _kept_by_layers(self.shape, itemsize, checkpointing))
+
+
+def _patches(config: Any) -> float:
+    """Patches of the tower per image token."""
+    vision = config.vision_config
+    if merged := getattr(vision, "spatial_merge_size", None) or getattr(config, "scale_factor", None):
+        return float(merged) ** 2
+    if tokens := getattr(config, "mm_tokens_per_image", None):
+        return float((vision.image_size // vision.patch_size) ** 2 / tokens)
+    return 1.0
+
+
 def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
-    """An estimate of what the engine needs beside weights and KV cache: one step's activations, which aren't kept from
-    layer to layer, and three float32 tensors of logits while it samples."""
+    """Estimated bytes of the engine beside weights and KV cache: activations of one layer, and three float32 tensors of
+    logits."""
     step = ENGINE_TOKENS * itemsize * (4 * shape.hidden + 2 * shape.intermediate)
     return step + 3 * 4 * min(sequences, MOST_SEQUENCES) * shape.vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """What a generation asks of the KV cache, in bytes."""
+    """KV-cache bytes of a generation."""
 
     per_token: int
     least: int  # one sequence at full length
@@ -154,11 +195,7 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Of ``sequences`` sequences of up to ``length`` tokens.
-
-        One token takes a key and a value per layer: 2 * layers * key heads * head size * itemsize. (An upper bound
-        where a layer keeps a window only.)
-        """
+        """The need of ``sequences`` sequences of up to ``length`` tokens. An upper bound for layers with a window."""
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM keeps a block for itself, and a sequence's last block is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

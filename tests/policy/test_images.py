@@ -37,8 +37,7 @@ from colograd.batch import FinishReason, Group, Images, ModelInput, Rollout, Sco
 from colograd.commands import cli
 from colograd.data.images import ImageReader, in_rgb, text_of, with_images
 from colograd.engine.images import check_expanded
-from colograd.memory.shape import Lengths
-from colograd.memory.tower import Tower
+from colograd.memory.shape import Lengths, Tower
 from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack

@@ -24,7 +24,7 @@ from colograd.batch import ModelInput
 from colograd.commands import cli
 from colograd.data.images import ImageReader
 from colograd.memory.policy_sizes import PolicySizes
-from colograd.memory.tower import Tower
+from colograd.memory.shape import Tower
 from colograd.policy import images, outline, quantized, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap

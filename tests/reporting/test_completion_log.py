@@ -148,9 +148,9 @@ def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
         path.write_bytes(mutated(good, random.Random(seed)))
         status, said, taken = shown_elsewhere(tmp_path)
         assert status in (0, 2), (seed, status, said)
-        assert (status == 2) == said.startswith(f"colograd show: {path} can't be read (") and said.count("\n") <= 1, (
-            seed
-        )
+        assert (status == 2) == said.startswith(f"colograd show: error: {path} can't be read (") and said.count(
+            "\n"
+        ) <= 1, seed
         assert taken < BOUND, seed
         told += status == 2
     assert told > MUTATIONS // 2, "most of them are seen, by the checksums of pages too"
