@@ -34,7 +34,7 @@ from colograd.policy.padded import rows_of
 from colograd.policy.router_replay import make_replaying, replay_figures, routers_of
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.supported import check_supported
-from colograd.rollout.group_records import EXPERTS, Logged, Recorded, group_bytes, group_of
+from colograd.rollout.group_records import EXPERTS, Logged, RewardedGroup, group_bytes, group_of
 from colograd.rollout.toolbox import Toolbox
 from colograd.training.recorded_settings import settings_of
 from colograd.training.task import rollout_func_of
@@ -199,7 +199,7 @@ def test_the_journal_keeps_them_and_without_them_not_a_byte_more(dtype: torch.dt
     (told,) = with_experts([plain], 3, lambda *size: random_experts(*size).to(dtype))
     rollouts = (*told.group.rollouts[:2], *plain.group.rollouts[2:])
     mixed = dataclasses.replace(told.group, rollouts=rollouts)
-    recorded = Recorded(mixed, told.rewards, Logged({}, {}))
+    recorded = RewardedGroup(mixed, told.rewards, Logged({}, {}))
     content = group_bytes(recorded)
     found = group_of(content, Prompt({}, rollouts[0].input, 0)).group.rollouts
     for ours, theirs in zip(found, rollouts, strict=True):
