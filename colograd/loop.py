@@ -35,7 +35,7 @@ class Loop:
 
     Args:
         trainer: the GRPOTrainer, whose parts do the work: `weights`, `sampler`, `learner`, `recorder`, `checkpointer`.
-        checkpoint: the folder to go on from; None: the model as it is.
+        checkpoint: the folder to resume from; None: start from the model.
         ignore_keys: as in `transformers.Trainer.train`, for evaluations.
     """
 
@@ -82,15 +82,15 @@ class Loop:
                 times.begin_step()
 
     def _rounds(self, epoch: int) -> Iterator[list[list[Prompt]]]:
-        """This rank's prompts of each round of an epoch, a list per optimizer step; of the first one, those that are
-        left behind the checkpoint."""
+        """This rank's prompts of each round of an epoch, a list per optimizer step, without the rounds that the
+        checkpoint has trained."""
         args, trained = self.args, self.steps_trained if epoch == self.first_epoch else 0
         self.step_of_epoch = trained
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
         steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
         for _ in range((self.steps_per_epoch - trained) // args.round_length):
-            self.trainer.times.begin_step()  # reading prompts is a part of it
+            self.trainer.times.begin_step()  # before reading prompts, which may tokenise a stream
             round_ = [next(steps) for _ in range(args.round_length)]
             yield round_[: args.steps_per_generation]  # the loader gives them `num_iterations` times
 
@@ -111,15 +111,15 @@ class Loop:
         state.epoch = epoch + self.step_of_epoch / self.steps_per_epoch
         self._tell("on_step_end")
 
-    # -- what callbacks ask for
+    # -- callbacks
 
     def _tell(self, event: str) -> None:
-        """Tell the callbacks an event; they answer with what is to be done."""
+        """Call the callbacks' method for an event. They set flags in ``trainer.control``."""
         trainer = self.trainer
         trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
 
     def _log_evaluate_save(self) -> None:
-        """Log, evaluate and save, as far as a callback asked for it."""
+        """Log, evaluate and save, if callbacks have set the flags."""
         trainer, control = self.trainer, self.trainer.control
         if control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log()
@@ -134,7 +134,7 @@ class Loop:
             trainer.control.should_save = False
 
     def _log(self) -> None:
-        """The mean loss since the last log, to which `GRPOTrainer.log` adds the other metrics."""
+        """Log the mean loss since the last log; `GRPOTrainer.log` adds the other metrics."""
         trainer = self.trainer
         step, losses = trainer.state.global_step, trainer._tr_loss
         total = nested_gather(losses, self.args.parallel_mode).mean().item()
@@ -148,10 +148,13 @@ class Loop:
         trainer.store_flos()
         trainer.log(logs, self.started)
 
-    # -- where it begins
+    # -- the start
 
     def _prepare(self) -> None:
-        """Count steps and epochs, make the optimizer and the schedule, and load the checkpoint's."""
+        """Count steps and epochs, make the optimizer and the schedule, load the checkpoint's.
+
+        Names with an underscore are transformers' own state, which its other methods read.
+        """
         trainer, args = self.trainer, self.args
         trainer.accelerator.free_memory()
         loader = trainer.get_train_dataloader()

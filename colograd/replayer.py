@@ -22,7 +22,7 @@ from .trainer import GRPOTrainer
 from .training.checkpointer import Checkpointer
 from .training.prompts import image_reader_of
 from .training.recorded_settings import settings_of
-from .training.replaying import Comparison, RecordedRounds, RecordedSampler, Replay
+from .training.replaying import Comparison, Replay, ReplaySampler, ReplayStore
 from .training.task import Task
 
 
@@ -69,7 +69,7 @@ class Replayer(GRPOTrainer):
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
             rewards = _unasked(as_list(reward_funcs), names)
             _check_end(replay, args)
-            rounds, start = RecordedRounds(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
+            rounds, start = ReplayStore(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
             rounds.check_settings(start)
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
@@ -77,11 +77,11 @@ class Replayer(GRPOTrainer):
         self.comparison = Comparison(self.rounds)
         self.add_callback(_EndAfter(replay.last))
 
-    def _make_sampler(self, task: Task) -> RecordedSampler:
+    def _make_sampler(self, task: Task) -> ReplaySampler:
         settings = settings_of(self.args, self.learner.reward_names)
-        self.rounds = RecordedRounds(self.replay, self.args.layout.rank, settings, image_reader_of(self.policy))
+        self.rounds = ReplayStore(self.replay, self.args.layout.rank, settings, image_reader_of(self.policy))
         self.journal = None if self.args.layout.engine_place else self.rounds
-        return self._sampler_of(RecordedSampler, task, source=None)
+        return self._sampler_of(ReplaySampler, task, source=None)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """From the checkpoint before the first step to the end of the last one."""
@@ -110,7 +110,7 @@ class Replayer(GRPOTrainer):
     # -- where it begins
 
     def make_checkpointer(self) -> Checkpointer:
-        return RecordedCheckpoints(self, self.replay)
+        return ReplayCheckpoints(self, self.replay)
 
     def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
         start = step_of(checkpoint) if checkpoint else 0
@@ -120,7 +120,7 @@ class Replayer(GRPOTrainer):
         self.console.say(self.replay.plan(start))
 
 
-class RecordedCheckpoints(Checkpointer):
+class ReplayCheckpoints(Checkpointer):
     """The checkpoints of the replayed run: read by all ranks, never written."""
 
     def __init__(self, trainer: GRPOTrainer, replay: Replay) -> None:

@@ -33,10 +33,10 @@ from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process
-from .sharding import way_of
+from .runtime.closing import closes_if_it_fails
+from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
-from .training.closing import closes_if_it_fails
 from .training.evaluation import evaluate_prompts
 from .training.learner import Learner
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
@@ -144,28 +144,29 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if self.journal is not None:
             self.closing.callback(self.journal.close)
         resolve_by_memory(args, task)
-        way = way_of(args)
-        rules = packing_rules(args, task.policy, task.objective, equal_counts=way.meets_in_backward)
+        strategy = strategy_of(args)
+        rules = packing_rules(args, task.policy, task.objective, equal_counts=strategy.meets_in_backward)
         if self.samples and compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
         built = assemble(args, task, rules.max_tokens, self.times, self.closing, self.samples)
         self.engine: Any = built.engine  # None where nothing is sampled, as the two that follow
         self.weights: Any = built.weights
         self.device_turns: Any = built.device_turns
-        self.sharding = way.for_run(self.model, args)
+        self.sharding = strategy.for_run(self.model, args)
         self.closing.callback(self._release)
-        if isinstance(built.reference, FrozenCopy):
-            if not built.reference.offload:
-                self.sharding.share_frozen(built.reference.model)
-            if args.sync_ref_model:
-                self.add_callback(FollowPolicy(built.reference, self.model))
+        for second in built.second_models.values():
+            if isinstance(second, FrozenCopy):
+                if not second.offload:
+                    self.sharding.share_frozen(second.model)
+                if second.follows:
+                    self.add_callback(FollowPolicy(second, self.model))
         self.learner = Learner(
-            self, args, task.policy, self.model, task.objective, task.entropy, rules, self.sharding, built.reference,
-            self.estimator, names, built.memory, self.recorder, self.times, self.console,
+            self, args, task.policy, self.model, task.objective, task.entropy, rules, self.sharding,
+            built.second_models, self.estimator, names, built.memory, self.recorder, self.times, self.console,
         )  # fmt: skip
         self.rollout_func = task.rollout_func
         self.sampler = self._make_sampler(task)
-        kernels = choose_kernels(args, self.model, built.reference, self.closing, self.compute_loss_context_manager)
+        kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
         for line in kernels:
             self.console.say(line)
         if not args.on_cpu or args.bf16 or args.torch_compile:  # else the rows were proved as they will run
@@ -173,6 +174,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
                 self.learner.prove_rows(task.seen)
             self.policy = self.learner.policy
         self._describe(built, task)
+        args.freeze()
 
     def _make_sampler(self, task: Task) -> Sampler:
         """Overridden to read groups from a record."""
@@ -370,5 +372,5 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def _release(self) -> None:
         """Drop the engine's tensors, and undo the sharding's changes to the model."""
         self.sharding.close()
-        self.learner.reference = None
+        self.learner.second_models = {}
         del self.weights, self.sharding, self.learner.sharding

@@ -205,7 +205,7 @@ in TRL 1.16; Liger's losses are an error ([performance.md](performance.md#compil
 
 `fsdp` (set `sharding: fsdp`), `fp16`, `auto_find_batch_size` and `parallelism_config` aren't available in this version:
 each is an error at start that says so. So are datasets with a
-transform (`with_transform`): apply it with `map`. `deepspeed` means the way of sharding that does the same
+transform (`with_transform`): apply it with `map`. `deepspeed` means the sharding strategy that does the same
 ([scaling.md](scaling.md#files-of-accelerate-and-deepspeed)).
 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's

@@ -191,8 +191,7 @@ def allowed(trainer: GRPOTrainer) -> float:
 
     from ..policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
 
-    of_engine = trainer.engine.vllm_config.model_config.dtype
-    exact = trainer.policy.model.dtype == of_engine == torch.float32 and not trainer.args.bf16
+    exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
     return TOLERANCE[torch.float32] if exact else TOLERANCE_16_BIT
 
 

@@ -36,7 +36,7 @@ class AdvantageKnobs:
     )
     mask_truncated_completions: bool = knob(False, "Leave completions that hit the token limit out of the loss.")
 
-    def _settle_advantages(self) -> None:
+    def _resolve_advantages(self) -> None:
         truth = str(self.scale_rewards).lower()  # a text on the command line
         self.scale_rewards = {"true": "group", "false": "none"}.get(truth, self.scale_rewards)
         at_least(self, 1, "dynamic_sampling_max_rounds")

@@ -36,7 +36,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         """Completions per prompt in `evaluate`."""
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
-    def _settle_best_metric(self) -> None:
+    def _resolve_best_metric(self) -> None:
         """``metric_for_best_model`` is `reward` where nothing is said: an evaluation has no loss unless asked for one.
         Called before transformers, which would take the loss.
 

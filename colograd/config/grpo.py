@@ -4,8 +4,9 @@ the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -49,8 +50,9 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     the fields of `transformers.TrainingArguments`.
 
     After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
-    and ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values; the
-    trainer settles ``optim: auto`` and ``bf16`` when it knows the policy's dtype.
+    and ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values. A trainer
+    resolves what depends on its policy and its device (``optim: auto``, ``bf16``, ``sharding: auto``,
+    ``gradient_checkpointing``), then calls `freeze`.
 
     Raises:
         ValueError: at construction, with the value, the rule and the remedy.
@@ -123,7 +125,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
             join(timedelta(seconds=self.ddp_timeout))  # transformers drops the limit on a CPU
         elif attempt() and torch.cuda.is_available():  # accelerate would find the addresses of the attempt before
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
-        self._settle_best_metric()
+        self._resolve_best_metric()
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         for name, value in compiled.items():
@@ -133,7 +135,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
         if self.gradient_checkpointing is None and {"every_n_layers", "offload"} & set(given or {}):
             self.gradient_checkpointing = True  # what else would they be for?
-        self._settle_budget(self.on_cpu)
+        self._resolve_budget(self.on_cpu)
         self._check_policy()
         self._check_sharding()
         self._check_steps()
@@ -143,13 +145,33 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_engine()
         self._check_rewards()
         self._check_rank_timeout()
-        self._settle_advantages()
-        self._settle_objective()
+        self._resolve_advantages()
+        self._resolve_objective()
         self._check_reference()
         self._check_logs()
-        self._settle_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")
+        self._resolve_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")
         self._check_saving()
         self._fold_batch(self.layout.data_size)
+
+    def freeze(self) -> None:
+        """Refuse further changes of settings that only a trainer's start reads. transformers' own stay as they are
+        there: each `train` reads them anew."""
+        self.__dict__["_frozen"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """
+        Raises:
+            AttributeError: a trainer has been made with another value of the setting.
+        """
+        if "_frozen" in vars(self) and name in _read_at_start() and value != (now := getattr(self, name)):
+            raise AttributeError(
+                f"{name} is {now!r} and can't become {value!r}: the trainer was made with it. Set it in the "
+                "configuration of a new trainer."
+            )
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # copies may be changed
 
     @property
     def on_cpu(self) -> bool:
@@ -235,3 +257,13 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                 f"loss: cispo bounds the ratio itself by epsilon_high, and {self.epsilon_high} is below 1: the "
                 "gradient of every token is scaled down. 5.0 is usual."
             )
+
+
+@functools.cache
+def _read_at_start() -> frozenset[str]:
+    """Our settings but those that each evaluation reads, and those of transformers that we resolve."""
+    known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
+    return frozenset(
+        {name for name in known if not name.endswith("_eval")}
+        | {"bf16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim"}
+    )

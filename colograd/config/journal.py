@@ -25,7 +25,7 @@ class JournalKnobs:
         """Whether groups are recorded."""
         return self.journal != "off"
 
-    def _settle_journal(self, saves: bool) -> None:
+    def _resolve_journal(self, saves: bool) -> None:
         """Raises ValueError for another value."""
         if self.journal is None:
             self.journal = "until_checkpoint" if saves else "off"

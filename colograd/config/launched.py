@@ -1,6 +1,6 @@
 """What a launcher's configuration asks for, in this project's own words: accelerate's FSDP2 and DeepSpeed files.
 
-Neither accelerate's wrapping nor DeepSpeed runs: a stage of ZeRO is a way of sharding, and those here leave the
+Neither accelerate's wrapping nor DeepSpeed runs: a stage of ZeRO is a sharding strategy, and those here leave the
 policy's weights where the engine reads them.
 """
 

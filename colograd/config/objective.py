@@ -70,7 +70,7 @@ class ObjectiveKnobs(SamplingKnobs):
         "(DeepSeek-V3.2); 0.5, say.",
     )
 
-    def _settle_objective(self) -> None:
+    def _resolve_objective(self) -> None:
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         at_least(self, 0, "epsilon", "epsilon_high")
         one_of(self, "importance_sampling_level", ("token", "sequence"))

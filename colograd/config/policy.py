@@ -115,14 +115,14 @@ class PolicyKnobs(TrainingArguments):
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
 
-    def settle_checkpointing(self, every: int) -> None:
+    def resolve_checkpointing(self, every: int) -> None:
         """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""
         self.gradient_checkpointing: bool | None = every > 0
         if every > 1:
             given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
             self.gradient_checkpointing_kwargs: Any = {**given, "every_n_layers": every}
 
-    def settle_precision(self, dtype: torch.dtype) -> None:
+    def resolve_precision(self, dtype: torch.dtype) -> None:
         """Resolve ``optim`` and ``bf16``, once the policy is loaded and its dtype known."""
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(

@@ -85,7 +85,7 @@ class ShardingKnobs(TrainingArguments):
                 "gradient may come after its parameter was exchanged: remove use_reentrant (it is false by default)."
             )
 
-    def settle_sharding(self, way: str) -> None:
+    def resolve_sharding(self, way: str) -> None:
         """Resolve ``auto``, once the policy and the prompts are known."""
         self.sharding: str = way
 

@@ -77,7 +77,7 @@ class StepKnobs(TrainingArguments):
                 "auto_find_batch_size would cut groups apart: remove it and lower max_tokens_per_microbatch instead."
             )
 
-    def _settle_budget(self, on_cpu: bool) -> None:
+    def _resolve_budget(self, on_cpu: bool) -> None:
         """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` where a GPU is to be measured."""
         given = self.max_tokens_per_microbatch
         if given is None or given == "auto":

@@ -24,8 +24,7 @@ def apply_experts(
     topk_ids: torch.Tensor,
     activation: Any,
     *unused: Any,
-    apply_router_weight_on_input: bool = False,
-    **ignored: Any,
+    **given: Any,
 ) -> None:
     """Write what the experts of each token add up to into ``output``; the form of vLLM's kernels.
 
@@ -46,7 +45,7 @@ def apply_experts(
             for e, x in enumerate(inputs)
         ]
     )
-    shares = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+    shares = torch.ones_like(topk_weights) if given.get("apply_router_weight_on_input") else topk_weights
     output.copy_((found.view(tokens, chosen, -1) * shares[..., None]).sum(1))
 
 

@@ -16,6 +16,8 @@ import torch
 
 from ..policy.quantized_layers import PackedWeight
 from .building import replaced
+from .protocol import EngineTensors
+from .tensors import VLLMTensors
 
 # The policy's weights behind each layer of vLLM's model, by its name. What is fused there has several.
 Parts = Mapping[str, Sequence[PackedWeight]]
@@ -69,7 +71,7 @@ class ServedLayers:
 
 
 @contextlib.contextmanager
-def served_layers(parts_of: Callable[[type], Parts]) -> Iterator[ServedLayers]:
+def served_layers(parts_of: Callable[[EngineTensors], Parts]) -> Iterator[ServedLayers]:
     """While an engine is built, its layers that ``parts_of`` names, given vLLM's class of the model, get no weights.
 
     Its value has them, also afterwards.
@@ -97,7 +99,8 @@ def served_layers(parts_of: Callable[[type], Parts]) -> Iterator[ServedLayers]:
 
     def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         if not found:  # later ones may be of a part's class, as which vLLM builds a language model within a model
-            found.append(parts_of(get_model_architecture(get_current_vllm_config().model_config)[0]))
+            architecture, _ = get_model_architecture(get_current_vllm_config().model_config)
+            found.append(parts_of(VLLMTensors(architecture)))
         parts = found[0].get(getattr(layer, "prefix", ""))
         if parts is None:
             theirs(self, layer, *args, **kwargs)

@@ -13,11 +13,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout, RoutedExperts
+from ..batch import FinishReason, Group, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
@@ -36,41 +36,29 @@ from .images import (
     prompt_with_images,
 )
 from .leading import follow, leading
+from .protocol import EngineTensors, Sampled, StaleWeights, T
 from .quantized_layers import Parts, ServedLayers, served_layers
 from .routed import RouterLog, one_prompt
 from .sampling import Sampling, request_seed
-
-T = TypeVar("T")
-
-
-class StaleWeights(RuntimeError):
-    """The engine was about to sample with weights that are not the trainer's present ones."""
+from .tensors import VLLMTensors
+from .transformers_classes import classes_apart
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What one request's sampler drew."""
+class Needs:
+    """Sizes and features that a run needs of its engine, beside its configuration."""
 
-    ids: array[int]  # [C] "i"
-    logprobs: array[float]  # [C] "f", nats
-    finish_reason: FinishReason
-    experts: RoutedExperts | None = None  # of all that was read and written, with `router_replay`
-
-    def rollout(self, asked: ModelInput, version: int) -> Rollout:
-        """The completion that the model wrote to its end in one go when it was ``asked``."""
-        return Rollout(
-            input=asked,
-            completion_ids=self.ids,
-            sampler_logprobs=torch.frombuffer(self.logprobs, dtype=torch.float32),
-            sampled=torch.ones(len(self.ids), dtype=torch.bool),
-            finish_reason=self.finish_reason,
-            policy_version=version,
-            experts=self.experts,
-        )
+    end_tokens: tuple[int, ...] = ()  # end a completion, besides those that the checkpoint names
+    adapter: Adapter | None = None  # the LoRA to have a slot for; see `load_adapter`
+    sequences: int = 0  # the most of one generation; 0: unknown
+    blank: bool = False  # don't load the checkpoint's weights: all will be written
+    # The model's names -> its layers that multiply with the policy's packed weights. Such an engine is blank.
+    parts_of: Callable[[EngineTensors], Parts] | None = None
+    images: int = 0  # the most of one prompt; 0: it reads none
 
 
-class Engine:
-    """vLLM, holding weights of one known version: the optimizer step that made them.
+class VLLMEngine:
+    """vLLM in this process, as an `Engine`.
 
     Args:
         model_path: folder or Hub id that vLLM loads.
@@ -78,14 +66,6 @@ class Engine:
         dtype: the policy's dtype; the engine's unless ``vllm_engine_kwargs`` says otherwise.
         context: tokens that one sequence may need, prompt and completion together; None: the model's own.
         kv_bytes: of the KV cache; 0: on a GPU what ``vllm_gpu_memory_utilization`` leaves for it.
-        end_tokens: ids that end a completion besides those the checkpoint names (the trainer's tokenizer's).
-        adapter: the LoRA to have a slot for; see `load_adapter`.
-        sequences: the most of one generation; 0: unknown.
-        blank: don't load the checkpoint's weights, which are packed in a way that vLLM doesn't read: all will be
-            written.
-        parts_of: of vLLM's class of the model, which of its layers multiply with the policy's packed weights; see
-            `packed_layers`. Such an engine is blank.
-        images: the most of one prompt, of a model that reads them.
 
     Raises:
         RuntimeError: vLLM is missing, of an unsupported version, or can't sleep as asked.
@@ -98,18 +78,13 @@ class Engine:
         dtype: torch.dtype,
         context: int | None,
         kv_bytes: int,
-        end_tokens: Sequence[int] = (),
-        adapter: Adapter | None = None,
-        sequences: int = 0,
-        blank: bool = False,
-        parts_of: Callable[[type], Parts] | None = None,
-        images: int = 0,
+        needs: Needs = Needs(),
     ) -> None:
         started = time.perf_counter()
         check_vllm()
         self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu  # gives its KV cache back when told to
         self.asleep = False
-        self.end_tokens = tuple(end_tokens)
+        self.end_tokens = needs.end_tokens
         self.version: int | None = None  # the step of the weights, written by `stamp` and `invalidate` alone
         self._adapter: Any = None  # the LoRARequest that every request carries
         self._requests = 0  # so far
@@ -118,18 +93,19 @@ class Engine:
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
         self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
-        self._reads_images, self._on_cpu = images > 0, config.on_cpu
+        self._reads_images, self._on_cpu = needs.images > 0, config.on_cpu
         self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, sequences, images)
-        kwargs |= lora_kwargs(model_path, config, adapter)
-        self.blank, self.served = blank or parts_of is not None, ServedLayers()
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, needs.sequences, needs.images)
+        kwargs |= lora_kwargs(model_path, config, needs.adapter)
+        parts_of = needs.parts_of
+        self.blank, self.served = needs.blank or parts_of is not None, ServedLayers()
         if self.blank:
             kwargs |= blank_kwargs(kwargs, served=parts_of is not None)
         watchdog.progress("the start of vLLM")
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(closed_if_it_fails())
             while_built.enter_context(
-                build_conditions(config.device, self.sleeps, adapter is not None, ranks, self._reads_images)
+                build_conditions(config.device, self.sleeps, needs.adapter is not None, ranks, self._reads_images)
             )
             if self.blank:
                 while_built.enter_context(buffers_stay())
@@ -139,6 +115,7 @@ class Engine:
 
             if self._reads_images:
                 find_gemma3()
+            while_built.enter_context(classes_apart(lambda: self.model))
             self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             leads = self._lockstep is None or self._lockstep.leads
@@ -182,7 +159,6 @@ class Engine:
         return self.core.vllm_config
 
     def describe(self) -> str:
-        """One line: model, dtype, KV tokens, memory."""
         from vllm import __version__ as vllm_version
 
         config = self.vllm_config.model_config
@@ -197,7 +173,6 @@ class Engine:
         )
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
-        """What the user should look at, in lines."""
         yield from untested_vllm()
         if config.cast_lm_head_to_fp32 and self.head_dtype != torch.float32:
             yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
@@ -205,7 +180,6 @@ class Engine:
     # -- weights
 
     def invalidate(self) -> None:
-        """Declare that the weights are of no known step: nothing can be sampled before the next `stamp`."""
         self.version = None
 
     def stamp(self, version: int) -> None:
@@ -231,12 +205,9 @@ class Engine:
         if self._reads_images:
             forget_features(self.core)
 
-    # -- LoRA
-
     @property
-    def lora_modules(self) -> dict[str, Any]:
-        """vLLM's layers with LoRA slots, by their name in the model; none where the engine was built without."""
-        return dict(getattr(getattr(self.model, "lora_manager", None), "modules", {}))
+    def tensors(self) -> VLLMTensors:
+        return VLLMTensors(self.model)
 
     def load_adapter(self, folder: str) -> None:
         """Let vLLM load an adapter, as peft saves it, into its first slot; every request uses it from now on."""
@@ -248,7 +219,6 @@ class Engine:
 
     @property
     def adapter_is_active(self) -> bool:
-        """Whether the first slot is that of the adapter that was loaded."""
         ids: Any = self.model.lora_manager.lora_index_to_id
         return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
 
@@ -365,7 +335,6 @@ class Engine:
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
     def require(self, version: int) -> None:
-        """Raise `StaleWeights` unless the engine's weights are of ``version``."""
         assert not self.asleep, "the engine has no KV cache: wake it first"
         if self.version != version:
             held = "no known step" if self.version is None else f"step {self.version}"
@@ -374,28 +343,20 @@ class Engine:
             )
 
     def submit(
-        self, asked: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0
+        self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0
     ) -> str:
-        """Put a request into the queue. Returns its name.
+        prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
+        return self._enqueue(prompt, self.parameters(prompt.ids, sampling, seed, n or sampling.n, spent))
 
-        Args:
-            asked: what the model reads, or its plain ids [P].
-            seed: of the first completion; the i-th draws with seed + i.
-            n: completions; default ``sampling.n``.
-            spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
-        """
-        asked = asked if isinstance(asked, ModelInput) else ModelInput(tuple(asked))
-        return self._enqueue(asked, self.parameters(asked.ids, sampling, seed, n or sampling.n, spent))
-
-    def _enqueue(self, asked: ModelInput, params: Any) -> str:
+    def _enqueue(self, prompt: ModelInput, params: Any) -> str:
         """Give vLLM a request, all of whose parts come together here. Returns its name."""
         self._requests += 1
         request = f"request-{self._requests}"
-        prompt: Any = {"prompt_token_ids": list(asked.ids)}
-        if asked.images is not None:
-            prompt, self._seen[request] = prompt_with_images(self.core, asked), asked
-        self.core.add_request(request, prompt, params, lora_request=self._adapter)
-        self._open[request] = asked.ids
+        given: Any = {"prompt_token_ids": list(prompt.ids)}
+        if prompt.images is not None:
+            given, self._seen[request] = prompt_with_images(self.core, prompt), prompt
+        self.core.add_request(request, given, params, lora_request=self._adapter)
+        self._open[request] = prompt.ids
         return request
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
@@ -419,7 +380,6 @@ class Engine:
         )
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
-        """One step of the engine: the requests that it finished, each with its n completions."""
         watchdog.progress("a step of the engine")
         finished = [output for output in self.core.step() if output.finished]
         watchdog.progress("what follows a step of the engine")
@@ -452,11 +412,7 @@ class Engine:
             while self.core.has_unfinished_requests():
                 self.core.step()
 
-    def prompt_logprobs(self, asked: ModelInput | Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [P - 1] float32, in nats, of each token after the first: one forward.
-
-        With whatever weights the engine holds: for proofs and parities, before a run samples anything.
-        """
+    def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -467,9 +423,8 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        asked = asked if isinstance(asked, ModelInput) else ModelInput(tuple(asked))
-        ids = asked.ids
-        request = self._enqueue(asked, params)
+        prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
+        request = self._enqueue(prompt, params)
         outputs: list[Any] = []
         with usual_algorithms():
             while self.core.has_unfinished_requests():
@@ -478,13 +433,12 @@ class Engine:
         if self._routed is not None:
             self._routed.drop(request)
         if self._seen.pop(request, None) is not None:
-            check_expanded(asked, outputs[-1].prompt_token_ids)
+            check_expanded(prompt, outputs[-1].prompt_token_ids)
             forget_features(self.core)
         entries = outputs[-1].prompt_logprobs[1:]
-        return torch.tensor([entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)])
+        return torch.tensor([entry[token].logprob for entry, token in zip(entries, prompt.ids[1:], strict=True)])
 
     def close(self) -> None:
-        """Free the engine; another may be built in the same process afterwards."""
         self._close()
         self.served.close()
         self.llm = None

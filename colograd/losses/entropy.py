@@ -18,7 +18,8 @@ from transformers import TrainerCallback
 from ..batch import MicroBatch, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.packing import collate, is_dummy
+from ..policy.logprobs import PolicyForward
+from ..policy.packing import is_dummy
 from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
@@ -42,7 +43,7 @@ def with_step_entropy(
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows))) > 1:
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
-            micro_batches = map(collate, step.rows)
+            micro_batches = map(PolicyForward.prepare, step.rows)
             own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])
         everywhere = torch.cat(gather(own))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)

@@ -95,9 +95,14 @@ class Objective:
         )
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """The second models that the loss needs (see `policy/second_models.py`)."""
+        return ("ref_logprobs",) if self.beta != 0 else ()
+
+    @property
     def every_group(self) -> bool:
         """Whether groups without a reward difference matter: by a gradient of theirs, or by their tokens' entropies."""
-        terms = self.beta != 0 or self.entropy_bonus or self.router_coef != 0
+        terms = bool(self.needs) or self.entropy_bonus or self.router_coef != 0
         return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
     def needs_entropy_gradient(self, batch: MicroBatch) -> bool:

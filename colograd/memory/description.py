@@ -16,11 +16,11 @@ from ..engine.arguments import MOST_SEQUENCES, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.lora import is_adapted
 from ..runtime import process
-from ..sharding.selection import WAYS
+from ..sharding.selection import STRATEGIES as CLASSES
 from .policy_sizes import PolicySizes
 from .shape import CacheNeed, Lengths, Shape, Tower
 
-STRATEGIES = tuple(WAYS)  # of sharding, the least sharded first
+STRATEGIES = tuple(CLASSES)  # of sharding, the least sharded first
 # Strategies with a whole policy on each rank, as weights that the engine shares must be.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy

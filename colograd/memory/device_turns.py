@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ..config import GRPOConfig
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 from ..reporting.metrics import PhaseTimes
 
 

@@ -44,24 +44,20 @@ def packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     layout: SegmentLayout | None = None,
-    both_ways: Sequence[tuple[int, int]] = (),
     s_aux: torch.Tensor | None = None,
-    **unused: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one packed row, in the form of transformers' attention functions.
 
     Args:
         query: (1, H, T, D).
         key, value: (1, K, T, D), K dividing H (grouped-query attention).
-        layout: which tokens see which; None: not a packed row, which is `sdpa`'s.
-        sliding_window: keys further than this many tokens back, counted along prompt and completion, are not seen.
-        s_aux: (H,) sinks: logits of a key of value 0 that every token sees.
-        both_ways: first and last token + 1 of runs within a segment; a token also sees those behind it in its run.
+        layout: which tokens attend to which; None: the row isn't packed, and `sdpa` computes it.
+        s_aux: (H,) sinks: logits of a key of value 0 that every token attends to.
+        options: transformers' `scaling`, `dropout`, `sliding_window` (keys further than this many tokens back, counted
+            along prompt and completion, are hidden), and `both_ways`: first and last token + 1 of runs within a
+            segment, in which tokens also attend to later ones.
 
     Returns:
         (1, T, H, D), and None for the attention weights.
@@ -70,22 +66,27 @@ def packed_attention(
         ValueError: more than one row, or anything that would be computed wrongly: soft-capping, masks or biases that
             the model brings, attention that isn't causal.
     """
+    scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     if layout is None:
         if s_aux is not None:
             return _plain_attention(query, key, value, attention_mask, scaling, dropout, s_aux), None
         own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **unused)
+        for name in ("sliding_window", "softcap", "both_ways"):
+            options.pop(name, None)
+        return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
     if query.shape[0] != 1:
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
-    if softcap is not None or (s_aux is not None and both_ways):
+    both_ways: Sequence[tuple[int, int]] = options.get("both_ways", ())
+    sliding_window: int | None = options.get("sliding_window")
+    if options.get("softcap") is not None or (s_aux is not None and both_ways):
         raise ValueError(
             "This model's attention uses soft-capping, or sinks beside images whose tokens see each other, which "
             "packed attention doesn't compute yet."
         )
-    causal = unused.get("is_causal")
+    causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"{type(module).__name__} isn't causal: packed attention would hide tokens it should see.")
-    if attention_mask is not None or unused.get("position_bias") is not None:
+    if attention_mask is not None or options.get("position_bias") is not None:
         raise ValueError(
             f"{type(module).__name__} brings a mask or bias of its own, which packed attention would drop: the layout "
             "alone says what is visible."
@@ -103,7 +104,9 @@ def packed_attention(
         output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window, sink)
     output = output[..., :size] if sink else output
     if both_ways:
-        output = _seen_both_ways(output, query, key, value, layout, both_ways, scaling, dropout, sliding_window)
+        again = _seen_both_ways(query, key, value, layout, both_ways, (scaling, dropout, sliding_window))
+        places = torch.cat([torch.arange(first, end) for first, end in both_ways])
+        output = output.index_copy(1, to_device_async(places, output.device), again)
     return output, None
 
 
@@ -207,18 +210,16 @@ def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _seen_both_ways(
-    output: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     layout: SegmentLayout,
     runs: Sequence[tuple[int, int]],
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
+    options: tuple[float | None, float, int | None],
 ) -> torch.Tensor:
-    """The ``output`` (1, T, H, D), with that of the runs' tokens computed again: they see all that is before a run's
-    end. One call per run."""
+    """The attention (1, tokens of all runs, H, D) of the runs' tokens, which attend to everything before the end of
+    their run. One call per run; ``options`` are scaling, dropout and window."""
+    scaling, dropout, window = options
     key, value = _heads_for_masks(query, key, value)
     starts, again = layout.starts, []
     for first, end in runs:
@@ -237,8 +238,7 @@ def _seen_both_ways(
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         )  # fmt: skip
-    places = torch.cat([torch.arange(first, end) for first, end in runs])
-    return output.index_copy(1, to_device_async(places, output.device), torch.cat(again, dim=2).transpose(1, 2))
+    return torch.cat(again, dim=2).transpose(1, 2)
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:

@@ -128,7 +128,7 @@ def tower_layers(model: Any) -> list[torch.nn.Module]:
 
 def in_each_forward(model: Any) -> bool:
     """Whether the tower has a part in a row without pictures, too: where ranks meet in its forward, all must go through
-    it. Its way of sharding says so."""
+    it. Its sharding strategy says so."""
     return getattr(model, "tower_in_each_forward", False)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,13 +50,13 @@ def _kernels() -> dict[str, Callable[..., None]]:
     return dict(MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
-def apply_liger(model: Any, device: torch.device, given: Any, also: Any = None) -> Callable[[], None]:
+def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
     """Put Liger's kernels into a model that is in its place, or into a PeftModel's.
 
     Args:
         device: where it computes.
         given: what its functions are told: `{rope: false}`.
-        also: another model of the kind, wherever it is.
+        also: other models of the kind, wherever they are.
 
     Returns:
         Gives other models of this architecture its own code again.
@@ -78,8 +78,9 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Any = None) 
             f"use_liger_kernel is true, but with Liger's kernels the log-probabilities of a {type(model).__name__} "
             f"differ by {error:.2g} nats from its own: set it to false."
         )
-    if also is not None and unwrap(also) is not model:
-        apply(model=unwrap(also))
+    for other in also:
+        if unwrap(other) is not model:
+            apply(model=unwrap(other))
     return undo
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..batch import MicroBatch, StepBatch
+from ..batch import MicroBatch, PackedRow, StepBatch
 from ..parallel import watchdog
 from . import attention, images, padded, router_replay
 from .lora import unwrap
@@ -56,10 +56,8 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
     """The step with the log-probabilities of the present weights, for when these have moved on: without dropout, as
     the sampler had none, and so that a run that goes on finds the same ones."""
     with evaluation_mode(model):
-        rows = tuple(
-            dataclasses.replace(row, old_logprobs=policy_logprobs(model, collate(row), temperature)[0])
-            for row in step.rows
-        )
+        forward = PolicyForward(model, temperature)
+        rows = tuple(dataclasses.replace(row, old_logprobs=forward.of_row(row)[0]) for row in step.rows)
     return dataclasses.replace(step, rows=rows)
 
 
@@ -76,6 +74,16 @@ class PolicyForward:
     temperature: float
     entropy_gradient: bool = False
     routing: bool = False
+
+    @staticmethod
+    def prepare(row: PackedRow) -> MicroBatch:
+        """The row's tensors on the device. Nothing else lays rows out: another layout changes this method and
+        `__call__`."""
+        return collate(row)
+
+    def of_row(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
+        """See `__call__`."""
+        return self(self.prepare(row))
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         """(N,) log-probabilities and (N,) entropies (see `policy_logprobs`); the fields of a `Routing`, if asked for.

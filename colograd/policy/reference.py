@@ -1,4 +1,4 @@
-"""The reference policy of the KL term: where it lives, how it follows. None of it exists where `beta` is 0.
+"""The reference policy of the KL term: where it lives, how it follows. One of the `second_models`.
 
     the policy is trained whole         a frozen copy of it, made when it is in its place and before it is trained
     a new adapter on a model            the model with the adapter disabled: nothing is kept
@@ -7,69 +7,27 @@
 
 Its log-probabilities come from the same packed rows, temperature and kernels as the policy's, so that the divergence of
 the first step is exactly 0; of compiled layers, which have other kernels where no gradient is wanted, up to rounding.
-They are computed once, when a round has been sampled, and go with the micro-batches.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from ..batch import MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
 from .loading import Policy
-from .logprobs import evaluation_mode, policy_logprobs
+from .logprobs import evaluation_mode
 from .lora import base_name
-from .packing import collate
 
 FILE = "reference.safetensors"  # in a checkpoint, where the reference follows the policy
-
-
-class Reference(Protocol):
-    """What the policy is held to."""
-
-    model: Any  # the second one, or the policy's
-
-    def present(self) -> Any:
-        """A context whose value is a model in evaluation mode with the reference's weights, on the policy's device."""
-
-    def describe(self) -> str: ...
-
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
-
-    def load(self, checkpoint: str | Path) -> None: ...
-
-
-@torch.no_grad()
-def fill(reference: Reference, rows: Sequence[PackedRow], temperature: float) -> tuple[PackedRow, ...]:
-    """The rows with ``ref_logprobs``."""
-    if not rows:
-        return ()
-    with reference.present() as model:
-        return tuple(
-            dataclasses.replace(row, ref_logprobs=policy_logprobs(model, _unrouted(row), temperature)[0])
-            for row in rows
-        )
-
-
-def _unrouted(row: PackedRow) -> MicroBatch:
-    """Another model's tokens go to the experts that its own routers choose, whatever the policy's did."""
-    return dataclasses.replace(collate(row), experts=None)
-
-
-def with_ref_logprobs(reference: Reference, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
-    """The steps of a round with the reference's log-probabilities, from one visit to it."""
-    rows = iter(fill(reference, [row for step in steps for row in step.rows], temperature))
-    return [dataclasses.replace(step, rows=tuple(next(rows) for _ in step.rows)) for step in steps]
 
 
 # -- the kinds
@@ -251,8 +209,6 @@ def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
     """What the reference will hold on the policy's device, for the plan of that memory. Offloaded weights take the
     place of gradients, which don't exist when they are there."""
     parameters = [*policy.model.parameters()]
-    if config.beta == 0:
-        return 0
     if policy.adapter is None:
         ranks = config.world_size if config.cuts_weights else 1
         return 0 if offloads(config) else sum(parameter.nbytes for parameter in parameters) // ranks
@@ -264,10 +220,8 @@ def offloads(config: GRPOConfig) -> bool:
     return config.offload_reference and not config.on_cpu
 
 
-def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdapter | InitialAdapter | None:
-    """The reference of a policy that hasn't been trained yet and is in its place; None where `beta` is 0."""
-    if config.beta == 0:
-        return None
+def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdapter | InitialAdapter:
+    """The reference of a policy that hasn't been trained yet and is in its place."""
     if policy.adapter is not None:
         return WithoutAdapter(policy.model) if _keeps_no_copy(policy) else InitialAdapter(policy.model)
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps

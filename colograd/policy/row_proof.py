@@ -84,18 +84,18 @@ def _obstacle(model: Any) -> str:
 
 
 def choose_rows_where_it_trains(
-    model: Any, device: torch.device, reference: Any = None, asked: Sequence[ModelInput] = ()
+    model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
-    """`choose_rows` for a model in its place; the ranks choose alike, and the ``reference`` is asked in the same rows.
-    A collective."""
+    """`choose_rows` for a model in its place; the ranks choose alike, and ``others`` run on the same rows. A
+    collective."""
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
     if why and not found:
         with on_all_ranks("the proof of the rows"):
             choose_rows(model, device, why, asked)
-    if reference is not None:
-        images.set_attention(unwrap(reference), unwrap(model).config._attn_implementation)
+    for other in others:
+        images.set_attention(unwrap(other), unwrap(model).config._attn_implementation)
     return why
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +20,7 @@ from ..reporting.completions import FOLDER, IMAGES, TEXT, CompletionFile, prompt
 from ..reporting.thumbnails import BYTES, MOST, data_url
 from ..rollout.group_table import shown, steps_of
 from ..rollout.record_file import positions as record_positions
-from .untrusted import Tail, items, mapping, number, open_inside, parse, plain, text, whole
+from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
 
 SAMPLES = "_report/samples.jsonl"  # of older versions
 STORE = "_journal"
@@ -162,44 +162,49 @@ def _size(found: dict[str, Any]) -> int:
     return 400 + len(found["text"]) + 16 * len(found.get("tokens", ())) + sum(map(len, found.get("images", ())))
 
 
-def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """A completion token by token, bounded and checked; lists by token have one length or are left out."""
-    tokens = [text(token, 200) for token in items(entry.get("tokens"))[:MOST_TOKENS]]
-    if any(not isinstance(token, str) for token in items(entry.get("tokens"))[:MOST_TOKENS]):
-        return None
-    many = len(tokens)
-    sampler, trainer = _milli(entry.get("sampler"), many), _milli(entry.get("trainer"), many)
-    given = entry.get("advantage")
-    advantages = [number(value, 4) for value in given[:many]] if isinstance(given, list) else [number(given, 4)]
-    finite = [value for value in advantages if value is not None]
-    by_token = len(advantages) == many and len(set(advantages)) > 1
-    purpose = entry.get("purpose")
-    found: dict[str, Any] = {
+def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that every completion has, bounded and checked."""
+    found = {
         "position": whole(entry.get("position")) or 0,
         "index": whole(entry.get("index")) or 0,
-        "purpose": text(purpose, 100) if isinstance(purpose, str) and purpose else "train",
-        "key": text(entry.get("key"), 64),
+        "purpose": text(entry.get("purpose"), 100) or "train",
         "prompt": _prompt(entry.get("prompt")),
-        "text": "",  # its tokens, joined
-        "tokens": tokens,
-        "length": many,
+        "text": text(entry.get("text"), LONGEST),
+        "length": whole(entry.get("length")),
         "finish": text(entry.get("finish"), 20),
         "reward": number(entry.get("reward")),
-        "rewards": _rewards(entry.get("rewards")),
-        "advantage": number(sum(finite) / len(finite), 4) if finite else None,
+        "rewards": entries(entry.get("rewards"), 64, number),
+        "advantage": number(entry.get("advantage"), 4),
         "extra": plain(mapping(entry.get("extra"))),
     }
+    pictures = _pictures(entry.get("images"))
+    return found | ({"images": pictures} if pictures else {})
+
+
+def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
+    """A completion token by token; lists by token have one length or are left out."""
+    tokens = items(entry.get("tokens"))[:MOST_TOKENS]
+    if not all(isinstance(token, str) for token in tokens):
+        return None
+    many, given = len(tokens), entry.get("advantage")
+    advantages = [number(value, 4) for value in (given[:many] if isinstance(given, list) else [given])]
+    finite = [value for value in advantages if value is not None]
+    mean = sum(finite) / len(finite) if finite else None
     optional = {
-        "sampler": sampler,
-        "trainer": trainer,
-        "advantages": advantages if by_token else None,
+        "sampler": _milli(entry.get("sampler"), many),
+        "trainer": _milli(entry.get("trainer"), many),
+        "advantages": advantages if len(advantages) == many and len(set(advantages)) > 1 else None,
         "mask": _bits(entry.get("mask"), many),
         "sampled": _bits(entry.get("sampled"), many),
         "messages": _prompt(entry.get("messages")) if isinstance(entry.get("messages"), list) else None,
         "cut": True if entry.get("cut") is True else None,
-        "images": _pictures(entry.get("images")),
     }
-    return found | {name: value for name, value in optional.items() if value is not None}
+    return {
+        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # the tokens, joined, are the text
+        "key": text(entry.get("key"), 64),
+        "tokens": [text(token, 200) for token in tokens],
+        **{name: value for name, value in optional.items() if value is not None},
+    }
 
 
 def _pictures(values: Any) -> list[str] | None:
@@ -223,10 +228,6 @@ def _bits(values: Any, many: int) -> str | None:
     return "".join("1" if value == 1 else "0" for value in given)
 
 
-def _rewards(values: Any) -> dict[str, float | None]:
-    return {text(str(name), 200): number(value) for name, value in list(mapping(values).items())[:64]}
-
-
 def _prompt(value: Any) -> Any:
     if isinstance(value, str):
         return text(value, LONGEST)
@@ -241,34 +242,34 @@ def _prompt(value: Any) -> Any:
 
 
 def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
-    """The completions of a file of the completions log, ours or TRL's, bounded and checked."""
+    """The completions of a file of the completions log, ours or TRL's."""
     file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
     places: dict[int, int] = defaultdict(int)  # index of the next completion, by the group's position
     prompts: dict[str, int] = {}  # TRL's files have no position: the row at which a prompt is first
     for at, row in enumerate(file.rows(pictures=True)):
-        prompt = _prompt(prompt_of(row.get("prompt")))
+        prompt, written = prompt_of(row.get("prompt")), row.get(TEXT)
         position = whole(row.get("position"))
         if position is None:
-            position = prompts.setdefault(json.dumps(prompt), at)
-        written = row.get(TEXT)
-        rewards = {name: number(value) for name, value in zip(file.reward_names, file.rewards(row), strict=True)}
-        known = [value for value in rewards.values() if value is not None]
-        found = {
-            "position": position,
-            "index": places[position],
-            "purpose": purpose,
-            "prompt": prompt,
-            "text": text(written if isinstance(written, str) else _joined(_prompt(written)), LONGEST),
-            "length": whole(row.get("completion_tokens")),
-            "finish": text(row.get("finish_reason"), 20),
-            "reward": number(math.fsum(known)) if len(known) == 1 else None,
-            "rewards": rewards,
-            "advantage": number(row.get("advantage"), 4),
-            "extra": {text(name, 200): plain(value) for name, value in file.extra(row).items()},
-        }
+            position = prompts.setdefault(json.dumps(_prompt(prompt)), at)
+        rewards = dict(zip(file.reward_names, file.rewards(row), strict=True))
+        known = [value for value in map(number, rewards.values()) if value is not None]
+        yield _checked(
+            {
+                "position": position,
+                "index": places[position],
+                "purpose": purpose,
+                "prompt": prompt,
+                "text": written if isinstance(written, str) else _joined(_prompt(written)),
+                "length": row.get("completion_tokens"),
+                "finish": row.get("finish_reason"),
+                "reward": math.fsum(known) if len(known) == 1 else None,
+                "rewards": rewards,
+                "advantage": row.get("advantage"),
+                "extra": file.extra(row),
+                "images": [*map(data_url, _files(row.get(IMAGES)))] if file.has_images else None,
+            }
+        )
         places[position] += 1
-        small = _pictures([*map(data_url, _files(row.get(IMAGES)))]) if file.has_images else None
-        yield found | ({"images": small} if small else {})
 
 
 def _files(values: Any) -> list[bytes]:

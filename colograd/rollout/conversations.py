@@ -1,8 +1,7 @@
 """Conversations with tools: turns of the model, tools' answers between them, all in the engine's one queue.
 
-Each completion is a conversation of its own. When the model ends a turn with calls, these run while the engine decodes
-the other conversations; the tokens of their answers are appended, masked from the loss, and the model goes on. What was
-sampled stays as it was sampled.
+When the model ends a turn with calls, these run while the engine decodes other conversations. The answers' tokens are
+appended, masked from the loss, and the model goes on. Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import torch
 from ..batch import FinishReason, Group, Images, ModelInput, Prompt, Rollout, RoutedExperts
 from ..data.images import REFUSALS, images_of, with_own_images
 from ..data.prompts import COLUMNS, PromptRules
+from ..engine.protocol import Engine, Sampled
 from ..engine.routed import as_written, one_prompt
 from ..engine.sampling import Sampling, request_seed
-from ..engine.vllm_engine import Engine, Sampled
 from .tool_calls import Answers, shown_content, text_of
 from .tool_format import ToolFormat
 from .toolbox import Session, Toolbox
@@ -31,36 +30,35 @@ POLL = 0.02  # seconds between two looks at tools while the engine has nothing t
 
 @dataclass(slots=True)
 class Conversation:
-    """One completion while it is written."""
+    """One completion in the making."""
 
     prompt: Prompt
     index: int  # in its group
     session: Session
-    input: ModelInput  # the prompt's, with what the environment's `reset` returned
+    input: ModelInput  # the prompt's, with the text that the environment's `reset` returned
     asked: Any  # the same as messages
-    read: ModelInput  # the input and all that followed it, as the engine reads it for the next turn
+    read: ModelInput  # the input and all later tokens, for the engine's next turn
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
-    finish_reason: FinishReason | None = None  # once it is over
-    experts: RoutedExperts | None = None  # of all up to the last turn's end
+    finish_reason: FinishReason | None = None  # None: it goes on
+    experts: RoutedExperts | None = None  # of all tokens up to the last turn's end
     images: list[Images] = field(default_factory=list)  # of tools' answers, with places among the ids
 
     def begin(self, asked: ModelInput) -> None:
-        """Take what the model reads first."""
         self.input = self.read = asked
 
     def add(self, turn: Sampled) -> None:
-        """Take up what the model wrote."""
+        """Append the tokens of a turn."""
         self.read = self.read.followed_by(turn.ids)
         self.ids.extend(turn.ids)
         self.logprobs.extend(turn.logprobs)
         self.sampled += [True] * len(turn.ids)
 
     def add_answer(self, answer: ModelInput) -> None:
-        """Take up what its tools answered."""
+        """Append the tokens of tools' answers."""
         self.read = self.read.followed_by(answer.ids, answer.images)
         if (images := answer.images) is not None:
             places = tuple(len(self.ids) + place for place in images.places)
@@ -92,9 +90,8 @@ class Conversations:
     """Writes the groups of some prompts as conversations.
 
     Args:
-        tools: they answer the calls.
-        form: how calls and answers are written.
-        rules: how a prompt becomes tokens, where an environment changes it.
+        form: reads calls and writes answers.
+        rules: tokenise a prompt that an environment has changed.
         max_iterations: rounds of calls in one conversation; None: any number.
     """
 
@@ -107,8 +104,7 @@ class Conversations:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. A turn's seed depends on the conversation and the number of the turn alone, so
-        no tool's timing changes what is sampled."""
+        """See `RolloutSource.generate`. Seeds depend on the conversation and its turn alone, not on tools' timing."""
         self.engine.require(version)
         self.tools.environments.take_back()
         running = _RunningConversations(self, sampling, seed, purpose)
@@ -148,7 +144,7 @@ class _RunningConversations:
                     self.waiting.append((conversation, beginning))
 
     def advance(self) -> list[Conversation]:
-        """One step of the engine, and what tools have answered meanwhile: the conversations that are over."""
+        """One step of the engine, then of all finished tools; returns the conversations that ended."""
         over = []
         if self.writing:
             for request, (turn,) in self.engine.advance():
@@ -168,7 +164,7 @@ class _RunningConversations:
         return over
 
     def finish(self, conversation: Conversation, version: int) -> Group | None:
-        """The conversation's group, if it was the last of it."""
+        """The conversation's group, if this one completes it."""
         prompt, others = conversation.prompt, self._over.setdefault(conversation.prompt.position, [])
         others.append(conversation)
         if len(others) < self.sampling.n:
@@ -186,7 +182,7 @@ class _RunningConversations:
         self.writing[request] = conversation
 
     def _start_calls(self, conversation: Conversation, turn: Sampled) -> bool:
-        """Begin the calls of a turn. False: it has none, or the conversation may have no more."""
+        """Begin the calls of a turn. False: there are none, or the conversation may have no more."""
         shown = (*conversation.input.ids, *conversation.ids[: len(conversation.ids) - len(turn.ids)])
         message, calls = self.form.read(turn.ids, shown, conversation.session.schemas)
         conversation.messages.append(message)
@@ -198,7 +194,7 @@ class _RunningConversations:
         return True
 
     def _continue(self, conversation: Conversation, answers: Answers) -> bool:
-        """Let the model go on with what its tools returned. False: there is no room for it."""
+        """Continue behind the tools' answers. False: there is no room for them."""
         if not conversation.turns:
             self._begin(conversation, answers)
             return True
@@ -213,7 +209,7 @@ class _RunningConversations:
         return True
 
     def _answer(self, conversation: Conversation, answers: Answers) -> tuple[list[dict[str, Any]], ModelInput]:
-        """The messages of its tools, and what the model reads of them."""
+        """The tools' messages and their tokens."""
         ended = conversation.ids[-1] == self.form.end_of_turn
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.form.shows_images
 
@@ -231,11 +227,11 @@ class _RunningConversations:
             return messages, read(messages)
 
     def _begin(self, conversation: Conversation, answers: Answers) -> None:
-        """Put what the environment's `reset` returned at the prompt's end, and let the model write.
+        """Append the value of the environment's `reset` to the prompt, and let the model write.
 
         Raises:
             RuntimeError: ``reset`` raised or is late.
-            ValueError: there is no room for what it returned.
+            ValueError: the prompt is too long with it.
         """
         ((_, outcome),) = answers.outcomes()
         assert conversation.session.environment is not None
@@ -257,7 +253,8 @@ class _RunningConversations:
         self._submit(conversation)
 
     def _with_observation(self, conversation: Conversation, value: Any, where: str) -> list[dict[str, Any]]:
-        """The prompt's messages, the last of which ends with what `reset` returned."""
+        """The prompt's messages with the value of `reset` at the end of the last one."""
+
         example, (*earlier, last) = conversation.prompt.example, conversation.asked
         shown = shown_content(value, self.form.shows_images)
         texts = isinstance(last["content"], str) and isinstance(shown, str)

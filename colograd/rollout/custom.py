@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
-from ..engine.vllm_engine import Engine
 from ..rewards.calling import RESERVED
 
 SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)

@@ -38,8 +38,8 @@ class JournalError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recorded:
-    """A group with its rewards, as it is before its advantages."""
+class RewardedGroup:
+    """A scored group before it gets advantages."""
 
     group: Group
     rewards: torch.Tensor  # [G, R] float32
@@ -59,7 +59,7 @@ def _named(value: Any) -> str:
     return name
 
 
-def group_bytes(recorded: Recorded) -> bytes:
+def group_bytes(recorded: RewardedGroup) -> bytes:
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
     inputs = [list(r.input.ids) if not row or r.input != first else None for row, r in enumerate(rollouts)]
     columns = [
@@ -121,7 +121,7 @@ def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) 
     return torch.tensor(np.frombuffer(content, dtype=kind).reshape(tokens, layers, chosen))
 
 
-def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) -> Recorded:
+def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) -> RewardedGroup:
     """The group that `group_bytes` made the bytes of.
 
     Raises:
@@ -149,7 +149,7 @@ def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) 
             f"{where} is of another prompt: the dataset or its order has changed. Put it back, or move the journal "
             "away to sample anew."
         )
-    return Recorded(Group(prompt.example, rollouts, prompt.position), rewards, Logged(columns, metrics))
+    return RewardedGroup(Group(prompt.example, rollouts, prompt.position), rewards, Logged(columns, metrics))
 
 
 def _input(ids: Sequence[int], prompt: Prompt) -> ModelInput:

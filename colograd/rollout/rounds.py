@@ -13,7 +13,7 @@ from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
 from .stages import PendingRewards, Stages, checked_groups
-from .store import Recorded
+from .store import RewardedGroup
 
 
 def sample_steps(
@@ -71,7 +71,7 @@ def roll_out(
     """
     if one_call:
         return _first(_scored_together(prompts, stages, times), enough)
-    rewarded: dict[int, Recorded] = stages.recall(prompts)  # by position, until they have advantages
+    rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they have advantages
     missing = [prompt for prompt in prompts if prompt.position not in rewarded]
     in_scoring: dict[int, tuple[Group, PendingRewards]] = {}  # by position
     scored: list[ScoredGroup] = []  # the first prompts' groups, without a gap

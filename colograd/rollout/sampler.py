@@ -12,9 +12,9 @@ import torch
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..config import GRPOConfig
 from ..data import PromptDataset, extra_prompts
+from ..engine.protocol import Engine
 from ..engine.queue_order import LengthHistory
 from ..engine.sampling import Sampling
-from ..engine.vllm_engine import Engine
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
 from ..parallel.ranks import on_all_ranks

@@ -11,7 +11,7 @@ import torch
 
 from ..batch import Group, Logged, Prompt, Rollout, ScoredGroup
 from ..engine.sampling import Sampling
-from .store import Recorded, RolloutStore
+from .store import RewardedGroup, RolloutStore
 
 
 class RolloutSource(Protocol):
@@ -58,17 +58,17 @@ class Stages:
     take_logged: Callable[[int], Logged] = _nothing  # logs of the group at a position, once its rewards are there
     journal: RolloutStore | None = None
 
-    def recall(self, prompts: Sequence[Prompt]) -> dict[int, Recorded]:
+    def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """The groups of these prompts that the journal has, by position."""
         return self.journal.recall(prompts) if self.journal is not None else {}
 
-    def with_advantages(self, recorded: Recorded) -> ScoredGroup:
+    def with_advantages(self, recorded: RewardedGroup) -> ScoredGroup:
         """A group with its advantages."""
         return dataclasses.replace(self.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
 
-    def record(self, group: Group, rewards: torch.Tensor) -> Recorded:
+    def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
         """Write a group with its rewards [G, R] into the journal."""
-        recorded = Recorded(group, rewards, self.take_logged(group.position))
+        recorded = RewardedGroup(group, rewards, self.take_logged(group.position))
         if self.journal is not None:
             self.journal.add(recorded)
         return recorded

@@ -33,7 +33,7 @@ import torch
 from ..batch import Prompt
 from ..data.images import ImageReader
 from .figures import note_figures
-from .group_records import NONSENSE, JournalError, Recorded, group_bytes, group_of
+from .group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
 from .record_file import Record, RecordFile, read_records
 
@@ -169,7 +169,7 @@ class RolloutStore:
             self._open_files.pop(evaluation, None)
             self.problem = _problem(folder, error)
 
-    def add(self, recorded: Recorded) -> None:
+    def add(self, recorded: RewardedGroup) -> None:
         """Write a group: when this returns, it survives the process, and soon after the machine.
 
         Packing takes a tenth of a microsecond per token, and writing goes to the system's cache; a thread waits for the
@@ -181,7 +181,7 @@ class RolloutStore:
         self._append(file, recorded)
         self.seconds += time.perf_counter() - started
 
-    def _append(self, file: _OpenFile, recorded: Recorded) -> None:
+    def _append(self, file: _OpenFile, recorded: RewardedGroup) -> None:
         try:
             self.bytes += file.records.append(Record(recorded.group.position, group_bytes(recorded)))
         except Exception as error:  # a group that can't be recorded is trained on all the same
@@ -193,7 +193,7 @@ class RolloutStore:
             self._safety.start()
         self._unsafe.set()
 
-    def show(self, notes: Mapping[str, Any], groups: Sequence[Recorded]) -> None:
+    def show(self, notes: Mapping[str, Any], groups: Sequence[RewardedGroup]) -> None:
         """Keep some groups of a step for the report, as long as the run's folder; see `group_table`.
 
         Groups that aren't in the round's file, as those of a run without a journal, are written, too.
@@ -270,7 +270,7 @@ class RolloutStore:
 
     # -- reading
 
-    def recall(self, prompts: Sequence[Prompt]) -> dict[int, Recorded]:
+    def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """The prompts' recorded groups, by position.
 
         Raises:

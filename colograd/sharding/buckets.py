@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
-from .way import Owned
+from .strategy import Owned
 
 # Elements of a bucket; a larger parameter has one of its own, and is exchanged where it lies. 64 MiB of float32
 # gradients keep a link busy, and few enough of them are alive at once to cost nothing beside a model.

@@ -1,6 +1,6 @@
 """FSDP2 (`fully_shard`): the policy itself is cut too. Its weights come together block by block, in each pass over it.
 
-torch gathers a block's weights before it computes, and sums its gradients afterwards. The rest is as in the other ways:
+torch gathers a block's weights before it computes, and sums its gradients afterwards. As in the other strategies
 gradients add up in their own precision, and the optimizer updates this rank's rows, plain tensors in the memory that
 torch gathers from.
 
@@ -27,7 +27,7 @@ from ..policy.images import saved_names
 from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
 from .rows import Cut, cuts_of, gathered
-from .way import Owned
+from .strategy import Owned
 from .weight_files import WeightFiles
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers.trainer import OPTIMIZER_NAME
 
 from ..parallel import watchdog
-from .way import Owned, WriteTensors
+from .strategy import Owned, WriteTensors
 
 PATTERN = "optimizer-*-of-*.safetensors"
 SEPARATOR = "|"

@@ -1,4 +1,4 @@
-"""What the ways have in common in which each rank's optimizer has parts of the parameters."""
+"""Strategies in which each rank's optimizer has parts of the parameters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from ..parallel.ranks import rank, world_size
 from . import optimizer_state
-from .way import Sharding, WriteTensors, scale_down, squared_norm
+from .strategy import ShardingStrategy, WriteTensors, scale_down, squared_norm
 
 
-class SharedParts(Sharding):
+class SharedParts(ShardingStrategy):
     """Each element of a trained parameter is one rank's to update; its gradient's sum lies there too."""
 
     def __init__(self, model: torch.nn.Module) -> None:

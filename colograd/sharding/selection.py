@@ -1,4 +1,4 @@
-"""Picks the way of sharding that a configuration asks for."""
+"""Picks the sharding strategy that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from ..config import GRPOConfig
 from .fsdp import FullySharded
-from .way import Sharding
+from .strategy import ShardingStrategy
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
-WAYS: dict[str, type[Sharding]] = {
+STRATEGIES: dict[str, type[ShardingStrategy]] = {
     "none": WholeCopies,
     "optimizer": SharedOptimizer,
     "gradients": SharedGradients,
@@ -18,14 +18,14 @@ WAYS: dict[str, type[Sharding]] = {
 }
 
 
-def name_of(config: GRPOConfig) -> str:
-    """The way's name. One rank has nobody to share with."""
+def strategy_name(config: GRPOConfig) -> str:
+    """The strategy's name: one rank has nobody to share with."""
     return config.sharding if config.world_size > 1 else "none"
 
 
-def way_of(config: GRPOConfig) -> type[Sharding]:
-    """The way's class, once ``auto`` is settled."""
-    return WAYS[name_of(config)]
+def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
+    """The strategy's class, once ``auto`` is resolved."""
+    return STRATEGIES[strategy_name(config)]
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from ..parallel.gradients import sum_gradients, zero_gradients
 from . import optimizer_state
-from .way import Owned, Sharding, WriteTensors, scale_down, squared_norm
+from .strategy import Owned, ShardingStrategy, WriteTensors, scale_down, squared_norm
 
 
-class WholeCopies(Sharding):
+class WholeCopies(ShardingStrategy):
     """Nothing is shared out."""
 
     def describe(self) -> str:

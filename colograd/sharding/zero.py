@@ -17,7 +17,7 @@ import torch
 from ..parallel.ranks import on_all_ranks, rank, world_size
 from .buckets import Bucket, Reduction, buckets_of
 from .parts import SharedParts
-from .way import Owned
+from .strategy import Owned
 
 IN_FLIGHT = 2  # reductions at once: the next gradients are computed meanwhile, and their memory is bounded
 

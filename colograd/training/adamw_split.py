@@ -17,7 +17,7 @@ from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
 from ..parallel.gradients import in_buckets
-from ..sharding.way import Owned
+from ..sharding.strategy import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants
 
 # Elements of the float32 masters that exist at one time. On a CPU a piece and torch's temporaries stay in the cache

@@ -14,8 +14,9 @@ import torch
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..engine.building import check_experts
+from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
-from ..engine.vllm_engine import Engine
+from ..engine.vllm_engine import Needs, VLLMEngine
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
@@ -25,23 +26,23 @@ from ..policy.layers import compile_layers, forget_compiled
 from ..policy.liger import apply_liger
 from ..policy.loading import Policy
 from ..policy.lora import unwrap
-from ..policy.reference import FrozenCopy, Reference, reference_bytes, reference_of
 from ..policy.routing import num_experts
+from ..policy.second_models import SecondModels, second_model_bytes, second_models
 from ..reporting.metrics import PhaseTimes
 from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
 from ..rollout.stages import RolloutSource
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
-from ..sharding import name_of
+from ..sharding import strategy_name
 from ..weights import (
-    Publisher,
+    WeightSync,
     bytes_apart,
     check_choice,
     expects_sharing,
     packed_parts,
-    publisher,
     serves_packed,
+    weight_sync,
 )
 from .prompts import Prompts, longest_completion, prompts_with_images, reset_rules
 from .task import Task
@@ -55,10 +56,10 @@ class Assembly:
     """An engine beside a policy, or the policy alone."""
 
     engine: Engine | None  # None: nothing is sampled
-    weights: Publisher | None  # gives the engine the policy's weights
+    weights: WeightSync | None  # gives the engine the policy's weights
     device_turns: DeviceTurns | None  # says who has the device's memory when
     memory: MemoryPlan
-    reference: Reference | None  # of the KL term; None where `beta` is 0
+    second_models: SecondModels
 
     def describe(self) -> Iterator[str]:
         """What the user should know of it, in lines."""
@@ -70,8 +71,8 @@ class Assembly:
         yield from self.memory.table().splitlines()
         if self.device_turns is not None:
             yield from self.device_turns.notes
-        if self.reference is not None:
-            yield self.reference.describe()
+        for second in self.second_models.values():
+            yield second.describe()
 
     def warnings(self, config: GRPOConfig, task: Task) -> Iterator[str]:
         """What the user should look at, in lines."""
@@ -101,17 +102,17 @@ def assemble(
     """
     policy, run = task.policy, read_run(config, task, max_tokens)
     if not samples:
-        plan = plan_or_raise(run.without_engine(), name_of(config))
+        plan = plan_or_raise(run.without_engine(), strategy_name(config))
         if not config.on_cpu:
             policy.model.to(config.device)
-        with on_all_ranks("the reference model"):
-            return Assembly(None, None, None, plan, reference_of(config, policy))
+        with on_all_ranks("the second models"):
+            return Assembly(None, None, None, plan, second_models(task.objective.needs, config, policy))
     with on_all_ranks("the engine's experts"):
         check_experts(num_experts(policy.model.config), config.on_cpu)
-    plan = plan_or_raise(run, name_of(config))
+    plan = plan_or_raise(run, strategy_name(config))
     engine = _build_engine(config, task, plan, closing)
     with on_all_ranks("the plan of the weights"):
-        weights = publisher(
+        weights = weight_sync(
             config.weights,
             policy.model,
             engine,
@@ -123,22 +124,17 @@ def assemble(
         )
     if config.on_cpu:
         process.give_back_freed_memory()  # the policy's former place
-    with on_all_ranks("the reference model"):
-        reference = reference_of(config, policy)
-    apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.model)
+    with on_all_ranks("the second models"):
+        others = second_models(task.objective.needs, config, policy)
+    apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
     plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
-    return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, reference)
+    return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, others)
 
 
 def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: ExitStack) -> Engine:
     policy, context = task.policy, needed_context(config, task)
     end = policy.tokenizer.eos_token_id
-    engine = Engine(
-        policy.path,
-        config,
-        policy.model.dtype,
-        context,
-        plan.kv_bytes,
+    needs = Needs(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
         sequences=most_sequences(config, task.prompts),
@@ -146,6 +142,7 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
         parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
         images=most_images(task.prompts, policy, task.toolbox, context),
     )
+    engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, needs)
     closing.callback(engine.close)
     with on_all_ranks("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
@@ -160,10 +157,10 @@ def resolve_by_memory(config: GRPOConfig, task: Task) -> None:
     """Resolve what the memory decides where nothing is said: ``sharding: auto`` is the least sharded way that leaves
     room, ``gradient_checkpointing`` is on for as few layers as this way needs. A collective."""
     if config.sharding == "auto":
-        config.settle_sharding(auto(read_run(config, task, config.token_budget)))
+        config.resolve_sharding(auto(read_run(config, task, config.token_budget)))
     if config.gradient_checkpointing is None:
         run = read_run(config, task, config.token_budget)
-        config.settle_checkpointing(least_checkpointing(run, name_of(config), task.policy.checkpointing))
+        config.resolve_checkpointing(least_checkpointing(run, strategy_name(config), task.policy.checkpointing))
 
 
 def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
@@ -182,7 +179,7 @@ def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
         own_devices(config.device, policy.model),
         work,
         shared=expects_sharing(config, policy),
-        reference=reference_bytes(config, policy),
+        reference=second_model_bytes(task.objective.needs, config, policy),
     )
 
 
@@ -237,19 +234,21 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
 def choose_kernels(
     args: GRPOConfig,
     model: torch.nn.Module,
-    reference: Any,
+    second_models: SecondModels,
     closing: ExitStack,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[str]:
-    """Put Liger's kernels or compiled layers into the policy and its reference, where they are asked for: a collective.
-    Yields lines for people, each before what takes its time."""
-    second = reference.model if isinstance(reference, FrozenCopy) else None
+    """Put Liger's kernels or compiled layers into the policy and the second models, if asked for. A collective.
+
+    Yields lines for people, each before a slow part.
+    """
+    others = [second.model for second in second_models.values() if unwrap(second.model) is not unwrap(model)]
     if args.use_liger_kernel:
         with on_all_ranks("Liger's kernels"), autocast():
-            undo = apply_liger(model, args.device, args.liger_kernel_config, also=second)
+            undo = apply_liger(model, args.device, args.liger_kernel_config, also=others)
         closing.callback(undo)
     if args.torch_compile:
         yield "policy: torch compiles its layers: a minute or more, less the next time"
-        for each in filter(None, (unwrap(model), second)):
+        for each in (unwrap(model), *others):
             compile_layers(each, args.torch_compile_backend or "inductor", args.torch_compile_mode)
             closing.callback(forget_compiled, each)

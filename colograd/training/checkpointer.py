@@ -426,7 +426,7 @@ class Checkpointer(TrainerCallback):
             )
 
     def load_optimizer(self, checkpoint: str) -> None:
-        """Load the optimizer and the schedule, written by any number of ranks and any way of sharding.
+        """Load the optimizer and the schedule, written by any number of ranks and any sharding strategy.
 
         A float32 checkpoint becomes split masters (see `adamw_split`) bit for bit, and the reverse.
         """

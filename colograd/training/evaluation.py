@@ -15,8 +15,8 @@ from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.logprobs import evaluation_mode, policy_logprobs
-from ..policy.packing import PackingRules, collate
+from ..policy.logprobs import PolicyForward, evaluation_mode
+from ..policy.packing import PackingRules
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import Combine, RolloutStatistics
 from .step_batches import step_batch
@@ -111,22 +111,21 @@ def evaluation_step(
     return step_batch(drawn, RolloutStatistics(), rules, reward_names, times)
 
 
-def loss_share(
-    model: torch.nn.Module, step: StepBatch, temperature: float, has_reference: bool, seconds: float
-) -> float:
+def loss_share(model: torch.nn.Module, step: StepBatch, temperature: float, models: int, seconds: float) -> float:
     """The time that the forwards of an evaluation's loss will take, as a share of the rest of it. A collective.
 
     Args:
+        models: that run on each row: the policy, and second ones.
         seconds: that this rank has sampled and scored.
     """
 
     def forward() -> None:
         with on_all_ranks("the evaluation's forward"), torch.no_grad():
-            for row in map(collate, step.rows[:1]):
-                policy_logprobs(model, row, temperature)[0].cpu()
+            for row in step.rows[:1]:
+                PolicyForward(model, temperature).of_row(row)[0].cpu()
 
     with evaluation_mode(model):
-        return share_of_forward(forward, len(step.rows) * (2 if has_reference else 1), seconds)
+        return share_of_forward(forward, len(step.rows) * models, seconds)
 
 
 def share_of_forward(forward: Callable[[], None], parts: int, seconds: float) -> float:

@@ -21,15 +21,15 @@ from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
-from ..policy.logprobs import evaluation_mode, policy_logprobs, routed_logprobs, with_old_logprobs
-from ..policy.packing import PackingRules, collate
-from ..policy.reference import Reference, fill, with_ref_logprobs
+from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, routed_logprobs, with_old_logprobs
+from ..policy.packing import PackingRules
 from ..policy.router_replay import replay_figures
 from ..policy.row_proof import choose_rows_where_it_trains
+from ..policy.second_models import SecondModels, fill, with_second_logprobs
 from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.sampler import SampledRound
-from ..sharding import Sharding
+from ..sharding import ShardingStrategy
 from .evaluation import AFFORDABLE, evaluation_step, loss_share
 from .loss_pass import loss_pass
 from .step_batches import schedule, step_batch
@@ -61,8 +61,8 @@ class Learner:
     objective: Objective
     entropy: EntropyController
     rules: PackingRules
-    sharding: Sharding
-    reference: Reference | None  # of the KL term; None where `beta` is 0
+    sharding: ShardingStrategy
+    second_models: SecondModels
     estimator: AdvantageEstimator
     reward_names: Sequence[str]
     memory: MemoryPlan
@@ -91,7 +91,7 @@ class Learner:
             yield self.pending.pop(0)
 
     def _add_logprobs(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add ref_logprobs (if beta > 0), and old_logprobs to off-policy steps."""
+        """Add the second models' log-probabilities, and old_logprobs to off-policy steps."""
         while True:
             try:
                 return self._forward_others(steps)
@@ -101,9 +101,9 @@ class Learner:
 
     def _forward_others(self, steps: list[StepBatch]) -> list[StepBatch]:
         config, autocast = self.config, self.hooks.compute_loss_context_manager
-        if self.reference is not None:
-            with on_all_ranks("the reference's log-probabilities"), self.times.phase("ref_logprobs"), autocast():
-                steps = with_ref_logprobs(self.reference, steps, config.temperature)
+        if self.second_models:
+            with on_all_ranks("the second models' log-probabilities"), self.times.phase("ref_logprobs"), autocast():
+                steps = with_second_logprobs(self.second_models, steps, config.temperature)
 
         def add_old(step: StepBatch) -> StepBatch:
             with self.times.phase("old_logprobs"), autocast():
@@ -187,7 +187,7 @@ class Learner:
         timed = self.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
-    def _loss_pass(self, step: StepBatch, sharding: Sharding | None) -> Metrics:
+    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None) -> Metrics:
         """This rank's micro-batches through the loss; backward too where a ``sharding`` does it."""
         compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
         denominator = self.objective.denominator(step)
@@ -221,9 +221,9 @@ class Learner:
             self._loss_is_affordable = self._can_afford(step, seconds)
             if not self._loss_is_affordable:
                 return {}
-        if self.reference is not None:
-            with on_all_ranks("the reference's log-probabilities"), self.hooks.compute_loss_context_manager():
-                (step,) = with_ref_logprobs(self.reference, [step], self.config.temperature)
+        if self.second_models:
+            with on_all_ranks("the second models' log-probabilities"), self.hooks.compute_loss_context_manager():
+                (step,) = with_second_logprobs(self.second_models, [step], self.config.temperature)
         with evaluation_mode(self.model):
             step = self._with_constants(step)
             with on_all_ranks("the evaluation's forward"), torch.no_grad():
@@ -235,7 +235,7 @@ class Learner:
 
     def _can_afford(self, step: StepBatch, seconds: float) -> bool:
         with self.hooks.compute_loss_context_manager():
-            share = loss_share(self.model, step, self.config.temperature, self.reference is not None, seconds)
+            share = loss_share(self.model, step, self.config.temperature, 1 + len(self.second_models), seconds)
         if share > AFFORDABLE:
             self.console.warn(
                 f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: "
@@ -251,8 +251,8 @@ class Learner:
         Args:
             seen: prompts with images, if there are any.
         """
-        second = None if self.reference is None else self.reference.model
-        why = choose_rows_where_it_trains(self.model, self.config.device, second, seen)
+        others = [second.model for second in self.second_models.values()]
+        why = choose_rows_where_it_trains(self.model, self.config.device, others, seen)
         check_compiled(self.config, why)
         if why != self.policy.why_padded:
             self.policy = dataclasses.replace(self.policy, why_padded=why)
@@ -271,9 +271,8 @@ class Learner:
         def train(row: PackedRow) -> None:
             with self.sharding.agree("measuring"), self.hooks.compute_loss_context_manager():
                 row = dataclasses.replace(row, step_constants=StepConstants(coefficient=config.entropy_coef))
-                if self.reference is not None:
-                    (row,) = fill(self.reference, [row], config.temperature)
-                loss = self.hooks.compute_loss(self.model, collate(row)).loss
+                (row,) = fill(self.second_models, [row], config.temperature)
+                loss = self.hooks.compute_loss(self.model, PolicyForward.prepare(row)).loss
             with self.sharding.agree("measuring"):
                 self.sharding.backward(loss)
 

@@ -12,10 +12,10 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, StepBatch
 from ..parallel import watchdog
-from ..policy.packing import collate
+from ..policy.logprobs import PolicyForward
 from ..reporting.metrics import Metrics, numbers
 from ..rollout.stages import shown
-from ..sharding import Sharding
+from ..sharding import ShardingStrategy
 
 
 def loss_pass(
@@ -23,7 +23,7 @@ def loss_pass(
     compute_loss: Callable[[MicroBatch], LossOutput],
     denominator: float,
     autocast: Callable[[], AbstractContextManager],
-    sharding: Sharding | None,
+    sharding: ShardingStrategy | None,
 ) -> Metrics:
     """Forward, and backward where asked for, of this rank's micro-batches. Gradients add up in the parameters.
 
@@ -45,7 +45,7 @@ def loss_pass(
     for index, row in enumerate(step.rows):
         watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():
-            output = checked_loss(compute_loss(collate(row)), differentiable=sharding is not None)
+            output = checked_loss(compute_loss(PolicyForward.prepare(row)), differentiable=sharding is not None)
         losses.append(output.loss.detach())
         if sharding is not None:
             with agree("training"):

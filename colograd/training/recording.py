@@ -26,13 +26,13 @@ from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
 from ..report import write_report
 from ..reporting.advisor import Advisor
+from ..reporting.event_log import EventLog, events_of, histogram, plain
 from ..reporting.group_views import TokenTexts, chosen_groups, shown_notes
 from ..reporting.model_card import versions
 from ..reporting.redaction import is_secret, without_absolute_paths, without_secrets
-from ..reporting.run_record import RunRecord, events_of, histogram, plain
 from ..reporting.timeline import Timeline
 from ..reporting.trackers import Trackers
-from ..rollout.group_records import Recorded, group_bytes
+from ..rollout.group_records import RewardedGroup, group_bytes
 from ..rollout.group_table import entries
 from ..rollout.statistics import Combine, RolloutStatistics
 from ..rollout.store import RolloutStore
@@ -65,7 +65,7 @@ class Recorder(TrainerCallback):
         self.trainer, self.args = trainer, trainer.args
         self.records: bool = self.args.report  # on all ranks
         self.writes = self.records and is_main
-        self.file = RunRecord(str(self.args.output_dir), trainer.console.warn)
+        self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
         self._rollout: dict[str, Any] | None = None  # of the present round
@@ -310,7 +310,7 @@ class Recorder(TrainerCallback):
         chosen = chosen_groups(totals, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
-        recorded = [Recorded(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
+        recorded = [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
         try:
             self._store.show(notes, recorded)
         except OSError as error:

@@ -51,7 +51,7 @@ def steps_named(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-class RecordedRounds(RolloutStore):
+class ReplayStore(RolloutStore):
     """A run's store for a replay: read-only, and settings that only training depends on may differ."""
 
     def __init__(
@@ -151,7 +151,7 @@ def _shown(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.9g}" for name, value in figures.items())
 
 
-class RecordedSampler(Sampler):
+class ReplaySampler(Sampler):
     """A `Sampler` of recorded groups only: without an engine or calls of reward functions."""
 
     def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:

@@ -111,7 +111,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         objective = dataclasses.replace(objective, router_coef=policy.router_coef(args))
         check_reference(args, policy)
         check_compiled(args, policy.why_padded)
-        args.settle_precision(policy.model.dtype)
+        args.resolve_precision(policy.model.dtype)
         tool_format = tool_format_of(toolbox, policy, args)
         train_prompts = train_prompts_of(given.train_dataset, policy, args, toolbox)
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, toolbox)

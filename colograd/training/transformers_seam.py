@@ -26,7 +26,7 @@ from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
 from ..rollout.store import RolloutStore, digest_of
-from ..sharding import Sharding
+from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
 from .checkpointer import Checkpointer
 from .learner import Learner
@@ -39,7 +39,7 @@ class SeamTrainer(Trainer):
     policy: Policy
     rewards: list[RewardFunction]
     learner: Learner
-    sharding: Sharding
+    sharding: ShardingStrategy
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -137,7 +137,7 @@ class SeamTrainer(Trainer):
     # -- the model
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Nothing: the policy moves into the engine's memory once the engine is built (see `weights.publisher`)."""
+        """Nothing: the policy moves into the engine's memory once the engine is built (see `weights.weight_sync`)."""
 
     def compute_loss_context_manager(self) -> Any:
         """Autocast, if `bf16` asks for it; accelerate would wrap the model in it."""
@@ -177,8 +177,8 @@ class SeamTrainer(Trainer):
         usual = functools.partial(super()._save_optimizer_and_scheduler, output_dir)
         self.checkpointer.save_optimizer(output_dir, usual)
         watchdog.progress()
-        if self.learner.reference is not None and self.args.should_save:
-            self.learner.reference.save(output_dir, self.checkpointer.write_tensors)
+        for second in self.learner.second_models.values() if self.args.should_save else ():
+            second.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """As in transformers; also save the lengths of completions, which decide how the engine batches prompts."""
@@ -205,9 +205,9 @@ class SeamTrainer(Trainer):
             return
         self.checkpointer.load_optimizer(checkpoint)
         self.lengths.load(checkpoint, self.args.layout.data_rank)
-        if self.learner.reference is not None:
-            with loading(checkpoint, "the reference"):
-                self.learner.reference.load(checkpoint)
+        for second in self.learner.second_models.values():
+            with loading(checkpoint, "a second model"):
+                second.load(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with loading(str(checkpoint), "the random state"):

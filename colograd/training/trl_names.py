@@ -44,6 +44,7 @@ ABSENT = {
     "async_loop_ready_event": LOOP,
     "commit_scheduler": "the completions log (`trainer.completion_log`) sends its files by itself",
 }
+
 # Public attributes that are of another type than in TRL's trainer.
 DIFFERENT = {
     "args": "Colograd's `GRPOConfig`, which has TRL's fields and more",
@@ -126,8 +127,8 @@ def _end_tokens(trainer: Any) -> list[int]:
 
 _FOUND = {
     # As in TRL, an adapter's reference is no second model.
-    "ref_model": lambda trainer: (
-        trainer.learner.reference.model if isinstance(trainer.learner.reference, FrozenCopy) else None
+    "ref_model": lambda trainer: next(
+        (second.model for second in trainer.learner.second_models.values() if isinstance(second, FrozenCopy)), None
     ),
     "num_generations_eval": lambda trainer: trainer.args.eval_generations(),
     "max_tool_calling_iterations": lambda trainer: trainer.args.max_tool_calling_iterations or sys.maxsize,

@@ -1,11 +1,11 @@
-"""Publishing: how a step's weights become the engine's. `way` says what every way of publishing does.
+"""Publishing: how a step's weights become the engine's. `WeightSync` is the interface.
 
-The ways are `shared`, `copied`, `gathered`, `adapter` and `merged`; `selection` picks one, or takes a class of the
+They are `shared`, `copied`, `gathered`, `adapter` and `merged`; `selection` picks one, or takes a class of the
 user's. `mapping` says which engine tensor holds which parameter,
 `proof` shows that it does, of most parameters at once by the changes that `sign_probe` makes.
 """
 
 from .mapping import Slice, packed_parts
-from .selection import check_choice, expects_sharing, publisher, serves_packed
+from .selection import check_choice, expects_sharing, serves_packed, weight_sync
 from .shared import bytes_apart, state_dict_on_host
-from .way import Publisher
+from .sync import WeightSync

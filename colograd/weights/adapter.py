@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine, EngineTensors, LoRALayer
 from ..policy.lora import PREFIX, AdaptedLayer, adapted_layers
 from .copied import CopiedWeights
-from .mapping import fusions, renamed
 from .shared import SharedWeights
-from .way import PlannedWay
+from .sync import PlannedSync
 
 
 class Unserved(ValueError):
@@ -39,14 +38,13 @@ class Slot:
     kind: str  # lora_A or lora_B
     source: torch.Tensor  # the policy's parameter, (rank, in) or (out, rank)
     scaling: float  # what it is multiplied by on the way: 1 for A
-    holder: Any  # vLLM's layer with LoRA
+    holder: LoRALayer
     part: int  # of the holder's fused parts
 
     @property
     def stack(self) -> torch.Tensor:
         """The holder's present tensor of all slots; looked up anew, so that a replaced one is noticed."""
-        stacks: Sequence[torch.Tensor] = getattr(self.holder, f"{self.kind.lower()}_stacked")
-        return stacks[self.part]
+        return self.holder.stacks(self.kind)[self.part]
 
     @property
     def destination(self) -> torch.Tensor:
@@ -60,7 +58,7 @@ class Slot:
         return torch.equal(self.destination, expected.to(self.stack.dtype))
 
 
-class AdapterWeights(PlannedWay):
+class AdapterWeights(PlannedSync):
     """Publishes a LoRA adapter into the engine's first LoRA slot.
 
     Args:
@@ -144,7 +142,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
     """
     slots, missing = [], []
     for layer in adapted_layers(policy):
-        holder, part = _holder_and_part(layer, engine)
+        holder, part = _holder_and_part(layer, engine.tensors)
         pair = [
             Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part),
             Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part),
@@ -157,14 +155,14 @@ def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
     return slots
 
 
-def _holder_and_part(layer: AdaptedLayer, engine: Engine) -> tuple[Any, int]:
-    """vLLM's layer with the slots, and the part of it; (None, 0) where there is none."""
-    modules = engine.lora_modules
-    name = renamed(layer.parameter, engine.model).removesuffix(".weight")
+def _holder_and_part(layer: AdaptedLayer, engine: EngineTensors) -> tuple[Any, int]:
+    """The engine's layer with the slots, and the part of it; (None, 0) where there is none."""
+    layers = engine.lora_layers()
+    name = engine.renamed(layer.parameter).removesuffix(".weight")
     last = name.rpartition(".")[2]
-    for fused, parts in ((last, [last]), *fusions(engine.model).items()):
-        holder = modules.get(name.removesuffix(last) + fused)
-        if last in parts and holder is not None and len(holder.lora_a_stacked) == len(parts):
+    for fused, parts in ((last, [last]), *engine.fusions.items()):
+        holder = layers.get(name.removesuffix(last) + fused)
+        if last in parts and holder is not None and len(holder.stacks("lora_A")) == len(parts):
             return holder, parts.index(last)
     return None, 0
 
@@ -197,8 +195,8 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
                 "engine's copy)."
             )
     torch._foreach_zero_([slot.destination for slot in slots])
-    for name, holder in engine.lora_modules.items():
-        if any(bool(stack.any()) for stack in (*holder.lora_a_stacked, *holder.lora_b_stacked)):
+    for name, holder in engine.tensors.lora_layers().items():
+        if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in holder.stacks(kind)):
             raise RuntimeError(f"vLLM's LoRA slot of {name} holds more than the adapter: set weights: copied.")
 
 

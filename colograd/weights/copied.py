@@ -10,17 +10,17 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 from .mapping import Slice
-from .way import PlannedWay
+from .sync import PlannedSync
 
 
 class Copies:
-    """A copy of ``slices``, planned once. Quantised weights are dequantised for it, one after the other."""
+    """A copy of ``slices``, planned once. Values that are computed (dequantised, say) are so one slice at a time."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
-        plain = [part for part in slices if part.packed is None]
-        self._packed = [part for part in slices if part.packed is not None]
+        plain = [part for part in slices if not part.is_computed]
+        self._computed = [part for part in slices if part.is_computed]
         # Detached views share the policy's storage: they stay valid while the optimizer writes in place.
         self._sources = [part.held for part in plain]
         self._destinations = [part.destination for part in plain]
@@ -31,12 +31,12 @@ class Copies:
         """Write the sources, cast, into the destinations. Returns the bytes written."""
         if self._sources:
             torch._foreach_copy_(self._destinations, self._sources)
-        for part in self._packed:
+        for part in self._computed:
             part.destination.copy_(part.held)
         return self.nbytes
 
 
-class CopiedWeights(PlannedWay):
+class CopiedWeights(PlannedSync):
     """Copies the policy into the engine, cast to the engine's dtype.
 
     Args:

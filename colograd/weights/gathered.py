@@ -6,15 +6,15 @@ the policy is ever whole beside the engine. All ranks publish at the same time, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 from ..sharding.rows import ELEMENTS, Rows, cuts_of, gathered
 from .mapping import Slice
-from .way import PlannedWay
+from .sync import PlannedSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Place:
 
     destination: torch.Tensor
     cut: tuple[slice, ...]
+    through: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def of(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Of some rows, those that lie in it, and their values; None: none does."""
@@ -30,11 +31,12 @@ class Place:
         first, last = max(rows.first, held.start), min(rows.first + len(rows.values), held.stop)
         if first >= last:
             return None
-        values = rows.values[first - rows.first : last - rows.first]
-        return self.destination[first - held.start : last - held.start], values[(slice(None), *self.cut[1:])]
+        values = rows.values[first - rows.first : last - rows.first][(slice(None), *self.cut[1:])]
+        values = values if self.through is None else self.through(values)
+        return self.destination[first - held.start : last - held.start], values
 
 
-class GatheredWeights(PlannedWay):
+class GatheredWeights(PlannedSync):
     """Publishes a policy that ranks have cut by rows.
 
     Args:
@@ -47,7 +49,7 @@ class GatheredWeights(PlannedWay):
         # Without their sources: these are the whole parameters, which are to be freed.
         self.places: dict[str, list[Place]] = {}
         for part in slices:
-            self.places.setdefault(part.name, []).append(Place(part.destination, part.cut))
+            self.places.setdefault(part.name, []).append(Place(part.destination, part.cut, part.through))
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +69,7 @@ class GatheredWeights(PlannedWay):
         return self.nbytes
 
     def differing(self) -> list[str]:
-        """See `Publisher.differing`. A collective."""
+        """See `WeightSync.differing`. A collective."""
         found: dict[str, bool] = {}
         for name, destination, values in self._rows():
             found[name] = found.get(name, False) or not torch.equal(destination, values)
@@ -84,4 +86,4 @@ class GatheredWeights(PlannedWay):
 
     def _addresses(self) -> dict[str, int]:
         """Of the engine's tensors alone."""
-        return {f"engine {name}": p.data_ptr() for name, p in self.engine.model.named_parameters()}
+        return {f"engine {name}": p.data_ptr() for name, p in self.engine.tensors.parameters().items()}

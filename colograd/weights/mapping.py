@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from ..engine.protocol import EngineTensors
 from ..policy.images import in_tower
 from ..policy.lora import base_name
 from ..policy.quantized_layers import PackedWeight, packed_weights
@@ -24,7 +25,6 @@ from ..policy.quantized_layers import PackedWeight, packed_weights
 EXPERTS = {
     "gate_up_proj": "w13_weight", "down_proj": "w2_weight", "gate_up_proj_bias": "w13_bias", "down_proj_bias": "w2_bias"
 }  # fmt: skip
-AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts as checkpoints have them
 WITHIN = ("", "routed_experts.")  # of vLLM's module of the experts, where their tensors are
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # transformers calls a mixture's block as any other, vLLM some by the second
 # Where transformers and where vLLM have the parts of a SigLIP tower.
@@ -41,18 +41,29 @@ class Slice:
     name: str  # the policy's name of the parameter
     source: torch.Tensor  # of a quantised one only its shape and dtype, without memory
     destination: torch.Tensor
-    cut: tuple[slice, ...] = ()  # of the source, what ``destination`` holds; empty: all of it
+    cut: tuple[slice, ...] = ()  # the part of the source that ``destination`` holds; empty: all of it
     packed: PackedWeight | None = None  # the policy has it quantised
+    through: Callable[[torch.Tensor], torch.Tensor] | None = None  # the engine holds this function of it, elementwise
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the engine's values are computed from the policy's, so that no memory can be shared."""
+        return self.packed is not None or self.through is not None
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The part of the policy's own tensor, which may move; not for a quantised one."""
+        return self.source.detach()[self.cut]
 
     @property
     def held(self) -> torch.Tensor:
-        """What ``destination`` holds, as a view of the policy's parameter; looked up anew, as that may move. Of a
-        quantised one, a new tensor."""
+        """The values for ``destination``: the `view`, or if `is_computed` a new tensor."""
         return self.part_of(self.source.detach() if self.packed is None else self.packed.values())
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same part of a tensor that has the parameter's shape."""
-        return whole[self.cut]
+        """The values for ``destination`` from a tensor that has the parameter's shape."""
+        part = whole[self.cut]
+        return part if self.through is None else self.through(part)
 
     def equal(self) -> bool:
         """Whether the engine holds the policy's value, cast to its dtype, bit for bit."""
@@ -65,7 +76,7 @@ class UnmappedParameter(ValueError):
 
 def map_parameters(
     policy: torch.nn.Module,
-    engine_model: torch.nn.Module,
+    engine: EngineTensors,
     place: int = 0,
     ranks: int = 1,
     served: Collection[PackedWeight] = (),
@@ -81,7 +92,8 @@ def map_parameters(
     Raises:
         UnmappedParameter: naming what is left over on either side.
     """
-    targets, sources = _base_parameters(engine_model), _base_parameters(policy)
+    targets: dict[str, torch.Tensor] = dict(engine.parameters())
+    sources = _base_parameters(policy)
     own_names = {base_name(name): name for name, _ in policy.named_parameters()}
     packed = packed_weights(policy)
     for name in [base_name(name) for name, weight in packed.items() if weight in served]:
@@ -91,7 +103,7 @@ def map_parameters(
             sources[base], own_names[base] = buffer, name
     slices, missing = [], []
     for name, source in sources.items():
-        if (experts := _experts(name, targets, engine_model)) is not None:
+        if (experts := _experts(name, targets, engine)) is not None:
             own = own_names[name]
             parts = (
                 _parts(experts, source, place, ranks, own)
@@ -100,8 +112,8 @@ def map_parameters(
             )
             slices += [Slice(own, source, *part) for part in parts]
             continue
-        found = _whereabouts(name, sources, targets, engine_model)
-        if found and ranks > 1 and name.split(".")[-2] in fusions(engine_model):
+        found = _whereabouts(name, sources, targets, engine)
+        if found and ranks > 1 and name.split(".")[-2] in engine.fusions:
             if in_tower(name):
                 slices += [Slice(own_names[name], source, *part) for part in _thirds(found[0], source, place, ranks)]
                 continue
@@ -116,7 +128,8 @@ def map_parameters(
     bare = sorted(_uncovered(slices, targets))
     if bare:
         raise UnmappedParameter(f"The policy has no source for {len(bare)} engine tensors: {', '.join(bare[:4])}.")
-    return [dataclasses.replace(part, packed=packed.get(part.name)) for part in slices]
+    functions = {own: engine.written_through(name) for name, own in own_names.items() if name is not None}
+    return [dataclasses.replace(p, packed=packed.get(p.name), through=functions.get(p.name)) for p in slices]
 
 
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -127,16 +140,16 @@ def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _whereabouts(
-    name: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine_model: torch.nn.Module
+    name: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
     """The engine's tensor that holds a parameter, the parameters that are fused in it, and which of them it is."""
-    mapped = renamed(name, engine_model)
+    mapped = engine.renamed(name)
     if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
         mapped = mapped.replace(*TOWER, 1)
     for found in (mapped, mapped.replace(*BLOCKS)):
         if found in targets:
             return targets[found], [sources[name]], 0
-    for fused, parts in fusions(engine_model).items():
+    for fused, parts in engine.fusions.items():
         for index, part in enumerate(parts):
             target = targets.get(mapped.replace(f".{part}.", f".{fused}."))
             if target is not None:
@@ -147,33 +160,22 @@ def _whereabouts(
     return None
 
 
-def _experts(name: str, targets: dict[str, torch.Tensor], engine_model: torch.nn.Module) -> torch.Tensor | None:
+def _experts(name: str, targets: dict[str, torch.Tensor], engine: EngineTensors) -> torch.Tensor | None:
     """The engine's tensor of a block's experts; None: the parameter is none of a mixture's experts."""
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts") or last not in EXPERTS:
         return None
-    head = renamed(f"{head}.weight", engine_model).removesuffix("weight")
+    head = engine.renamed(f"{head}.weight").removesuffix("weight")
     places = (f"{block}{within}{EXPERTS[last]}" for block in (head, head.replace(*BLOCKS)) for within in WITHIN)
     place = next((place for place in places if place in targets), None)
     if place is None:
         return None
-    _check_kernel(engine_model, place)
-    return targets[place]
-
-
-def _check_kernel(engine_model: torch.nn.Module, place: str) -> None:
-    """
-    Raises:
-        UnmappedParameter: the engine's kernel for experts has them in a layout of its own, perhaps of the same shape.
-    """
-    modules = {base_name(f"{name}.weight"): module for name, module in engine_model.named_modules()}
-    method = getattr(modules.get(f"{place.rpartition('.')[0]}.weight"), "quant_method", None)
-    backend = getattr(getattr(method, "unquantized_backend", None), "name", AS_SAVED[0])
-    if backend not in AS_SAVED:
+    if layout := engine.expert_layout(place):
         raise UnmappedParameter(
-            f"The engine keeps {place} as its kernel for experts ({backend}) wants it, in another layout than a "
+            f"The engine keeps {place} as its kernel for experts ({layout}) wants it, in another layout than a "
             "checkpoint's: leave what chooses kernels for experts out of vllm_engine_kwargs and the environment."
         )
+    return targets[place]
 
 
 def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> torch.Tensor:
@@ -214,22 +216,6 @@ def _parts(
         (target[:, half * own : (half + 1) * own], (everything, slice(start, start + own)))
         for half, start in enumerate((place * own, size + place * own))
     ]
-
-
-def fusions(engine_model: torch.nn.Module | type) -> dict[str, list[str]]:
-    """The parts of each fused layer by its name: ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``."""
-    return getattr(engine_model, "packed_modules_mapping", None) or {}
-
-
-def renamed(name: str, engine_model: torch.nn.Module | type) -> str:
-    """The name after the model's renamings, but before its fusions (newer mappers do both, and drop the place)."""
-    mapper = getattr(engine_model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return name
-    if getattr(mapper, "orig_to_new_stacked", None):
-        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
-    found = mapper.apply_list([name])
-    return found[0] if found else name
 
 
 def _split(
@@ -315,18 +301,18 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
             yield name
 
 
-def packed_parts(policy: torch.nn.Module, model_class: type) -> dict[str, list[PackedWeight]]:
+def packed_parts(policy: torch.nn.Module, engine: EngineTensors) -> dict[str, list[PackedWeight]]:
     """By the names of vLLM's linear layers, the policy's packed weights that each would multiply with, in their order.
 
     None for a layer some of whose parts aren't packed.
     """
     own = {base_name(name): weight for name, weight in packed_weights(policy).items()}
-    packed = {renamed(str(name), model_class).removesuffix(".weight"): weight for name, weight in own.items()}
+    packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in own.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
     found = {name: [weight] for name, weight in packed.items()}
     for name in packed:
         head, _, last = name.rpartition(".")
-        for fused, parts in fusions(model_class).items():
+        for fused, parts in engine.fusions.items():
             names = [f"{head}.{part}" for part in parts]
             if last in parts and all(part in packed for part in names):
                 found[f"{head}.{fused}"] = [packed[part] for part in names]

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 from ..policy.lora import adapted_layers, base_name, trained_copies
 from .copied import Copies
 from .mapping import Slice
-from .way import PlannedWay
+from .sync import PlannedSync
 
 
-class MergedWeights(PlannedWay):
+class MergedWeights(PlannedSync):
     """Publishes a PeftModel as the weights it amounts to.
 
     Args:
@@ -67,7 +67,7 @@ class MergedWeights(PlannedWay):
         return first + self.nbytes
 
     def differing(self) -> list[str]:
-        """See `Publisher.differing`; of an adapted layer, merged in float32 and rounded once."""
+        """See `WeightSync.differing`; of an adapted layer, merged in float32 and rounded once."""
         names = [part.name for part in (*self._still, *self._whole) if not part.equal()]
         for layer, part in self._merged:
             if not torch.equal(part.destination, part.part_of(layer.merged()).to(part.destination.dtype)):

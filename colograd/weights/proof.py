@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..batch import ModelInput
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.images import own_inputs, sees
 from ..policy.logprobs import evaluation_mode
@@ -305,12 +305,7 @@ def added_by_the_first(part: Slice, engine: Engine) -> bool:
     """Whether it is the bias of outputs that an engine's ranks add up: the first rank adds it, the others don't."""
     if engine.layout.engine_place == 0 or not part.name.endswith(".bias"):
         return False
-    place = part.destination.data_ptr()
-    return any(
-        bias.data_ptr() == place and any(kind.__name__ == "RowParallelLinear" for kind in type(module).__mro__)
-        for module in engine.model.modules()
-        if isinstance(bias := getattr(module, "bias", None), torch.Tensor)
-    )
+    return engine.tensors.is_added_by_first_rank(part.destination)
 
 
 @torch.no_grad()
@@ -325,7 +320,7 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine, seen: ModelInput
     was_training = policy.training
     policy.eval()  # a dropout would change the output by itself
     usual = policy(ids, **more).logits
-    with changed(part.held) if part.packed is None else _negated(part.packed.layer):
+    with changed(part.view) if part.packed is None else _negated(part.packed.layer):
         same = torch.equal(policy(ids, **more).logits, usual)
     policy.train(was_training)
     return same

@@ -1,4 +1,4 @@
-"""Selects the way of publishing for a run, proves it, and says which and why: one function per way."""
+"""Selects a run's `WeightSync`, proves it, and says which and why: one function for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 from ..parallel.ranks import on_all_ranks
 from ..policy.images import sees
 from ..policy.loading import Policy
@@ -24,12 +24,12 @@ from .gathered import GatheredWeights
 from .mapping import Slice, map_parameters
 from .merged import MergedWeights
 from .shared import SharedWeights
-from .way import Publisher
+from .sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The policy and the engine, before a way is chosen."""
+    """The policy and the engine, before a `WeightSync` is chosen."""
 
     policy: torch.nn.Module
     engine: Engine
@@ -74,7 +74,7 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
             "auto, or sharding: fsdp on several ranks."
         )
     if is_import_path(wanted):
-        find_way(wanted)
+        find_weight_sync(wanted)
         if adapter is not None:
             raise ValueError(
                 f"weights is {wanted!r}, but the policy trains a LoRA adapter, and a way of your own gets whole "
@@ -92,19 +92,19 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
     return None if adapter.why_merged else adapter
 
 
-def find_way(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice]], Publisher]:
-    """The user's way of publishing at ``path``.
+def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice]], WeightSync]:
+    """The user's `WeightSync` at ``path``.
 
     Raises:
-        ValueError: there is none, or it lacks a method of `Publisher`.
+        ValueError: there is none, or it lacks a method of `WeightSync`.
     """
-    way = find_object(path, "weights", lambda value: isinstance(value, type))
-    if missing := [name for name in ("publish", "describe", "differing") if not callable(getattr(way, name, None))]:
+    kind = find_object(path, "weights", lambda value: isinstance(value, type))
+    if missing := [name for name in ("publish", "describe", "differing") if not callable(getattr(kind, name, None))]:
         raise ValueError(
             f"weights is {path!r}, which has no {missing[0]}, but must be a class with publish, describe and "
             "differing: see docs/weights.md."
         )
-    return way
+    return kind
 
 
 def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
@@ -122,7 +122,7 @@ def serves_packed(config: GRPOConfig, policy: Policy) -> bool:
     return policy.quantization is not None and config.weights == "shared"
 
 
-def publisher(
+def weight_sync(
     wanted: str,
     policy: torch.nn.Module,
     engine: Engine,
@@ -132,14 +132,14 @@ def publisher(
     adapter: Adapter | None = None,
     cut: bool = False,
     seen: ModelInput | None = None,
-) -> Publisher:
+) -> WeightSync:
     """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
 
     The policy comes on the CPU or wherever the user put it; the accelerator never holds two copies of what is shared.
 
     Args:
         wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a class (a
-            `Publisher`). Of a LoRA policy, ``shared`` speaks of its base.
+            `WeightSync`). Of a LoRA policy, ``shared`` speaks of its base.
         untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
         adapter: what the policy trains in place of its weights.
         cut: a rank will hold a part of the weights only, once this is done.
@@ -158,7 +158,7 @@ def publisher(
     layout = engine.layout
     with on_all_ranks("the map of the weights"):
         served = engine.served.weights
-        slices = map_parameters(policy, engine.model, layout.engine_place, layout.ranks_per_engine, served)
+        slices = map_parameters(policy, engine.tensors, layout.engine_place, layout.ranks_per_engine, served)
     equal = untouched and not engine.blank and engine.dtype == policy.dtype
     if equal:
         proof.check_equal(slices)
@@ -207,11 +207,11 @@ def _dequantise(
         )
 
 
-def _own(path: str, sides: Sides) -> Publisher:
+def _own(path: str, sides: Sides) -> WeightSync:
     """The user's class."""
     sides.place_policy()
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
-    return find_way(path)(sides.policy, sides.engine, sides.slices)
+    return find_weight_sync(path)(sides.policy, sides.engine, sides.slices)
 
 
 def _gathered(sides: Sides) -> GatheredWeights:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine, EngineTensors
 from ..parallel import watchdog
 from ..policy.quantized_layers import packed_weights
 from .copied import CopiedWeights
@@ -22,6 +22,8 @@ def obstacle(part: Slice) -> str:
     source, place = part.source, part.destination
     if part.packed is not None:
         return "the policy has it quantised"
+    if part.through is not None:
+        return "the engine has a function of it"
     if source.dtype != place.dtype:
         ours, theirs = (str(tensor.dtype).removeprefix("torch.") for tensor in (source, place))
         return f"the engine has it in {theirs}, the policy in {ours}"
@@ -79,9 +81,9 @@ class SharedWeights(CopiedWeights):
         return line
 
 
-def bytes_apart(policy: torch.nn.Module, engine_model: torch.nn.Module) -> int:
+def bytes_apart(policy: torch.nn.Module, engine: EngineTensors) -> int:
     """Bytes of the policy's parameters that lie outside the engine's tensors; of quantised ones with their scales."""
-    shared = {parameter.untyped_storage().data_ptr() for parameter in engine_model.parameters()}
+    shared = {parameter.untyped_storage().data_ptr() for parameter in engine.parameters().values()}
     packed = packed_weights(policy)
     return sum(
         packed[name].nbytes if name in packed else p.nbytes

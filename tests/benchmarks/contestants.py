@@ -249,12 +249,12 @@ def recorded_groups(job: Job) -> list[Any]:
 
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
-    from colograd.training.replaying import RecordedRounds, Replay
+    from colograd.training.replaying import Replay, ReplayStore
 
     rules = PromptRules(AutoTokenizer.from_pretrained(job.model), sys.maxsize, "error", {}, "train")
     prompts = tokenize_prompts(Dataset.from_list(job.rows), rules)
     run = Path(job.rollouts)
-    rounds = RecordedRounds(Replay(run, 1, 1), 0, RolloutStore(run, 0, {}).recorded_settings())
+    rounds = ReplayStore(Replay(run, 1, 1), 0, RolloutStore(run, 0, {}).recorded_settings())
     rounds.begin(0, weights="")
     found = rounds.recall([prompts[row, row] for row in range(job.prompts_per_step)])
     return [found[position].group for position in sorted(found)]

@@ -22,10 +22,10 @@ import torch
 from figures import OwnMemory, machine, table, write
 
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
-from colograd.rollout.store import Recorded, RolloutStore
+from colograd.rollout.store import RewardedGroup, RolloutStore
 
 
-def made_up(options: argparse.Namespace, position: int) -> Recorded:
+def made_up(options: argparse.Namespace, position: int) -> RewardedGroup:
     draw = np.random.default_rng(position)
     asked = ModelInput(tuple(draw.integers(0, 50_000, 200).tolist()))
     rollouts = []
@@ -39,7 +39,7 @@ def made_up(options: argparse.Namespace, position: int) -> Recorded:
             )
         )
     group = Group({"prompt": f"question {position}"}, tuple(rollouts), position)
-    return Recorded(group, torch.rand(options.completions, 1), Logged({}, {}))
+    return RewardedGroup(group, torch.rand(options.completions, 1), Logged({}, {}))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

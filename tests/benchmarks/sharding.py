@@ -1,4 +1,4 @@
-"""What each rank holds and exchanges in every native way of sharding, and what a step of each takes.
+"""What each rank holds and exchanges in every native sharding strategy, and what a step of each takes.
 
     torchrun --nproc-per-node 2 tests/benchmarks/sharding.py [--model FOLDER] [--tokens 512] [--ways none,gradients]
         [--out F.json]
@@ -34,7 +34,7 @@ from colograd.parallel.ranks import gather, rank, world_size  # noqa: E402
 from colograd.policy import attention  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
 from colograd.policy.packing import collate  # noqa: E402
-from colograd.sharding.selection import WAYS  # noqa: E402
+from colograd.sharding.selection import STRATEGIES  # noqa: E402
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -54,7 +54,7 @@ class Contestant:
         self.model.train()
         accumulate_in_float32(self.model.parameters())
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.way = WAYS[name if world_size() > 1 else "none"](self.model)
+        self.way = STRATEGIES[name if world_size() > 1 else "none"](self.model)
         self.optimizer = AdamWSplit(self.parameters, lr=1e-6)
         self.way.share(self.optimizer)
         self.steps: list[dict[str, float]] = []

@@ -54,9 +54,9 @@ STAGES = {
     "colograd.training.learner": {"Learner.prove_rows": "proof of the rows"},
     "colograd.policy.loading": {"choose_rows": "proof of the rows"},
     "colograd.training.assembly": {
-        "Engine.__init__": "engine: vLLM is built",
-        "Engine.check": "check of the sampling settings",
-        "publisher": "weights: mapped, compared, shared",
+        "VLLMEngine.__init__": "engine: vLLM is built",
+        "VLLMEngine.check": "check of the sampling settings",
+        "weight_sync": "weights: mapped, compared, shared",
     },
     "colograd.weights.proof": {"check_read": "weights: proof that they are read"},
 }

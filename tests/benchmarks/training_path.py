@@ -70,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int) -> Any:
     """A group as it is recorded: random tokens and rewards, which follow from the prompt's place alone."""
     from colograd.batch import FinishReason, Group, Logged, Rollout
-    from colograd.rollout.store import Recorded
+    from colograd.rollout.store import RewardedGroup
 
     draw = random.Random(prompt.position)
     rollouts = tuple(
@@ -85,7 +85,7 @@ def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int)
         for length in [draw.randint(-(-longest // SHORTEST), longest) for _ in range(size)]
     )
     rewards = torch.tensor([[draw.random()] for _ in rollouts])
-    return Recorded(Group(prompt.example, rollouts, prompt.position), rewards, Logged({}, {}))
+    return RewardedGroup(Group(prompt.example, rollouts, prompt.position), rewards, Logged({}, {}))
 
 
 def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any) -> None:

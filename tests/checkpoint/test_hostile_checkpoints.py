@@ -23,7 +23,7 @@ from colograd.checkpoint import folders, manifest
 from colograd.checkpoint.reading import inside, look, reading, trainer_state
 from colograd.engine.queue_order import LengthHistory
 from colograd.sharding import optimizer_state
-from colograd.sharding.way import Owned
+from colograd.sharding.strategy import Owned
 from colograd.sharding.weight_files import WeightFiles
 from colograd.training.adamw_split import AdamWSplit
 

@@ -297,7 +297,7 @@ def test_what_is_written_beside_is_what_would_be_written_at_once(run: Any, tiny_
     run.model.load_state_dict(load_file(tiny_model / "model.safetensors"), strict=False)
     run.optimizer = run.lr_scheduler = None
     run.args.output_dir += "-at-once"
-    run.args.save_in_background = False
+    vars(run.args)["save_in_background"] = False
     run.train()
     at_once = Path(run.args.output_dir)
     assert steps_left(run) == [1, 2, 3, 4] and not list(at_once.glob(".*"))
@@ -315,7 +315,7 @@ def test_what_is_written_beside_is_what_would_be_written_at_once(run: Any, tiny_
 def test_training_goes_on_over_a_full_disk_and_ends_when_it_stays_full(run: Any, tmp_path: Path, capfd) -> None:
     with small_disk(tmp_path / "disk", "2500k") as disk:
         run.args.output_dir = str(disk)
-        run.args.save_failures = 9
+        vars(run.args)["save_failures"] = 9
         run.train()
         said = capfd.readouterr().out
         left = steps_left(run)
@@ -323,7 +323,7 @@ def test_training_goes_on_over_a_full_disk_and_ends_when_it_stays_full(run: Any,
         assert f"checkpoints: that of step {len(left) + 1} couldn't be written (OSError: [Errno 28] No space" in said
         assert "1 in a row; 9 end the run, save_failures" in said
         assert not [path for path in disk.rglob("*") if ".incomplete" in path.name]
-        run.args.save_failures = 2
+        vars(run.args)["save_failures"] = 2
         with pytest.raises(RuntimeError, match=r"The last 2 checkpoints couldn't be written .*No space left on device"):
             run.train(resume_from_checkpoint=str(disk / "checkpoint-1"))
         assert steps_left(run) == left, "what was there still is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import os
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
@@ -158,7 +160,7 @@ def test_checkpointing_is_settled_where_nothing_is_said() -> None:
     for every, on, layers in ((0, False, None), (1, True, None), (4, True, 4)):
         made = config()
         assert made.gradient_checkpointing is None and made.checkpointing == 1
-        made.settle_checkpointing(every)
+        made.resolve_checkpointing(every)
         assert made.gradient_checkpointing is on and made.gradient_checkpointing_kwargs.get("every_n_layers") == layers
         assert made.checkpointing == every
     assert config(gradient_checkpointing=False).checkpointing == 0
@@ -169,17 +171,17 @@ def test_checkpointing_is_settled_where_nothing_is_said() -> None:
 def test_the_optimizer_and_autocast_follow_the_policy_s_dtype() -> None:
     for dtype, optim, autocast in ((torch.bfloat16, "adamw_split", False), (torch.float32, "adamw_torch", True)):
         made = config(bf16=True)
-        made.settle_precision(dtype)
+        made.resolve_precision(dtype)
         assert (made.optim, made.bf16) == (optim, autocast)
     made = config(optim="sgd")
-    made.settle_precision(torch.bfloat16)
+    made.resolve_precision(torch.bfloat16)
     assert made.optim == "sgd"
 
 
 @pytest.mark.parametrize(("given", "autocast"), [({}, True), ({"bf16": True}, True), ({"bf16": False}, False)])
 def test_float32_runs_under_autocast_unless_refused_as_in_trl(given, autocast) -> None:
     made = config(model_init_kwargs={"dtype": "float32"}, **given)
-    made.settle_precision(torch.float32)
+    made.resolve_precision(torch.float32)
     assert made.bf16 is autocast and made.mixed_precision == ("bf16" if autocast else "no")
 
 
@@ -464,7 +466,7 @@ def test_settings_of_rewards_are_checked(tmp_path: Path, name: str, value: Any, 
 
 
 def test_a_class_of_the_user_s_own_publishes_weights() -> None:
-    assert config(weights="my.module:Publisher").weights == "my.module:Publisher"
+    assert config(weights="my.module:WeightSync").weights == "my.module:WeightSync"
     with pytest.raises(ValueError, match="weights 'moved' isn't supported in this version: choose one of auto, shared"):
         config(weights="moved")
 
@@ -620,3 +622,14 @@ def test_the_coefficient_of_the_routers_is_the_configurations_or_else_the_models
     assert plain.router_coef(config()) == plain.router_coef(config(router_aux_loss_coef=0.0)) == 0.0
     with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.3, but LlamaForCausalLM has no routers .*remove"):
         plain.router_coef(config(router_aux_loss_coef=0.3))
+
+
+def test_a_frozen_configuration_refuses_what_a_trainer_has_read(tmp_path: Path) -> None:
+    config = tiny.config(tmp_path)
+    config.freeze()
+    config.beta, config.num_train_epochs = config.beta, 7.0  # the same value; and one that each `train` reads
+    with pytest.raises(AttributeError, match=r"beta is 0\.0 and can't become 0\.5: the trainer was made with it"):
+        config.beta = 0.5
+    other = copy.deepcopy(config)
+    other.beta = 0.5
+    assert (config.beta, other.beta) == (0.0, 0.5)

@@ -1,4 +1,4 @@
-"""What accelerate's FSDP2 and DeepSpeed files, and `deepspeed`, ask for: a way of sharding of our own."""
+"""What accelerate's FSDP2 and DeepSpeed files, and `deepspeed`, ask for: a sharding strategy of our own."""
 
 from __future__ import annotations
 

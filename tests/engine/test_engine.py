@@ -16,7 +16,7 @@ from colograd.engine.arguments import engine_kwargs
 from colograd.engine.load import watched
 from colograd.engine.queue_order import LengthHistory
 from colograd.engine.sampling import Sampling, check_sampling, request_seed
-from colograd.engine.vllm_engine import Engine, StaleWeights
+from colograd.engine.vllm_engine import StaleWeights, VLLMEngine
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +32,7 @@ def engine(tiny_model: Path, config):
 
     process.prepare_ranks()
     before = torch.get_rng_state()
-    built = Engine(str(tiny_model), config, torch.float32, context=64, kv_bytes=2**22)
+    built = VLLMEngine(str(tiny_model), config, torch.float32, context=64, kv_bytes=2**22)
     built.left_the_random_state_alone = torch.equal(before, torch.get_rng_state())
     built.stamp(0)
     yield built
@@ -48,7 +48,7 @@ def prompts() -> list[Prompt]:
     ]
 
 
-def sample(engine: Engine, config, prompts, **changes):
+def sample(engine: VLLMEngine, config, prompts, **changes):
     sampling = Sampling(n=4, max_tokens=12, temperature=1.0, options={})
     groups = engine.generate(prompts, changes.get("sampling", sampling), version=0, seed=changes.get("seed", 7))
     return {group.position: group for group in groups}
@@ -89,7 +89,7 @@ def test_prompts_that_are_read_in_parts_have_the_same_completions(tiny_model: Pa
     found = []
     for given in ({}, small):
         config = tiny.config(tmp_path / "run", vllm_engine_kwargs=given)
-        with contextlib.closing(Engine(str(tiny_model), config, torch.float32, 128, kv_bytes=2**22)) as other:
+        with contextlib.closing(VLLMEngine(str(tiny_model), config, torch.float32, 128, kv_bytes=2**22)) as other:
             other.stamp(0)
             with watched(other, lambda load: None) as preemptions:
                 groups = sample(other, config, prompts, sampling=sampling)
@@ -100,7 +100,7 @@ def test_prompts_that_are_read_in_parts_have_the_same_completions(tiny_model: Pa
 def test_an_engine_of_a_mixture_is_built_beside_one_of_a_dense_model(engine, config, prompts, tmp_path: Path) -> None:
     """Whose groups of ranks, vLLM's once per process, have none for experts."""
     mixture = tiny.make_model(tmp_path / "mixtral", "mixtral", tied=False)
-    with contextlib.closing(Engine(str(mixture), config, torch.float32, context=64, kv_bytes=2**22)) as other:
+    with contextlib.closing(VLLMEngine(str(mixture), config, torch.float32, context=64, kv_bytes=2**22)) as other:
         other.stamp(0)
         assert len(sample(other, config, prompts)) == len(prompts)
     assert len(sample(engine, config, prompts)) == len(prompts)

@@ -16,6 +16,7 @@ from engine_ranks import TWO, results, run, start
 from image_cases import OTHERS
 from torch import nn
 
+from colograd.engine.tensors import VLLMTensors
 from colograd.weights.mapping import Slice, UnmappedParameter, map_parameters
 
 
@@ -190,7 +191,7 @@ def cuts(policy: Part, engine: Part, ranks: int) -> list[dict[str, Slice]]:
     """The slices of each rank, by the parameter."""
     found = []
     for place in range(ranks):
-        parts = map_parameters(policy, engine, place, ranks)
+        parts = map_parameters(policy, VLLMTensors(engine), place, ranks)
         for part in parts:
             assert part.held.shape == part.destination.shape
         found.append({part.name.split(".")[1]: part for part in parts})
@@ -241,9 +242,9 @@ def test_a_towers_fused_queries_keys_and_values_are_thirds() -> None:
 
     policy = tower(24)
     for place in range(2):
-        parts = map_parameters(policy, tower(12), place, 2)
+        parts = map_parameters(policy, VLLMTensors(tower(12)), place, 2)
         assert [rows_of(part) for part in parts] == [(4 * place, 0), (8 + 4 * place, 4), (16 + 4 * place, 8)]
-    (whole,) = map_parameters(policy, tower(24), 1, 2)
+    (whole,) = map_parameters(policy, VLLMTensors(tower(24)), 1, 2)
     assert whole.cut == ()
 
 
@@ -256,4 +257,4 @@ def test_what_each_rank_has_whole_is_not_split() -> None:
 
 def test_what_is_fused_in_the_checkpoint_already_is_not_guessed() -> None:
     with pytest.raises(UnmappedParameter, match="gate_up_proj"):
-        map_parameters(Part(gate_up_proj=(12, 5)), Part(gate_up_proj=(6, 5)), 0, 2)
+        map_parameters(Part(gate_up_proj=(12, 5)), VLLMTensors(Part(gate_up_proj=(6, 5))), 0, 2)

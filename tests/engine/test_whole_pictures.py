@@ -13,7 +13,7 @@ import torch
 
 from colograd.batch import ModelInput
 from colograd.data.images import ImageReader
-from colograd.engine.vllm_engine import Engine
+from colograd.engine.vllm_engine import Needs, VLLMEngine
 from colograd.engine.whole_pictures import up_to_a_picture
 
 
@@ -44,7 +44,8 @@ def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
         return reader.read(row, {"add_generation_prompt": True}, "row")
 
     first, cut = asked("a", "b"), 0
-    with contextlib.closing(Engine(str(folder), config, torch.float32, 128, kv_bytes=2**22, images=1)) as engine:
+    built = VLLMEngine(str(folder), config, torch.float32, 128, kv_bytes=2**22, needs=Needs(images=1))
+    with contextlib.closing(built) as engine:
         for length in range(1, 8):
             second = asked("z" * length, "what is it then")
             assert second.images is not None
@@ -54,7 +55,7 @@ def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
     assert cut == 3
 
 
-def logprobs(engine: Engine, asked: list[ModelInput]) -> list[torch.Tensor]:
+def logprobs(engine: VLLMEngine, asked: list[ModelInput]) -> list[torch.Tensor]:
     """Of prompts that are read together, with nothing known of them before."""
     from vllm import SamplingParams
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from colograd.engine.vllm_engine import Engine
+from colograd.engine.vllm_engine import VLLMEngine
 from colograd.weights.mapping import Slice
 
 
 @contextlib.contextmanager
-def detached(engine: Engine, *parts: Slice) -> Iterator[None]:
+def detached(engine: VLLMEngine, *parts: Slice) -> Iterator[None]:
     """While it lasts, the engine computes with copies of its own of these parameters, and of no others."""
     of_storages: dict[int, list[Slice]] = {}
     for part in parts:

@@ -10,7 +10,7 @@ from typing import Any
 from colograd.batch import ScoredGroup
 from colograd.report.samples import Samples
 from colograd.reporting.group_views import shown_notes
-from colograd.rollout.group_records import Recorded, group_bytes
+from colograd.rollout.group_records import RewardedGroup, group_bytes
 from colograd.rollout.group_table import entries, shown
 from colograd.rollout.record_file import RecordFile, read_records
 from colograd.rollout.store import ABOUT
@@ -32,7 +32,7 @@ def samples_of(run_dir: str | Path) -> list[dict[str, Any]]:
 def sample_entries(groups: Sequence[tuple[ScoredGroup, Sequence[float]]], *args: Any) -> list[dict[str, Any]]:
     """As the store has them after `shown_notes(groups, *args)`."""
     notes = json.loads(json.dumps(shown_notes(groups, *args)))
-    recorded = [Recorded(scored.group, scored.rewards, scored.logged) for scored, _ in groups]
+    recorded = [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in groups]
     return list(entries(notes, {each.group.position: group_bytes(each) for each in recorded}))
 
 

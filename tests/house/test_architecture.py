@@ -14,6 +14,7 @@ import pytest
 from paths import ROOT, TESTS
 
 PACKAGE = ROOT / "colograd"
+VLLM_OBJECTS = {"core", "engine_core", "llm", "llm_engine", "lora_manager", "model_executor", "vllm_config"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # What __init__.py imports on first use, as docs/architecture.md says.
 LAZY = {("__init__.py", "config/__init__.py"), ("__init__.py", "trainer.py")}
@@ -105,7 +106,7 @@ def test_the_floors_are_what_there_is() -> None:
 def test_the_reading_of_imports_sees_them_all() -> None:
     """The other tests are worth what this one is: every form of import is found and resolved."""
     assert {"training/learner.py", "sharding/__init__.py"} <= imports(PACKAGE / "trainer.py")
-    assert "engine/vllm_engine.py" in imports(PACKAGE / "weights" / "copied.py")
+    assert "engine/protocol.py" in imports(PACKAGE / "weights" / "copied.py")
     assert "parallel/ranks.py" in imports(PACKAGE / "train.py"), "inside a function"
     assert "trainer.py" in imports(PACKAGE / "train.py") | imports(PACKAGE / "__init__.py"), "for types"
 
@@ -114,6 +115,32 @@ def test_the_reading_of_imports_sees_them_all() -> None:
 def test_only_the_engine_imports_vllm(path: Path) -> None:
     uses = [name for name in imports(path) if name.split(".")[0] == "vllm"]
     assert not uses or path.parent.name == "engine", uses
+
+
+@each_file
+def test_only_the_engine_touches_vllms_objects(path: Path) -> None:
+    """Others see an engine by its protocol; one place builds it."""
+    if path.parent.name == "engine":
+        return
+    found = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and (node.attr in VLLM_OBJECTS or (node.attr == "model" and ast.unparse(node.value).endswith("engine")))
+    ]
+    assert not found, "a method of `engine.protocol.Engine` returns tensors or numbers instead"
+    assert "engine/vllm_engine.py" not in imports(path) or path == PACKAGE / "training" / "assembly.py"
+
+
+def test_only_the_forward_lays_rows_out() -> None:
+    """`PolicyForward` alone calls `collate`, so that another layout of rows is a change of one class."""
+    callers = {
+        path.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name) and node.id == "collate"
+    }
+    assert callers == {"logprobs.py", "packing.py"}, "the forward, and `pack`, which proves rows"
 
 
 def test_batch_imports_torch_only() -> None:
@@ -159,9 +186,10 @@ def test_nothing_is_left_to_do(path: Path) -> None:
 
 def test_one_room_knows_each_way_of_sharding() -> None:
     """By their classes nobody else does; by their names those that say what they hold, and what goes with them."""
-    from colograd.sharding.selection import WAYS
 
-    classes = {way.__name__ for way in WAYS.values()}
+    from colograd.sharding.selection import STRATEGIES
+
+    classes = {way.__name__ for way in STRATEGIES.values()}
     told = {"config", "sharding", "memory", "commands", "weights", "policy"}
     for path in FILES:
         room, source = own_name(path).split("/")[0], path.read_text()

@@ -333,13 +333,13 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "only 1 would train together",
         "start with `torchrun`",
     ),
-    "two ways of sharding at once": (
+    "two sharding strategies at once": (
         lambda _: config(sharding="optimizer", deepspeed={"zero_optimization": {"stage": 2}}),
         "sharding is 'optimizer', but DeepSpeed's ZeRO-2",
         "is 'gradients'",
         "remove one of them",
     ),
-    "a way of sharding that isn't there": (
+    "a sharding strategy that isn't there": (
         lambda _: config(sharding="zero2"),
         "sharding 'zero2'",
         "isn't supported in this version",
@@ -480,7 +480,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "Did you mean 'stop_token_ids'",
     ),
     "a policy in float16": (
-        lambda _: config().settle_precision(torch.float16),
+        lambda _: config().resolve_precision(torch.float16),
         "dtype is float16",
         "train in bfloat16 or float32",
         "set dtype",

@@ -13,7 +13,7 @@ import torch
 
 from colograd import GRPOTrainer
 from colograd.engine.building import weights_stay
-from colograd.engine.vllm_engine import Engine
+from colograd.engine.vllm_engine import VLLMEngine
 from colograd.memory.device_turns import DeviceTurns, OptimizerOffload
 from colograd.reporting.metrics import PhaseTimes
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
@@ -114,8 +114,8 @@ class Core:
         return self.stays_asleep
 
 
-def sleeping_engine(core: Core, sleeps: bool = True) -> Engine:
-    engine = Engine.__new__(Engine)
+def sleeping_engine(core: Core, sleeps: bool = True) -> VLLMEngine:
+    engine = VLLMEngine.__new__(VLLMEngine)
     engine.sleeps, engine.asleep, engine.version = sleeps, False, 3
     engine.llm, engine._routed, engine._reads_images = SimpleNamespace(llm_engine=core), None, False
     return engine

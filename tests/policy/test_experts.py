@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeC
 
 from colograd import GRPOTrainer
 from colograd.engine import building
+from colograd.engine.tensors import VLLMTensors
 from colograd.policy.quantized_layers import packed_weights
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
@@ -218,7 +219,7 @@ def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
 ) -> None:
     last = two_whole(family) if sharding == "none" else on_two_ranks(models[family], tmp_path, sharding)
     assert last[0] == last[1] == two_whole(family)[0]
-    tried(family, two_ranks="each way of sharding")
+    tried(family, two_ranks="each sharding strategy")
 
 
 @pytest.fixture(scope="module")
@@ -261,10 +262,10 @@ def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
         owner.model, owner.mlp = torch.nn.ModuleDict({"mlp": owner.mlp}), None
     for backend in ("TRITON", "CPU"):
         engine.model.mlp.experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend))
-        assert [part.name for part in map_parameters(policy, engine)] == ["model.mlp.experts.gate_up_proj"]
+        assert [part.name for part in map_parameters(policy, VLLMTensors(engine))] == ["model.mlp.experts.gate_up_proj"]
     engine.model.mlp.experts.quant_method.unquantized_backend.name = "FLASHINFER_CUTLASS"
     with pytest.raises(UnmappedParameter, match=r"\(FLASHINFER_CUTLASS\) wants it, in another layout"):
-        map_parameters(policy, engine)
+        map_parameters(policy, VLLMTensors(engine))
 
 
 @pytest.mark.parametrize(

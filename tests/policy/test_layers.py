@@ -188,7 +188,7 @@ def test_a_run(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[st
     trainer = Counting(str(tiny_model), tiny.vowels, config, tiny.prompts())
     try:
         assert "torch compiles its layers" in capfd.readouterr().out
-        assert layers.is_compiled(trainer.model) and layers.is_compiled(trainer.learner.reference.model)
+        assert layers.is_compiled(trainer.model) and layers.is_compiled(trainer.ref_model)
         assert trainer.weights.describe().startswith("weights: shared") and not trainer.weights.differing()
         trainer.train()
         assert seen[0] > GRAPHS and seen == [seen[0]] * 3

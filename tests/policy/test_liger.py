@@ -71,7 +71,7 @@ def test_both_models_get_the_kernels_that_were_asked_for(patches: Any) -> None:
         apply_liger(policy, CPU, given)
     del given["swiglu"]
     own = modeling_llama.LlamaRMSNorm
-    undo = apply_liger(policy, CPU, given | {"fused_linear_cross_entropy": False}, also=reference)
+    undo = apply_liger(policy, CPU, given | {"fused_linear_cross_entropy": False}, also=[reference])
     expected = {"rope": False, "cross_entropy": False, "rms_norm": True}
     assert told == [{**expected, "model": model} for model in (policy, reference)]
     assert modeling_llama.LlamaRMSNorm is not own

@@ -192,7 +192,7 @@ def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(monkeyp
     model, reference = make(PACKED["llama"]), make(PACKED["llama"])
     assert choose_rows(model) == choose_rows(reference) == "" == choose_rows_where_it_trains(model, model.device)
     with torch.autocast("cpu", torch.bfloat16):
-        why = choose_rows_where_it_trains(model, model.device, reference)
+        why = choose_rows_where_it_trains(model, model.device, [reference])
     assert "packed log-probabilities differ by" in why and why.endswith("on cpu")
     assert model.config._attn_implementation == reference.config._attn_implementation == "sdpa"
     other = make(PACKED["llama"])

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from colograd import GRPOTrainer
 from colograd.batch import MicroBatch, PackedRow, StepBatch
 from colograd.config import GRPOConfig
+from colograd.losses.objective import Objective
 from colograd.memory import token_budget
 from colograd.memory.choice import plan_or_raise
 from colograd.memory.description import Workload, describe_run, own_devices
@@ -29,11 +30,10 @@ from colograd.policy.reference import (
     InitialAdapter,
     WithoutAdapter,
     check_reference,
-    fill,
     reference_bytes,
     reference_of,
-    with_ref_logprobs,
 )
+from colograd.policy.second_models import fill, with_second_logprobs
 from colograd.training.adamw_split import accumulate_in_float32
 
 CPU = torch.device("cpu")
@@ -54,6 +54,11 @@ def rows_of(policy: Policy) -> tuple[PackedRow, ...]:
 @torch.no_grad()
 def says(model: Any, rows: Any, temperature: float = 1.0) -> torch.Tensor:
     return torch.cat([policy_logprobs(model, collate(row), temperature)[0] for row in rows])
+
+
+@torch.no_grad()
+def filled(reference: Any, rows: Any, temperature: float) -> tuple[PackedRow, ...]:
+    return fill({"ref_logprobs": reference}, rows, temperature)
 
 
 @torch.no_grad()
@@ -100,7 +105,7 @@ def test_a_frozen_copy_stays_what_the_policy_was(tiny_model, tmp_path, dtype, of
     policy.model.train()
     disturb(policy.model)
     assert not torch.equal(says(policy.model, rows), before)
-    assert torch.equal(torch.cat([row.ref_logprobs for row in fill(reference, rows, 1.0)]), before), "bit for bit"
+    assert torch.equal(torch.cat([row.ref_logprobs for row in filled(reference, rows, 1.0)]), before), "bit for bit"
     assert all(not p.requires_grad and p.dtype == policy.model.dtype for p in reference.model.parameters())
     assert not reference.model.training and policy.model.training
     assert reference.model.get_input_embeddings().weight is reference.model.get_output_embeddings().weight, "tied"
@@ -118,7 +123,7 @@ def test_the_reference_of_a_model_given_as_an_object_has_its_weights_not_its_che
     policy = policy_of(given, tmp_path, model_init_kwargs=None)
     reference = reference_of(made(tmp_path), policy)
     rows = rows_of(policy)
-    assert torch.equal(torch.cat([row.ref_logprobs for row in fill(reference, rows, 0.5)]), says(given, rows, 0.5))
+    assert torch.equal(torch.cat([row.ref_logprobs for row in filled(reference, rows, 0.5)]), says(given, rows, 0.5))
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -182,7 +187,7 @@ def test_the_reference_of_a_new_adapter_is_the_base(tiny_qwen, tmp_path, changes
     assert type(reference) is kind
     disturb(policy.model.train())
     before = state(policy.model)
-    found = torch.cat([row.ref_logprobs for row in fill(reference, rows, 1.0)])
+    found = torch.cat([row.ref_logprobs for row in filled(reference, rows, 1.0)])
     assert torch.equal(found, says(base.model, rows))
     assert (found - says(policy.model.eval(), rows)).abs().mean() > 1e-3, "and the policy is another"
     policy.model.train()
@@ -203,7 +208,7 @@ def test_the_reference_of_an_adapter_that_was_given_is_that_adapter(tiny_model, 
     assert isinstance(reference, InitialAdapter)
     disturb(policy.model.train(), seed=2)
     before = state(policy.model)
-    assert torch.equal(torch.cat([row.ref_logprobs for row in fill(reference, rows, 1.0)]), start)
+    assert torch.equal(torch.cat([row.ref_logprobs for row in filled(reference, rows, 1.0)]), start)
     with pytest.raises(ZeroDivisionError), reference.present():
         raise ZeroDivisionError
     assert state(policy.model) == before
@@ -213,9 +218,9 @@ def test_the_reference_of_an_adapter_that_was_given_is_that_adapter(tiny_model, 
 # -- at start
 
 
-def test_nothing_exists_without_beta(tiny_model, tmp_path) -> None:
-    config, policy = made(tmp_path, beta=0.0), policy_of(tiny_model, tmp_path)
-    assert reference_of(config, policy) is None and reference_bytes(config, policy) == 0
+def test_nothing_exists_without_beta(tmp_path) -> None:
+    assert Objective.from_config(made(tmp_path, beta=0.0)).needs == ()
+    assert Objective.from_config(made(tmp_path)).needs == ("ref_logprobs",)
 
 
 def test_a_reference_that_is_to_follow_has_to_be_there(tiny_model, tmp_path) -> None:
@@ -251,13 +256,13 @@ def test_they_go_with_their_completions_when_a_step_is_packed_again(tiny_model, 
     groups, rows = tuple(row_proof._samples(policy.model)), rows_of(policy)
     empty = StepBatch((), 1, 1, {}, ())
     reference = reference_of(made(tmp_path), policy)
-    none, step = with_ref_logprobs(reference, [empty, StepBatch(rows, 1, 1, {}, groups)], 1.0)
+    none, step = with_second_logprobs({"ref_logprobs": reference}, [empty, StepBatch(rows, 1, 1, {}, groups)], 1.0)
     assert none.rows == ()
     rules = PackingRules(1, False, False, True, False, False, 0.0, CPU)
     again = token_budget.repack(step, rules)
     assert len(again.rows) > len(rows)
     for row in again.rows:
-        (fresh,) = fill(reference, [dataclasses.replace(row, ref_logprobs=None)], 1.0)
+        (fresh,) = filled(reference, [dataclasses.replace(row, ref_logprobs=None)], 1.0)
         torch.testing.assert_close(row.ref_logprobs, fresh.ref_logprobs, rtol=0, atol=1e-5)
 
 
@@ -308,7 +313,7 @@ def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_mod
     assert "reference: a frozen copy of the policy beside it" in capfd.readouterr().out
     shared = {p.untyped_storage().data_ptr() for p in trainer.engine.model.parameters()}
     assert shared & {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
-    assert not shared & {p.untyped_storage().data_ptr() for p in trainer.learner.reference.model.parameters()}
+    assert not shared & {p.untyped_storage().data_ptr() for p in trainer.ref_model.parameters()}
     trainer.dies_above = 150
     trainer.train()
     assert "ran out of it and is repeated" in capfd.readouterr().out
@@ -337,14 +342,14 @@ def test_a_reference_that_follows_is_resumed_as_it_was(tiny_model, tmp_path, clo
         assert torch.equal(row.ref_logprobs, policy), "the divergence of the first step is 0, bit for bit"
     kl = [entry["kl"] for entry in trainer.state.log_history if "reward" in entry]
     assert kl[0] == 0 and kl[2] < kl[1], "it came closer after step 2"
-    final = [p.clone() for p in trainer.learner.reference.model.parameters()]
+    final = [p.clone() for p in trainer.ref_model.parameters()]
     first, trainer.rows = trainer.rows, {}
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert trainer.rows.keys() == {4, 5, 6}
     for step, rows in trainer.rows.items():
         for (row, _), (before, _) in zip(rows, first[step], strict=True):
             assert torch.equal(row.ref_logprobs, before.ref_logprobs)
-    assert all(torch.equal(a, b) for a, b in zip(final, trainer.learner.reference.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(final, trainer.ref_model.parameters(), strict=True))
     (row, _), *_ = first[3]
     assert (row.ref_logprobs - plain(tiny_model, row, 1.0)).abs().max() > 1e-3, "it had moved after step 2"
 

@@ -6,6 +6,7 @@ another one. That they are the engine's is shown in float32, where the trainer c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 from collections.abc import Callable
@@ -26,15 +27,14 @@ from colograd import GRPOTrainer
 from colograd.batch import UNKNOWN, MicroBatch, Prompt, RoutedExperts, ScoredGroup
 from colograd.engine import routed
 from colograd.engine.sampling import Sampling
-from colograd.policy import attention
+from colograd.policy import attention, second_models
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import collate, pack, plan_rows
 from colograd.policy.padded import rows_of
-from colograd.policy.reference import _unrouted
 from colograd.policy.router_replay import make_replaying, replay_figures, routers_of
 from colograd.policy.row_proof import choose_rows
 from colograd.policy.supported import check_supported
-from colograd.rollout.group_records import EXPERTS, Logged, Recorded, group_bytes, group_of
+from colograd.rollout.group_records import EXPERTS, Logged, RewardedGroup, group_bytes, group_of
 from colograd.rollout.toolbox import Toolbox
 from colograd.training.recorded_settings import settings_of
 from colograd.training.task import rollout_func_of
@@ -170,7 +170,7 @@ def test_padded_rows_replay_as_packed_ones_do(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(policy_logprobs(model, row, 1.0)[0], packed, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_carry_experts_in_their_order_and_a_reference_has_none() -> None:
+def test_rows_carry_experts_in_their_order_and_a_second_model_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = make_groups()
     (told,), untold = with_experts(groups[:1], 2, random_experts), groups[1:]
     assert all(row.experts() is None for row in plan_rows(untold, 1000, False, CPU))
@@ -184,7 +184,13 @@ def test_rows_carry_experts_in_their_order_and_a_reference_has_none() -> None:
         assert torch.equal(experts[start : start + len(rollout.completion_ids)], rollout.experts.completion)
     told_of = len(rollouts[0].input) + sum(len(r.completion_ids) for r in rollouts)
     assert int((experts[:, 0, 0] != UNKNOWN).sum()) == told_of
-    assert collate(row).experts is not None and _unrouted(row).experts is None
+    assert collate(row).experts is not None
+    told_second: list[Any] = []
+    monkeypatch.setattr(
+        second_models, "policy_logprobs", lambda model, batch, t: told_second.append(batch.experts) or [0]
+    )
+    second_models.fill({"ref_logprobs": SimpleNamespace(present=contextlib.nullcontext)}, [row], 1.0)
+    assert told_second == [None]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
@@ -193,7 +199,7 @@ def test_the_journal_keeps_them_and_without_them_not_a_byte_more(dtype: torch.dt
     (told,) = with_experts([plain], 3, lambda *size: random_experts(*size).to(dtype))
     rollouts = (*told.group.rollouts[:2], *plain.group.rollouts[2:])
     mixed = dataclasses.replace(told.group, rollouts=rollouts)
-    recorded = Recorded(mixed, told.rewards, Logged({}, {}))
+    recorded = RewardedGroup(mixed, told.rewards, Logged({}, {}))
     content = group_bytes(recorded)
     found = group_of(content, Prompt({}, rollouts[0].input, 0)).group.rollouts
     for ours, theirs in zip(found, rollouts, strict=True):

@@ -17,7 +17,7 @@ import tiny
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.config import ModelConfig, ScriptArguments
 from colograd.reporting.advisor import QUIET, RULES, Advisor, Alarm
-from colograd.reporting.run_record import events_of
+from colograd.reporting.event_log import events_of
 
 # A step of a run in which all is well.
 WELL = {

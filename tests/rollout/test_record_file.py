@@ -14,7 +14,7 @@ import torch
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from colograd.rollout import record_file, store
 from colograd.rollout.record_file import HEAD, MAGIC, Record, RecordFile, read_records
-from colograd.rollout.store import JournalError, Recorded, RolloutStore
+from colograd.rollout.store import JournalError, RewardedGroup, RolloutStore
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_what_is_no_such_file_has_no_records(tmp_path: Path) -> None:
 PROMPT = Prompt({"prompt": "2 + 2 =", "answer": "4"}, ModelInput((11, 12, 13)), 5)
 
 
-def made_up() -> Recorded:
+def made_up() -> RewardedGroup:
     rollouts = tuple(
         Rollout(
             ModelInput((11, 12, 13)) if index < 2 else ModelInput((11, 12, 13, 14)),
@@ -111,10 +111,10 @@ def made_up() -> Recorded:
     )
     rewards = torch.tensor([[1.0, float("nan")], [0.25, 2.0], [0.0, -1.0]])
     logged = Logged({"note": ("a", None, "c")}, {"share": (1.5, 3)})
-    return Recorded(Group(PROMPT.example, rollouts, PROMPT.position), rewards, logged)
+    return RewardedGroup(Group(PROMPT.example, rollouts, PROMPT.position), rewards, logged)
 
 
-def recalled(folder: Path, prompt: Prompt = PROMPT) -> Recorded:
+def recalled(folder: Path, prompt: Prompt = PROMPT) -> RewardedGroup:
     found = RolloutStore(folder, 0, {"seed": 1})
     found.begin(3, "weights")
     try:

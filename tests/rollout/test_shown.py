@@ -16,7 +16,7 @@ from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, Rol
 from colograd.commands.cli import main
 from colograd.report.samples import Samples
 from colograd.reporting.group_views import TokenTexts, shown_notes
-from colograd.rollout.group_records import Recorded
+from colograd.rollout.group_records import RewardedGroup
 from colograd.rollout.record_file import Record, RecordFile, read_records
 from colograd.rollout.store import RolloutStore
 
@@ -33,8 +33,8 @@ def scored(position: int, text: str = "ab") -> ScoredGroup:
     return ScoredGroup(group, rewards, torch.tensor([0.5, -0.5]), Logged({"note": ("x", None)}, {}))
 
 
-def recorded(group: ScoredGroup) -> Recorded:
-    return Recorded(group.group, group.rewards, group.logged)
+def recorded(group: ScoredGroup) -> RewardedGroup:
+    return RewardedGroup(group.group, group.rewards, group.logged)
 
 
 def notes_on(*groups: ScoredGroup, step: int = 4, purpose: str = "train") -> dict[str, Any]:

@@ -44,12 +44,12 @@ from colograd.engine.sampling import Sampling
 from colograd.policy import images, row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
+from colograd.reporting.event_log import json_line
 from colograd.reporting.group_views import TokenTexts
-from colograd.reporting.run_record import json_line
 from colograd.rollout import group_records, store
 from colograd.rollout.conversations import Conversations
 from colograd.rollout.pictures import pictures_bytes, with_pictures
-from colograd.rollout.store import Recorded
+from colograd.rollout.store import RewardedGroup
 from colograd.rollout.tool_calls import answer_content, shown_content
 from colograd.rollout.tool_format import ToolCall, ToolFormat
 from colograd.rollout.toolbox import Toolbox
@@ -411,7 +411,7 @@ def test_an_environment_shows_pictures_in_the_prompt_and_in_answers(trained: Any
         for rollout in group.rollouts:
             assert rollout.input.images is not None and len(rollout.input.images.pictures) == 1 + own
             assert rollout.columns["prompts"][-1]["content"][-1]["image"].size == (32, 32)
-    recorded = Recorded(groups[1], torch.zeros(3, 1), Logged({}, {}))
+    recorded = RewardedGroup(groups[1], torch.zeros(3, 1), Logged({}, {}))
     prompt = Prompt(groups[1].example, ModelInput((1, 2)), 1)
     again = group_records.group_of(group_records.group_bytes(recorded), prompt, trainer.journal.reader).group
     assert [r.input for r in again.rollouts] == [r.input for r in groups[1].rollouts]

@@ -21,7 +21,7 @@ import torch
 from detached import detached
 from transformers import AutoModelForCausalLM
 
-from colograd.engine.vllm_engine import Engine
+from colograd.engine.vllm_engine import VLLMEngine
 from colograd.weights import proof
 from colograd.weights.mapping import map_parameters
 
@@ -31,9 +31,9 @@ FEW = ("embed_tokens.weight", "0.self_attn.k_proj.weight", "1.mlp.down_proj.weig
 
 def main(model: Path, out: Path) -> None:
     config = tiny.config(out, vllm_tensor_parallel_size=RANKS)
-    engine = Engine(str(model), config, torch.float32, context=64, kv_bytes=2**22)
+    engine = VLLMEngine(str(model), config, torch.float32, context=64, kv_bytes=2**22)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    slices = map_parameters(policy, engine.model, engine.layout.engine_place, RANKS)
+    slices = map_parameters(policy, engine.tensors, engine.layout.engine_place, RANKS)
     shown = proof.read_together(slices, policy, engine, slices)
     told = {"alone": sorted({part.name for part in slices} - shown), "errors": {}}
     assert proof.check_read(slices, policy, engine) == []

@@ -37,7 +37,7 @@ from colograd.policy import attention
 from colograd.policy.layers import compile_layers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import collate, dummy, plan_rows
-from colograd.sharding import Sharding
+from colograd.sharding import ShardingStrategy
 from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
@@ -109,7 +109,9 @@ def step_of(mine: list[PackedRow], version: int) -> StepBatch:
     return StepBatch(tuple(mine), 50, 12, {}, (), version)
 
 
-def backward_pass(model: Any, way: Sharding, mine: list[PackedRow], version: int, fault: Fault | None = None) -> None:
+def backward_pass(
+    model: Any, way: ShardingStrategy, mine: list[PackedRow], version: int, fault: Fault | None = None
+) -> None:
     def compute_loss(row: MicroBatch) -> LossOutput:
         if fault is not None and fault.kind and version == STEP:
             fault.arm()
@@ -120,7 +122,7 @@ def backward_pass(model: Any, way: Sharding, mine: list[PackedRow], version: int
     way.sum_gradients()
 
 
-def digest(way: Sharding) -> str:
+def digest(way: ShardingStrategy) -> str:
     found = hashlib.sha256()
     for name, tensor in (way.state_dict(keep=True) or way.model.state_dict()).items():
         found.update(name.encode() + tensor.detach().float().numpy().tobytes())
@@ -128,7 +130,7 @@ def digest(way: Sharding) -> str:
 
 
 def train(
-    model: Any, way: Sharding, fault: str = "", checkpointing: bool = False, compiled: bool = False
+    model: Any, way: ShardingStrategy, fault: str = "", checkpointing: bool = False, compiled: bool = False
 ) -> dict[str, Any]:
     if compiled:
         compile_layers(model, "eager")
@@ -193,7 +195,7 @@ def memory(layers: int, vocabulary: int, tied: bool) -> dict[str, Any]:
     return {"peak": live.peak, "parameters": parameters, "block": block, "head": head}
 
 
-def frozen(model: Any, way: Sharding) -> float:
+def frozen(model: Any, way: ShardingStrategy) -> float:
     """How far a second model that is cut likewise is from the policy it was made from."""
     reference = fresh().eval()
     way.share_frozen(reference)

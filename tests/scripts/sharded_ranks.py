@@ -1,4 +1,4 @@
-"""Six optimizer steps in each way of sharding, on gradients whose sums are exact.
+"""Six optimizer steps in each sharding strategy, on gradients whose sums are exact.
 
 Started by tests/sharding/test_sharding.py.
 
@@ -24,13 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.logprobs import calls
-from colograd.sharding import Sharding, buckets
+from colograd.sharding import ShardingStrategy, buckets
 from colograd.sharding.fsdp import FullySharded
-from colograd.sharding.selection import WAYS
+from colograd.sharding.selection import STRATEGIES
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 STEPS, ROWS, SAVED = 6, 4, 3
-CASES = [(way, dtype) for way in WAYS for dtype in ("bfloat16", "float32")]
+CASES = [(way, dtype) for way in STRATEGIES for dtype in ("bfloat16", "float32")]
 
 
 def fresh(dtype: str) -> LlamaForCausalLM:
@@ -71,7 +71,7 @@ def row_loss(model: LlamaForCausalLM, step: int, row: int, all_used: bool) -> to
 class Watch:
     """The most bytes of gradients alive at once in this rank's backwards."""
 
-    def __init__(self, model: torch.nn.Module, way: Sharding) -> None:
+    def __init__(self, model: torch.nn.Module, way: ShardingStrategy) -> None:
         self.model, self.way, self.peak, self.off = model, way, 0, False
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: self.look())
@@ -100,7 +100,7 @@ def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[st
     model = fresh(dtype)
     accumulate_in_float32(model.parameters())
     addresses = [p.data_ptr() for p in model.parameters()]
-    way = WAYS[name if world_size() > 1 else "none"](model)
+    way = STRATEGIES[name if world_size() > 1 else "none"](model)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     optimizer = AdamWSplit([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2)

@@ -27,7 +27,7 @@ import torch
 from colograd.batch import Group, Prompt, ScoredGroup
 from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
-from colograd.engine.vllm_engine import Engine
+from colograd.engine.vllm_engine import VLLMEngine
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
@@ -59,7 +59,7 @@ class EachTurnCalls(ToolFormat):
 class Cases:
     """What is led; each returns groups."""
 
-    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+    def __init__(self, engine: VLLMEngine, tokenizer: Any) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.called = 0  # rewards on this rank
 
@@ -168,7 +168,7 @@ def main() -> None:
     process.prepare_ranks()
     process.quiet_logs(verbose=False)
     config = tiny.config(Path(out_dir) / "run", vllm_tensor_parallel_size=RANKS, prompts_per_step=4)
-    engine = Engine(model, config, torch.float32, context=512, kv_bytes=2**24)
+    engine = VLLMEngine(model, config, torch.float32, context=512, kv_bytes=2**24)
     engine.stamp(0)
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = tiny.TOOL_TEMPLATE

@@ -109,8 +109,8 @@ class Watching(GRPOTrainer):
         self.seen.append(
             {"version": self.engine.version, "differing": self.weights.differing(), "weights": digest(self.model)}
         )
-        if self.learner.reference is not None:
-            self.seen[-1]["reference"] = digest(self.learner.reference.model)
+        for second in self.learner.second_models.values():
+            self.seen[-1]["reference"] = digest(second.model)
 
     def generate(self, prompts):
         groups = []
@@ -159,7 +159,7 @@ def main() -> None:
         tools=[picture_tools.look, tool_cases.add] if FAULT == "look" else None,
     )
     if FAULT == "never":
-        trainer.args.rank_timeout = 15.0  # the start may take longer beside others
+        vars(trainer.args)["rank_timeout"] = 15.0  # the start may take longer beside others
     trainer.train()
     trainer.save_model(f"{run_dir}/final")
     trainer.publish()

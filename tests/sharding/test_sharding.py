@@ -1,4 +1,4 @@
-"""Ways of sharding on 1, 2 and 4 ranks: the same weights bit for bit, in the memory that the arithmetic promises."""
+"""Sharding strategies on 1, 2 and 4 ranks: the same weights bit for bit, in the memory that the arithmetic promises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paths import SCRIPTS
 
 from colograd.sharding import optimizer_state
 from colograd.sharding.buckets import Bucket, buckets_of
-from colograd.sharding.way import Owned
+from colograd.sharding.strategy import Owned
 from colograd.training.adamw_split import AdamWSplit
 
 SCRIPT = SCRIPTS / "sharded_ranks.py"

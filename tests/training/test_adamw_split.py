@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from colograd.checkpoint.folders import float32_weights
-from colograd.sharding.way import Owned
+from colograd.sharding.strategy import Owned
 from colograd.training import adamw_fused as fused
 from colograd.training import adamw_split as optim
 from colograd.training.adamw_split import (

@@ -77,7 +77,7 @@ def no_vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("an engine is built")
 
-    monkeypatch.setattr(vllm_engine.Engine, "__init__", refuse)
+    monkeypatch.setattr(vllm_engine.VLLMEngine, "__init__", refuse)
     monkeypatch.chdir(tmp_path)
     yield
 

@@ -30,7 +30,9 @@ class Bare(TRLNames):
         self.args, self.toolbox = args, None
         self.rewards = resolve_rewards([tiny.vowels, len], [2.0, 1.0])
         self.estimator = SimpleNamespace(weights=[2.0, 1.0])
-        self.learner = SimpleNamespace(reference=reference, entropy=EntropyController(args))
+        self.learner = SimpleNamespace(
+            second_models={} if reference is None else {"ref_logprobs": reference}, entropy=EntropyController(args)
+        )
 
 
 def test_attributes_of_trl_are_there_under_its_names(tmp_path) -> None:

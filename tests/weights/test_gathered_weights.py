@@ -16,9 +16,9 @@ import torch
 from paths import DOCS
 
 from colograd import GRPOTrainer
-from colograd.engine.vllm_engine import Engine
+from colograd.engine.vllm_engine import VLLMEngine
 from colograd.weights import Slice, check_choice
-from colograd.weights.selection import expects_sharing, find_way
+from colograd.weights.selection import expects_sharing, find_weight_sync
 
 GATHERED = f"{__name__}:GatheredWeights"
 
@@ -38,7 +38,7 @@ def split(flat: torch.Tensor, parts: Sequence[Slice]) -> list[tuple[Slice, torch
 class GatheredWeights:
     """As ZeRO-3, with both ranks in one process: the parameters of a block live in the halves of a flat tensor."""
 
-    def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
+    def __init__(self, policy: torch.nn.Module, engine: VLLMEngine, slices: Sequence[Slice]) -> None:
         self.engine = engine
         self.blocks: dict[str, list[Slice]] = defaultdict(list)
         for part in slices:
@@ -147,7 +147,7 @@ def test_the_way_in_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     calls: list[Any] = []
     engine = SimpleNamespace(invalidate=lambda: calls.append("invalidate"), stamp=calls.append)
     part = Slice("weight", torch.nn.Parameter(torch.ones(2, 3)), torch.zeros(2, 3, dtype=torch.bfloat16))
-    way = find_way("my_ways:OneByOne")(torch.nn.Module(), engine, [part])  # type: ignore[arg-type]
+    way = find_weight_sync("my_ways:OneByOne")(torch.nn.Module(), engine, [part])  # type: ignore[arg-type]
     assert way.differing() == ["weight"] and way.publish(7) == 12 and calls == ["invalidate", 7]
     assert way.differing() == [] and way.describe() == "weights: one by one, 1 parameters"
 

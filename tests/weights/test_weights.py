@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from colograd import GRPOTrainer
 from colograd.batch import Prompt
 from colograd.engine.sampling import Sampling
-from colograd.engine.vllm_engine import Engine
+from colograd.engine.vllm_engine import VLLMEngine
 from colograd.runtime import process
-from colograd.weights import proof, publisher, sign_probe, state_dict_on_host
+from colograd.weights import proof, sign_probe, state_dict_on_host, weight_sync
 from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.shared import SharedWeights
 
@@ -35,7 +35,7 @@ def build(model: Any, tmp_path: Path, **changes: Any) -> GRPOTrainer:
     return GRPOTrainer(model, tiny.vowels, tiny.config(tmp_path / "run", **changes), tiny.prompts())
 
 
-def greedy(engine: Engine, version: int) -> dict[int, tuple[int, ...]]:
+def greedy(engine: VLLMEngine, version: int) -> dict[int, tuple[int, ...]]:
     tokenizer = tiny.make_tokenizer()
     prompts = [Prompt({}, tuple(tokenizer(text).input_ids), i) for i, text in enumerate(["one", "22", "three hundred"])]
     groups = engine.generate(prompts, GREEDY, version=version, seed=0)
@@ -76,7 +76,7 @@ def test_policy_and_engine_are_one_memory_and_what_is_saved_is_what_sampled(fami
             loaded(torch.tensor([probe])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(probe[1:])[:, None])
         )
     torch.testing.assert_close(theirs[:, 0], logprobs, rtol=0, atol=1e-4)
-    fresh = Engine(str(tmp_path / "saved"), trainer.args, torch.float32, context=64, kv_bytes=2**22)
+    fresh = VLLMEngine(str(tmp_path / "saved"), trainer.args, torch.float32, context=64, kv_bytes=2**22)
     try:
         fresh.stamp(20)
         assert greedy(fresh, 20) == after
@@ -130,7 +130,7 @@ def test_smollm2_shares_every_parameter_and_saves_what_it_sampled(tmp_path) -> N
         rows = loaded(torch.tensor([probe])).logits[0, :-1].log_softmax(-1)
     theirs = rows.gather(1, torch.tensor(probe[1:])[:, None])[:, 0]
     torch.testing.assert_close(theirs, logprobs, rtol=0, atol=1e-3)
-    fresh = Engine(str(tmp_path / "saved"), trainer.args, torch.float32, context=96, kv_bytes=2**27)
+    fresh = VLLMEngine(str(tmp_path / "saved"), trainer.args, torch.float32, context=96, kv_bytes=2**27)
     try:
         fresh.stamp(20)
         assert greedy(fresh, 20) == after
@@ -218,10 +218,10 @@ def test_another_dtype_is_copied_and_a_resized_or_impossible_wish_is_refused(tin
         assert "the engine has it in bfloat16, the policy in float32" in trainer.weights.describe()
         assert trainer.weights.publish(0) == nbytes and trainer.weights.differing() == []
         with pytest.raises(ValueError, match=r"weights: shared can't be had for 20 of 20 .*bfloat16.* weights: auto"):
-            publisher("shared", trainer.model, trainer.engine, untouched=True, device=torch.device("cpu"))
+            weight_sync("shared", trainer.model, trainer.engine, untouched=True, device=torch.device("cpu"))
         trainer.model.resize_token_embeddings(300)
         with pytest.raises(ValueError, match=r"has 300 embeddings, but the checkpoint that vLLM loaded has 258: save"):
-            publisher("auto", trainer.model, trainer.engine, untouched=False, device=torch.device("cpu"))
+            weight_sync("auto", trainer.model, trainer.engine, untouched=False, device=torch.device("cpu"))
     finally:
         trainer.close()
     tried("llama", copied="into another dtype")
@@ -233,7 +233,7 @@ class TestProof:
     @pytest.fixture
     def engine(self, tiny_model: Path, tmp_path):
         process.prepare_ranks()
-        built = Engine(str(tiny_model), tiny.config(tmp_path), torch.float32, context=64, kv_bytes=2**22)
+        built = VLLMEngine(str(tiny_model), tiny.config(tmp_path), torch.float32, context=64, kv_bytes=2**22)
         yield built
         built.close()
 
@@ -241,7 +241,7 @@ class TestProof:
     def test_each_parameter_is_shown_to_be_read(self, engine, tiny_model: Path) -> None:
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         cpu = torch.device("cpu")
-        slices = map_parameters(policy, engine.model)
+        slices = map_parameters(policy, engine.tensors)
         before = {part.name: part.destination.clone() for part in slices}
         assert proof.unread(slices, engine) == []
         assert all(torch.equal(part.destination, before[part.name]) for part in slices), "every bit is back"
@@ -253,20 +253,20 @@ class TestProof:
         assert [part.name for part in proof.unread(slices, engine)] == ["model.layers.1.mlp.down_proj.weight"]
         for wanted in ("auto", "copied"):
             with pytest.raises(RuntimeError, match=r"doesn't depend on 1 of 20 .*layers\.1\.mlp\.down_proj"):
-                publisher(wanted, policy, engine, untouched=True, device=cpu)
+                weight_sync(wanted, policy, engine, untouched=True, device=cpu)
         layer.cpu_linear = live
 
         # Another value than the engine's, though both came from one checkpoint.
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         policy.model.layers[0].mlp.up_proj.weight.data.neg_()
         with pytest.raises(RuntimeError, match=r"1 parameters differ .*up_proj"):
-            publisher("auto", policy, engine, untouched=True, device=cpu)
+            weight_sync("auto", policy, engine, untouched=True, device=cpu)
 
         # Behind an output projection of zeros nothing can be seen, here or there: these are copied.
         engine.model.get_parameter("model.layers.0.self_attn.o_proj.weight").data.zero_()
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         policy.model.layers[0].self_attn.o_proj.weight.data.zero_()
-        plan = publisher("auto", policy, engine, untouched=False, device=cpu)
+        plan = weight_sync("auto", policy, engine, untouched=False, device=cpu)
         hidden = [
             f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         ]
@@ -292,9 +292,9 @@ class TestProof:
         policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         before = [parameter.detach().clone() for parameter in policy.parameters()]
         process.prepare_ranks()
-        engine = Engine(str(folder), tiny.config(tmp_path), torch.float32, context=64, kv_bytes=2**22)
+        engine = VLLMEngine(str(folder), tiny.config(tmp_path), torch.float32, context=64, kv_bytes=2**22)
         try:
-            slices = map_parameters(policy, engine.model)
+            slices = map_parameters(policy, engine.tensors)
             held = {part.name: part.destination.clone() for part in slices}
             shown = proof.read_together(slices, policy, engine, slices)
             alone = {part.name for part in slices} - shown
@@ -316,7 +316,7 @@ class TestProof:
     ) -> None:
         """Changes that cancel leave the output of such an engine as it was."""
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        slices = map_parameters(policy, engine.model)
+        slices = map_parameters(policy, engine.tensors)
         layer = [part for part in slices if ".layers.1." in part.name]
         attention = [part for part in layer if "self_attn" in part.name or "input_layernorm" in part.name]
         projections = [part for part in slices if "_proj" in part.name]
@@ -334,9 +334,9 @@ class TestProof:
         """In the quickstart's own bfloat16; the whole proof of one of each kind, which names it."""
         policy = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.bfloat16)
         process.prepare_ranks()
-        engine = Engine(str(SMOLLM2), tiny.config(tmp_path), torch.bfloat16, context=96, kv_bytes=2**25)
+        engine = VLLMEngine(str(SMOLLM2), tiny.config(tmp_path), torch.bfloat16, context=96, kv_bytes=2**25)
         try:
-            slices = map_parameters(policy, engine.model)
+            slices = map_parameters(policy, engine.tensors)
             assert len(slices) == 272
             shown = proof.read_together(slices, policy, engine, slices)
             assert [part.name for part in slices if part.name not in shown] == ["model.norm.weight"]

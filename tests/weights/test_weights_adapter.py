@@ -129,12 +129,12 @@ def test_an_adapter_changed_without_a_publish_is_named_and_not_sampled_from(trai
 
 def test_a_slot_that_moved_or_another_adapter_in_it_raises(trained) -> None:
     holder = trained.weights.slots[0].holder
-    kept = holder.lora_b_stacked
-    holder.lora_b_stacked = tuple(stack.clone() for stack in kept)
+    kept = holder.layer.lora_b_stacked
+    holder.layer.lora_b_stacked = tuple(stack.clone() for stack in kept)
     with pytest.raises(RuntimeError, match="slot of the engine lies elsewhere"):
         trained.weights.publish(3)
     assert trained.engine.version is None, "nothing is sampled afterwards"
-    holder.lora_b_stacked = kept
+    holder.layer.lora_b_stacked = kept
     manager = trained.engine.model.lora_manager
     manager.lora_index_to_id[0] = 2
     with pytest.raises(RuntimeError, match="another adapter"):
@@ -193,7 +193,7 @@ def test_dora_is_merged_on_its_way_and_the_policy_never(tiny_model, tmp_path, ca
         str(tiny_model), tmp_path, lora_cases.Counting, ALL_LINEAR | {"use_dora": True, "modules_to_save": ["norm"]}
     )
     try:
-        assert isinstance(trainer.weights, MergedWeights) and not trainer.engine.lora_modules
+        assert isinstance(trainer.weights, MergedWeights) and not trainer.engine.tensors.lora_layers()
         said = capfd.readouterr().out
         assert (
             "vLLM doesn't serve DoRA, modules_to_save (input_layernorm, norm, post_att" in said

@@ -1,4 +1,4 @@
-"""`Sharding`: what the trainer asks of every way in which ranks share a policy's training."""
+"""`ShardingStrategy`: how ranks share a policy's training, as the trainer sees it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Traffic:
 
 
 @dataclass
-class Sharding(ABC):
+class ShardingStrategy(ABC):
     """How ranks share out a policy's training. Made once the policy lies where it stays, and before its optimizer.
 
     In the order of a step: `backward` for each micro-batch, `sum_gradients`, `clip`, then the optimizer's own step,
@@ -64,11 +64,11 @@ class Sharding(ABC):
     parts: int = 1  # into which the optimizer's state is cut
 
     @classmethod
-    def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> Sharding:
+    def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> ShardingStrategy:
         """As the configuration wants it."""
         return cls(model)
 
-    def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most ways leave whole what isn't trained)
+    def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most strategies leave whole what isn't trained)
         """Share out a second model that isn't trained, the reference, as far as the policy's weights are."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Sharding(ABC):
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
         """Read it, however many ranks wrote it. False: there is the usual file alone, and it fits as it is."""
 
-    def close(self) -> None:  # noqa: B027 (most ways have nothing to undo)
+    def close(self) -> None:  # noqa: B027 (most strategies have nothing to undo)
         """Leave the model as it was found: another trainer may take it."""
 
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor] | None:

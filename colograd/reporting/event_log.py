@@ -23,7 +23,7 @@ EVENTS = "events.jsonl"
 BINS = 20  # of a histogram
 
 
-class RunRecord:
+class EventLog:
     """Appends events to a run's record, in one process. ``warn`` gets one line, once, if that isn't possible."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:

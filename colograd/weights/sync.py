@@ -1,4 +1,4 @@
-"""`Publisher` is what every way of publishing does, `PlannedWay` what those of this folder have in common."""
+"""`WeightSync`: how the engine gets the policy's weights; `PlannedSync`: those that plan their copies at start."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from ..engine.vllm_engine import Engine
+from ..engine.protocol import Engine
 
 
-class Publisher(Protocol):
-    """A way of publishing: how the engine gets the policy's weights. A class of the user's may be one."""
+class WeightSync(Protocol):
+    """How the engine gets the policy's weights. A class of the user's may be one."""
 
     @abstractmethod
     def publish(self, version: int) -> int:
@@ -33,8 +33,8 @@ class Publisher(Protocol):
         """Names of the parameters whose value in the engine isn't the policy's, cast to its dtype, bit for bit."""
 
 
-class PlannedWay(Publisher):
-    """A way that knows from the start which tensor goes where, and notices when one has moved.
+class PlannedSync(WeightSync):
+    """A `WeightSync` that knows from the start which tensor goes where, and notices when one has moved.
 
     Each publish walks both models anew: a weight that was replaced by another tensor (a reload, `.to()`, `.data =`)
     would otherwise be published into memory that nobody reads.
@@ -48,7 +48,7 @@ class PlannedWay(Publisher):
         self._planned = self._addresses()
 
     def publish(self, version: int) -> int:
-        """See `Publisher.publish`. Until it succeeds, nothing can be sampled.
+        """See `WeightSync.publish`. Until it succeeds, nothing can be sampled.
 
         Raises:
             RuntimeError: a tensor of the policy or the engine has moved since the plan was made.
@@ -71,5 +71,5 @@ class PlannedWay(Publisher):
         """Bring the engine's tensors up to date. Returns the bytes written."""
 
     def _addresses(self) -> dict[str, int]:
-        sides = (("policy", self._policy), ("engine", self.engine.model))
-        return {f"{side} {name}": p.data_ptr() for side, model in sides for name, p in model.named_parameters()}
+        sides = (("policy", dict(self._policy.named_parameters())), ("engine", self.engine.tensors.parameters()))
+        return {f"{side} {name}": p.data_ptr() for side, tensors in sides for name, p in tensors.items()}

@@ -24,19 +24,19 @@ from colograd.batch import Rollout as Completion
 from colograd.engine.load import Load, load_of, watched
 from colograd.policy.logprobs import policy_logprobs
 from colograd.reporting import timeline as lanes_module
-from colograd.reporting.group_views import TokenTexts, chosen_groups, shown_notes
-from colograd.reporting.run_record import (
+from colograd.reporting.event_log import (
     EVENTS,
     FOLDER,
-    RunRecord,
+    EventLog,
     entries,
     events_of,
     histogram,
     json_line,
 )
+from colograd.reporting.group_views import TokenTexts, chosen_groups, shown_notes
 from colograd.reporting.timeline import CALLS, POINTS, Timeline, curve, merged, tail
 from colograd.rewards import Scorer, resolve_rewards
-from colograd.rollout.group_records import Recorded
+from colograd.rollout.group_records import RewardedGroup
 from colograd.rollout.store import RolloutStore
 from colograd.rollout.tool_format import ToolCall
 from colograd.rollout.toolbox import Toolbox
@@ -47,7 +47,7 @@ from colograd.training.utilisation import peak_flops
 
 
 def test_an_event_is_a_whole_line_when_it_is_written(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path, pytest.fail)
+    record = EventLog(tmp_path, pytest.fail)
     record.event("log", step=1, metrics={"reward": math.nan, "loss": math.inf, "text": "zwölf\n\u2028", "n": 2})
     line = (tmp_path / FOLDER / EVENTS).read_bytes()
     assert line.endswith(b"\n") and line.count(b"\n") == 1
@@ -65,13 +65,13 @@ def test_what_json_cannot_say_becomes_its_text() -> None:
 
 def test_a_torn_line_is_left_alone_and_the_next_begins_anew(tmp_path: Path) -> None:
     """A run that was killed in the middle of a line, and goes on."""
-    record = RunRecord(tmp_path, pytest.fail)
+    record = EventLog(tmp_path, pytest.fail)
     record.begin(0)
     record.event("start", step=0)
     record.close()
     with open(tmp_path / FOLDER / EVENTS, "ab") as file:
         file.write(b'{"kind":"log","st')
-    again = RunRecord(tmp_path, pytest.fail)
+    again = EventLog(tmp_path, pytest.fail)
     again.begin(1)
     again.event("start", step=1)
     assert [event["step"] for event in events_of(tmp_path)] == [0, 1]
@@ -88,7 +88,7 @@ def test_readers_pass_over_what_is_no_entry(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_makes_void_what_it_takes_again(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path, pytest.fail)
+    record = EventLog(tmp_path, pytest.fail)
     record.begin(0)
     record.event("start", step=0)
     for step in (1, 2, 3):
@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_makes_void_what_it_takes_again(tmp_path: Path) -> No
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("in the way")
     said: list[str] = []
-    record = RunRecord(tmp_path, said.append)
+    record = EventLog(tmp_path, said.append)
     record.begin(0)
     for step in range(3):
         record.event("log", step=step)
@@ -119,7 +119,7 @@ def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / EVENTS).symlink_to("/dev/full")
     said: list[str] = []
-    record = RunRecord(tmp_path, said.append)
+    record = EventLog(tmp_path, said.append)
     for step in range(3):
         record.event("log", step=step)
     assert len(said) == 1 and "No space left on device" in said[0]
@@ -297,7 +297,7 @@ def test_what_is_recorded_of_a_step_is_bounded(tmp_path: Path) -> None:
     tokenizer, groups = tiny.make_tokenizer(), [(scored(p, [0.0] * 16, [4096] * 16), [0.0] * 16) for p in (0, 1)]
     pieces, started = TokenTexts(tokenizer), time.process_time()
     notes = shown_notes(groups, 1, "train", ["f"], {}, pieces, False)
-    recorded = [Recorded(group.group, group.rewards, group.logged) for group, _ in groups]
+    recorded = [RewardedGroup(group.group, group.rewards, group.logged) for group, _ in groups]
     RolloutStore(tmp_path, 0, {}).show(notes, recorded)
     (path,) = (tmp_path / "_journal").rglob("*.shown")
     assert path.stat().st_size < 2**19 and len(samples_of(tmp_path)) == 32
@@ -431,7 +431,7 @@ def test_the_cost_of_a_record(recorded: Any) -> None:
 @pytest.mark.engine
 def test_how_a_run_ends_is_told_also_where_it_fails_or_is_stopped(recorded: Any, tmp_path: Path) -> None:
     trainer, record = recorded.trainer, recorded.trainer.recorder
-    record.file = RunRecord(tmp_path, pytest.fail)
+    record.file = EventLog(tmp_path, pytest.fail)
 
     def ends(work: Any) -> dict[str, Any]:
         with pytest.raises((ValueError, KeyboardInterrupt)) if work else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Whatever a trainer builds is closed: by `close`, or at once where its start fails."""
+"""Closes everything that a trainer has built, if its start fails."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def closes_if_it_fails(init: F) -> F:
-    """Decorate an ``__init__`` that tells ``self.closing``, an ExitStack that is there, how what it builds is closed.
-
-    If it fails, all of that is closed when the error arrives, and nothing of it stays in memory with the exception:
-    another trainer may then be made in the same process.
-    """
+    """Give an ``__init__`` an ExitStack, ``self.closing``; close it and free the frames' memory if the method fails."""
 
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,78 @@
+"""vLLM's model as `EngineTensors`: its tensors by name, its fusions and renamings, its LoRA slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..policy.lora import base_name
+
+AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts as checkpoints have them
+# Functions that vLLM's weight loaders apply, by the last part of the checkpoint's and of vLLM's name.
+FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
+    ("A_log", "A"): lambda decay: -torch.exp(decay.float()),  # Mamba's state matrix
+}
+
+
+class VLLMTensors:
+    """The tensors of a vLLM model.
+
+    Args:
+        model: the model; its class alone has the names.
+    """
+
+    def __init__(self, model: torch.nn.Module | type) -> None:
+        self._model: Any = model
+
+    @property
+    def fusions(self) -> Mapping[str, Sequence[str]]:
+        return getattr(self._model, "packed_modules_mapping", None) or {}
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        named = ((base_name(name), parameter) for name, parameter in self._model.named_parameters())
+        return {name: parameter for name, parameter in named if name is not None}
+
+    def renamed(self, name: str) -> str:
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+        if mapper is None:
+            return name
+        if getattr(mapper, "orig_to_new_stacked", None):  # newer mappers fuse too, and drop the part's place
+            mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+        found = mapper.apply_list([name])
+        return found[0] if found else name
+
+    def written_through(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        ends = name.rpartition(".")[2], self.renamed(name).rpartition(".")[2]
+        return FUNCTIONS.get(ends)
+
+    def expert_layout(self, name: str) -> str:
+        modules = {base_name(f"{path}.weight"): module for path, module in self._model.named_modules()}
+        method = getattr(modules.get(f"{name.rpartition('.')[0]}.weight"), "quant_method", None)
+        kernel = getattr(getattr(method, "unquantized_backend", None), "name", AS_SAVED[0])
+        return "" if kernel in AS_SAVED else str(kernel)
+
+    def is_added_by_first_rank(self, bias: torch.Tensor) -> bool:
+        return any(
+            own.data_ptr() == bias.data_ptr()
+            and any(kind.__name__ == "RowParallelLinear" for kind in type(module).__mro__)
+            for module in self._model.modules()
+            if isinstance(own := getattr(module, "bias", None), torch.Tensor)
+        )
+
+    def lora_layers(self) -> dict[str, VLLMLoRALayer]:
+        layers = getattr(getattr(self._model, "lora_manager", None), "modules", {})
+        return {name: VLLMLoRALayer(layer) for name, layer in layers.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VLLMLoRALayer:
+    """vLLM's layer with LoRA. Its stacks are looked up anew, so that replaced ones are noticed."""
+
+    layer: Any
+
+    def stacks(self, kind: str) -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = getattr(self.layer, f"{kind.lower()}_stacked")
+        return found

@@ -1,0 +1,35 @@
+"""Parameters that the engine holds as a function of the policy's, as Mamba's state matrix A = -exp(A_log)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from colograd.engine.tensors import VLLMTensors
+from colograd.sharding.rows import Rows
+from colograd.weights import shared
+from colograd.weights.copied import Copies
+from colograd.weights.gathered import Place
+from colograd.weights.mapping import map_parameters
+
+
+class Mixer(torch.nn.Module):
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__()
+        self.mixer = torch.nn.Module()
+        self.mixer.register_parameter(name, torch.nn.Parameter(torch.rand(size), requires_grad=name == "A_log"))
+        self.hf_to_vllm_mapper = SimpleNamespace(apply_list=lambda names: [n.replace("A_log", "A") for n in names])
+
+
+def test_a_publish_writes_the_function_of_a_parameter() -> None:
+    policy, engine = Mixer("A_log", 4), Mixer("A", 4)
+    (part,) = map_parameters(policy, VLLMTensors(engine))
+    wanted = -policy.mixer.A_log.detach().exp()
+    assert not part.equal() and shared.obstacle(part) == "the engine has a function of it"
+    Copies([part]).write()
+    assert part.equal() and torch.equal(engine.mixer.A, wanted)
+
+    place = Place(part.destination, part.cut, part.through)
+    destination, values = place.of(Rows("mixer.A_log", 1, policy.mixer.A_log.detach()[1:3], total=4))
+    assert torch.equal(values, wanted[1:3]) and destination.data_ptr() == engine.mixer.A[1:].data_ptr()
