@@ -15,14 +15,13 @@ from .checkpoint.folders import step_of
 from .checkpoint.search import find_damage
 from .config import GRPOConfig
 from .parallel.ranks import gather, on_all_ranks
-from .reporting.tracing import StepProfile
 from .rewards.functions import as_list
 from .rollout.store import RolloutStore
 from .trainer import GRPOTrainer
 from .training.checkpointer import Checkpointer
 from .training.prompts import image_reader_of
 from .training.recorded_settings import settings_of
-from .training.replaying import Comparison, Replay, ReplaySampler, ReplayStore
+from .training.replaying import Comparison, Replay, ReplaySampler, ReplayStore, StepProfile
 from .training.task import Task
 
 

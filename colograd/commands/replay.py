@@ -122,8 +122,7 @@ def changed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _replayer(*, options: argparse.Namespace, flags: Sequence[str], **given: Any) -> Any:
     from ..replayer import Replayer
-    from ..reporting.tracing import StepProfile
-    from ..training.replaying import Replay
+    from ..training.replaying import Replay, StepProfile
 
     layout, profile = given["args"].layout, None
     if options.profile is not None:
