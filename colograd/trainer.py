@@ -294,8 +294,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Sample and score the evaluation prompts with the settings ``*_eval``; compute the loss if `loss_eval` asks
-        for it, or if it takes little time.
+        """Sample and score the evaluation prompts with the settings ``*_eval``; compute the loss, unless `loss_eval` is
+        false.
 
         Args:
             eval_dataset: other prompts than the trainer's, or the name of one of its evaluation datasets.

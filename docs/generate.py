@@ -170,9 +170,8 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **Generation is vLLM in this process**, always. `use_vllm` and `vllm_mode` may stay in a file.
 - **The KV cache is planned** where `vllm_gpu_memory_utilization` isn't set; TRL takes 0.3 of the GPU.
   `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
-- **`evaluate` computes a loss** where `loss_eval: true` or `metric_for_best_model: eval_loss` asks for it, or where
-  that adds less than a tenth to its time: the first evaluation finds out, and a line says where it is left out.
-  `temperature_eval` and `max_completion_length_eval` are its own, and it reports pass@k.
+- **`evaluate` computes a loss**, as TRL's does, unless `loss_eval: false` saves its forward, or `temperature_eval`
+  differs from `temperature`. `temperature_eval` and `max_completion_length_eval` are its own, and it reports pass@k.
 - **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`, and what
   constrains it, as `vllm_structured_outputs_regex` does) are refused together with
   `vllm_importance_sampling_correction`, whose ratio they would bias: set that to false beside them. In TRL it is on by

@@ -4,8 +4,8 @@
     colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
 
 A recipe sets the other options, and an option on the command line wins. --gpus and --gpu-memory default to this
-machine's. Nothing is loaded: the model's ``config.json`` gives the shapes of its parameters. The figures are those of
-the table at the start of a run (`colograd.memory`).
+machine's. Nothing is loaded: the model's ``config.json`` gives the parameters' shapes. A run's own table has the same
+figures (`colograd.memory`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; a recipe and this machine set those that the command line doesn't.
-
-    Raises:
-        ValueError: bad input.
-    """
+    """The options; the recipe and this machine's GPUs are the defaults."""
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.config is not None:
@@ -60,11 +56,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _take_own_gpus(options: argparse.Namespace) -> None:
-    """Plan for this machine's GPUs.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Plan for this machine's GPUs."""
     import torch
 
     found = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
@@ -79,7 +71,7 @@ def _take_own_gpus(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The options, stored under the names of a recipe's fields."""
+    """Store options under the names of a recipe's fields."""
     parser = argparse.ArgumentParser(
         prog="colograd plan", description="A model's memory on each GPU, with each strategy of sharding. Loads nothing."
     )
@@ -102,12 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of policy and engine; default: bfloat16")
     add("--optim", default="adamw_split", help="default: adamw_split")
     add("--reference", dest="beta", action="store_const", const=1.0, help="a frozen copy for a KL term (beta > 0)")
-    add(
-        "--sleep",
-        dest="vllm_enable_sleep_mode",
-        action="store_true",
-        help="the KV cache makes room for training",
-    )
+    switch: dict[str, Any] = {"action": "store_true"}
+    add("--sleep", dest="vllm_enable_sleep_mode", **switch, help="the KV cache makes room for training")
     add("--offload-optimizer", action="store_true", help="its state is on the host while the engine samples")
     add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
@@ -121,12 +109,9 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> None:
     context, completion = options.vllm_max_model_length, options.max_completion_length
     counts = {
-        "--gpus": options.gpus,
-        "--gpu-memory": options.gpu_memory,
-        "--tensor-parallel": options.vllm_tensor_parallel_size,
-        "--context": context,
-        "--group": options.num_generations,
-    }
+        "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": context,
+        "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
+    }  # fmt: skip
     for flag, count in counts.items():
         if count <= 0:
             raise ValueError(f"{flag} is {count:g}, but must be above 0: give how many there are.")
@@ -180,11 +165,7 @@ def described(options: argparse.Namespace) -> RunDescription:
 
 
 def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, Any]:
-    """The quantisation of the base, as a checkpoint's config.json has it; empty: none.
-
-    Raises:
-        ValueError: such a base can't be trained.
-    """
+    """The base's quantisation, as in a checkpoint's config.json; empty: none."""
     from ..policy.quantized import check_method, saved_in
 
     if saved := saved_in(model_config):
@@ -218,11 +199,11 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     strategies = run.strategies if options.gpus > 1 else run.strategies[:1]
     yield from table([(strategy, best_plan(run, strategy), fits(run, strategy)) for strategy in strategies])
     yield ""
-    taken = auto(run)
-    if fits(run, taken):
-        yield f"sharding: auto takes {taken!r}"
+    strategy = auto(run)
+    if fits(run, strategy):
+        yield f"sharding: auto takes {strategy!r}"
     else:
-        yield f"sharding: auto finds none that fits; {remedies(run, taken)}"
+        yield f"sharding: auto finds none that fits; {remedies(run, strategy)}"
 
 
 HEADS = (
@@ -232,7 +213,7 @@ HEADS = (
 
 
 def table(plans: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
-    """A line per strategy: each part at its peak, the room for the KV cache, and its tokens."""
+    """A line per strategy."""
     cells = [HEADS, *(_cells(*plan) for plan in plans)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
     for first, *others in cells:

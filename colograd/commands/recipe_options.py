@@ -16,11 +16,10 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     """Read the recipe and the flags of a `colograd train` command line.
 
     Returns:
-        The settings under their fields' names, and the options that no field has; a line on each option that is
-        assumed, as the recipe leaves it to the model or the data.
+        The options of `colograd plan`; a line on each option that is assumed, as it depends on the model or the data.
 
     Raises:
-        ValueError: no such recipe, or keys or flags that aren't a run's.
+        ValueError: no such recipe, or unknown keys or flags.
     """
     settings, assumed = planned_settings(argv), {}
     for name in ("model_init_kwargs", "vllm_engine_kwargs"):

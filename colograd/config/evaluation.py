@@ -27,9 +27,8 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
     pass_threshold_eval: float = knob(1.0, "Weighted reward from which a completion counts as a pass in `eval_pass@k`.")
     loss_eval: bool | None = knob(
         None,
-        "Run the policy's forward on what `evaluate` sampled, for `eval_loss`, the entropy and TRL's other metrics of "
-        "the loss. TRL always does. Unset: where `metric_for_best_model` is one of these, or where it takes less than "
-        "a tenth of the evaluation, as the first one finds out.",
+        "Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other "
+        "metrics of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`.",
     )
 
     def eval_generations(self) -> int:
@@ -67,8 +66,8 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
                 "computes no loss: use `reward`, or leave loss_eval out."
             )
         at_same_temperature = self.temperature_eval in (None, self.temperature)
-        if self.loss_eval is None and (of_loss or not at_same_temperature):
-            self.loss_eval = bool(of_loss)
+        if self.loss_eval is None:
+            self.loss_eval = at_same_temperature or bool(of_loss)
         if self.loss_eval and not at_same_temperature:
             raise ValueError(
                 f"temperature_eval is {self.temperature_eval}, but loss_eval compares the sampler's probabilities with "

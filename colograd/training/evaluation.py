@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,12 @@ from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..parallel.ranks import gather, on_all_ranks
-from ..policy.logprobs import PolicyForward, evaluation_mode
 from ..policy.packing import PackingRules
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import Combine, RolloutStatistics
 from .step_batches import step_batch
 
 EVALUATION_TOKENS = 4096  # of a micro-batch in an evaluation's forward where a GPU's room hasn't been measured yet
-AFFORDABLE = 0.1  # of an evaluation's time: what its loss may take where nobody asked for it
 
 
 def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[str, float]:
@@ -42,7 +40,7 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[st
         sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name)
     names = trainer.learner.reward_names
     metrics = evaluation_metrics(groups, counts, names, trainer.combine, config)
-    metrics |= trainer.learner.evaluate(groups, sampler.add_advantages, time.perf_counter() - started)
+    metrics |= trainer.learner.evaluate(groups, sampler.add_advantages)
     seconds = time.perf_counter() - started
     metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
     return metrics | {"num_tokens": float(trainer.state.num_input_tokens_seen)}
@@ -109,35 +107,3 @@ def evaluation_step(
     rules = dataclasses.replace(rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     (drawn,) = scale_over_steps([SampledStep(tuple(groups), ())], estimator)
     return step_batch(drawn, RolloutStatistics(), rules, reward_names, times)
-
-
-def loss_share(model: torch.nn.Module, step: StepBatch, temperature: float, models: int, seconds: float) -> float:
-    """The time that the forwards of an evaluation's loss will take, as a share of the rest of it. A collective.
-
-    Args:
-        models: that run on each row: the policy, and second ones.
-        seconds: that this rank has sampled and scored.
-    """
-
-    def forward() -> None:
-        with on_all_ranks("the evaluation's forward"), torch.no_grad():
-            for row in step.rows[:1]:
-                PolicyForward(model, temperature).of_row(row)[0].cpu()
-
-    with evaluation_mode(model):
-        return share_of_forward(forward, len(step.rows) * models, seconds)
-
-
-def share_of_forward(forward: Callable[[], None], parts: int, seconds: float) -> float:
-    """The time that the policy's forward of an evaluation will take, as a share of the rest of it. A collective.
-
-    Args:
-        forward: of one part of it.
-        parts: that there are on this rank.
-        seconds: that this rank has sampled and scored.
-    """
-    forward()  # the first one loads kernels, or compiles
-    started = time.perf_counter()
-    forward()
-    ranks = gather(((time.perf_counter() - started) * parts, seconds))
-    return max(expected for expected, _ in ranks) / max(spent for _, spent in ranks)

@@ -30,7 +30,7 @@ from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.sampler import SampledRound
 from ..sharding import ShardingStrategy
-from .evaluation import AFFORDABLE, evaluation_step, loss_share
+from .evaluation import evaluation_step
 from .loss_pass import loss_pass
 from .step_batches import schedule, step_batch
 
@@ -75,7 +75,6 @@ class Learner:
         self.pending: list[StepBatch] = []  # the steps of the present round that aren't trained yet
         self.metrics: dict[str, float] = {}  # of the step that was trained last, over all ranks
         self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
-        self._loss_is_affordable: bool | None = None  # in evaluations that don't ask for it; None: not known yet
 
     # -- a round
 
@@ -195,32 +194,19 @@ class Learner:
 
     # -- an evaluation
 
-    def evaluate(
-        self,
-        groups: Sequence[ScoredGroup],
-        add_advantages: Callable[[Group, torch.Tensor], ScoredGroup],
-        seconds: float,
-    ) -> dict[str, float]:
-        """The loss of what an evaluation sampled, as if it were a step's, with the loss's metrics. No gradients.
-
-        Empty where nobody asked for it (`loss_eval`) and it takes too long beside the sampling. A collective.
+    def evaluate(self, groups: Sequence[ScoredGroup], add_advantages: AddAdvantages) -> dict[str, float]:
+        """The loss of an evaluation's groups, as if they were a step's, with its metrics; {} without `loss_eval`. No
+        gradients. A collective.
 
         Args:
             groups: this rank's.
-            add_advantages: to a group with its rewards.
-            seconds: that this rank has sampled and scored.
         """
-        wanted = self.config.loss_eval
-        if wanted is False or (wanted is None and self._loss_is_affordable is False):
+        if not self.config.loss_eval:
             return {}
         with on_all_ranks("the advantages"):
             groups = [add_advantages(scored.group, scored.rewards) for scored in groups]
         step = evaluation_step(groups, self.estimator, self.rules, self.reward_names, self.times)
         step = dataclasses.replace(step, version=self.hooks.state.global_step)
-        if wanted is None and self._loss_is_affordable is None:
-            self._loss_is_affordable = self._can_afford(step, seconds)
-            if not self._loss_is_affordable:
-                return {}
         if self.second_models:
             with on_all_ranks("the second models' log-probabilities"), self.hooks.compute_loss_context_manager():
                 (step,) = with_second_logprobs(self.second_models, [step], self.config.temperature)
@@ -232,16 +218,6 @@ class Learner:
         self.entropy.show(reduced, reduced["loss"] - self.objective.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
         return reduced
-
-    def _can_afford(self, step: StepBatch, seconds: float) -> bool:
-        with self.hooks.compute_loss_context_manager():
-            share = loss_share(self.model, step, self.config.temperature, 1 + len(self.second_models), seconds)
-        if share > AFFORDABLE:
-            self.console.warn(
-                f"evaluation: its loss would take another {share:.0%} of the time, and isn't computed: loss_eval: "
-                "true asks for it"
-            )
-        return share <= AFFORDABLE
 
     # -- the rows
 

@@ -504,7 +504,7 @@ def test_a_metric_that_needs_the_loss_asks_for_it() -> None:
     ):
         assert config(metric_for_best_model=name).loss_eval is True, name
     for name in (None, "reward", "eval_rewards/skill/mean", "pass@4", "eval_completions/mean_length"):
-        assert config(metric_for_best_model=name).loss_eval is None, name
+        assert config(metric_for_best_model=name).loss_eval is True, "as in TRL"
     assert config(temperature_eval=0.5).loss_eval is False, "its ratios would be of two temperatures"
     with pytest.raises(ValueError, match=r"temperature_eval is 0\.5, but loss_eval"):
         config(temperature_eval=0.5, metric_for_best_model="eval_loss")

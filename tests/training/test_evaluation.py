@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
-from colograd.training.evaluation import count_passes, pass_at, share_of_forward
+from colograd.training.evaluation import count_passes, pass_at
 
 pytestmark = pytest.mark.engine
 
@@ -86,40 +86,6 @@ def test_the_forward_that_was_asked_for_has_trls_metrics_and_no_gradient(
     assert all(p.grad is None or not p.grad.any() for p in trained.model.parameters())
     monkeypatch.setattr(trained.args, "loss_eval", False)
     assert not {"eval_loss", "eval_entropy"} & trained.evaluate().keys()
-
-
-@pytest.mark.parametrize("share", [0.02, 3.0])
-def test_a_loss_that_nobody_asked_for_is_there_where_it_costs_little(
-    trained: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], share: float
-) -> None:
-    """Only the clock is replaced."""
-    asked = []
-
-    def measured(forward: Any, parts: int, seconds: float) -> float:
-        forward()
-        asked.append((parts, seconds))
-        return share
-
-    monkeypatch.setattr("colograd.training.evaluation.share_of_forward", measured)
-    expected = trained.evaluate()["eval_loss"]
-    monkeypatch.setattr(trained.args, "loss_eval", None)
-    monkeypatch.setattr(trained.learner, "_loss_is_affordable", None)
-    found = [trained.evaluate().get("eval_loss") for _ in range(2)]
-    assert found == [expected if share < 0.1 else None] * 2
-    assert len(asked) == 1 and asked[0][0] > 0 and asked[0][1] > 0, "the first evaluation finds out"
-    said = capfd.readouterr().out
-    assert ("evaluation: its loss would take another 300% of the time" in said) == (share > 0.1)
-
-
-def test_the_share_of_a_forward_is_measured_without_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, calls = [0.0], []
-
-    def forward() -> None:
-        calls.append(1)
-        clock[0] += 100.0 if len(calls) == 1 else 0.5
-
-    monkeypatch.setattr("colograd.training.evaluation.time.perf_counter", lambda: clock[0])
-    assert share_of_forward(forward, parts=4, seconds=40.0) == pytest.approx(0.05)
 
 
 def test_the_best_model_is_the_one_with_the_best_pass_at_k(trained: Any) -> None:
