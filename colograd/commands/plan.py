@@ -4,13 +4,14 @@
     colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
 
 A recipe sets the other options, and an option on the command line wins. --gpus and --gpu-memory default to this
-machine's. Nothing is loaded: the model's ``config.json`` gives the shapes of its parameters. The figures are those of
-the table at the start of a run (`colograd.memory`).
+machine's. Nothing is loaded: the model's ``config.json`` gives the parameters' shapes. A run's own table has the same
+figures (`colograd.memory`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,16 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; a recipe and this machine set those that the command line doesn't.
-
-    Raises:
-        ValueError: bad input.
-    """
+    """The options; the recipe and this machine's GPUs are the defaults."""
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.config is not None:
-        from .recipe_options import recipe_options
-
         found, assumed = recipe_options(["--config", str(options.config), *flags])
         parser.set_defaults(**found)
         options, _ = parser.parse_known_args(argv)
@@ -59,12 +54,59 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _take_own_gpus(options: argparse.Namespace) -> None:
-    """Plan for this machine's GPUs.
+def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options that a `colograd train` command line sets, on any machine; and a line on each option that is assumed,
+    as it depends on the model or the data."""
+    import torch
 
-    Raises:
-        ValueError: it has none.
-    """
+    from ..config.parse import planned_settings
+    from ..config.policy import default_dtype, resolve_optimizer
+
+    settings, assumed = planned_settings(argv), {}
+    for name in ("model_init_kwargs", "vllm_engine_kwargs"):  # a command line has them as JSON
+        value = settings[name]
+        settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
+    loading = settings["model_init_kwargs"]
+    dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
+    if dtype == "auto":
+        dtype = "bfloat16"
+        assumed["dtype"] = "dtype: auto is planned as bfloat16 (--dtype float32: as that)"
+    if settings["use_peft"] and settings["lora_target_modules"] != ["all-linear"]:
+        assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
+    completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
+    prompt = settings["max_prompt_tokens"]
+    if prompt is None:  # the data aren't read
+        prompt = completion
+        line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
+        if completion and not settings["vllm_max_model_length"]:
+            assumed["vllm_max_model_length"] = line
+    dtype, budget = str(dtype).removeprefix("torch."), settings["max_tokens_per_microbatch"]
+    options = settings | {
+        "dtype": dtype,
+        "optim": resolve_optimizer(settings["optim"], getattr(torch, dtype, None)),
+        "lora_r": settings["lora_r"] if settings["use_peft"] else 0,
+        "bits": 4 if settings["load_in_4bit"] else 8 if settings["load_in_8bit"] else None,
+        "vllm_max_model_length": settings["vllm_max_model_length"] or prompt + completion or None,
+        "max_tokens_per_microbatch": 0 if budget in (None, "auto") else int(budget),
+        **_sequences(settings),
+    }
+    return {name: value for name, value in options.items() if value is not None}, assumed
+
+
+def _sequences(settings: dict[str, Any]) -> dict[str, int]:
+    """Completions of a generation, on all GPUs or in each engine. Whole steps are sampled together (`StepKnobs`)."""
+    accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
+    batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
+    if settings["prompts_per_step"] is not None:
+        step = settings["prompts_per_step"] * settings["num_generations"]
+        return {"sequences": max(step * together, generation)}
+    if generation > batch * accumulated:
+        return {"sequences": generation}
+    return {"sequences_per_engine": batch * max(accumulated, together)}
+
+
+def _take_own_gpus(options: argparse.Namespace) -> None:
+    """Plan for this machine's GPUs."""
     import torch
 
     found = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
@@ -79,7 +121,7 @@ def _take_own_gpus(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The options, stored under the names of a recipe's fields."""
+    """Store options under the names of a recipe's fields."""
     parser = argparse.ArgumentParser(
         prog="colograd plan", description="A model's memory on each GPU, with each strategy of sharding. Loads nothing."
     )
@@ -102,12 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of policy and engine; default: bfloat16")
     add("--optim", default="adamw_split", help="default: adamw_split")
     add("--reference", dest="beta", action="store_const", const=1.0, help="a frozen copy for a KL term (beta > 0)")
-    add(
-        "--sleep",
-        dest="vllm_enable_sleep_mode",
-        action="store_true",
-        help="the KV cache makes room for training",
-    )
+    switch: dict[str, Any] = {"action": "store_true"}
+    add("--sleep", dest="vllm_enable_sleep_mode", **switch, help="the KV cache makes room for training")
     add("--offload-optimizer", action="store_true", help="its state is on the host while the engine samples")
     add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
@@ -121,12 +159,9 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> None:
     context, completion = options.vllm_max_model_length, options.max_completion_length
     counts = {
-        "--gpus": options.gpus,
-        "--gpu-memory": options.gpu_memory,
-        "--tensor-parallel": options.vllm_tensor_parallel_size,
-        "--context": context,
-        "--group": options.num_generations,
-    }
+        "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": context,
+        "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
+    }  # fmt: skip
     for flag, count in counts.items():
         if count <= 0:
             raise ValueError(f"{flag} is {count:g}, but must be above 0: give how many there are.")
@@ -180,11 +215,7 @@ def described(options: argparse.Namespace) -> RunDescription:
 
 
 def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, Any]:
-    """The quantisation of the base, as a checkpoint's config.json has it; empty: none.
-
-    Raises:
-        ValueError: such a base can't be trained.
-    """
+    """The base's quantisation, as in a checkpoint's config.json; empty: none."""
     from ..policy.quantized import check_method, saved_in
 
     if saved := saved_in(model_config):
@@ -218,11 +249,11 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     strategies = run.strategies if options.gpus > 1 else run.strategies[:1]
     yield from table([(strategy, best_plan(run, strategy), fits(run, strategy)) for strategy in strategies])
     yield ""
-    taken = auto(run)
-    if fits(run, taken):
-        yield f"sharding: auto takes {taken!r}"
+    strategy = auto(run)
+    if fits(run, strategy):
+        yield f"sharding: auto takes {strategy!r}"
     else:
-        yield f"sharding: auto finds none that fits; {remedies(run, taken)}"
+        yield f"sharding: auto finds none that fits; {remedies(run, strategy)}"
 
 
 HEADS = (
@@ -232,7 +263,7 @@ HEADS = (
 
 
 def table(plans: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
-    """A line per strategy: each part at its peak, the room for the KV cache, and its tokens."""
+    """A line per strategy."""
     cells = [HEADS, *(_cells(*plan) for plan in plans)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
     for first, *others in cells:

@@ -3,12 +3,12 @@
 colograd replay RUN --step N [--to M] [--profile [FOLDER]] [--any_flag value]
 torchrun --nproc-per-node 2 -m colograd.commands.cli replay RUN --step N
 
-Begins at the checkpoint before step N and trains what the run's journal has: nothing is sampled, no reward is called,
-and nothing is written into RUN. Prints steps N to M with their loss and their gradient's norm beside the recorded ones.
---profile writes a trace and a table of operators of these steps (default: replay-N-M in the current directory).
+Starts at the checkpoint before step N and trains the run's recorded rollouts: nothing is sampled, no reward is called,
+and nothing is written into RUN. Prints the loss and gradient norm of steps N to M beside the recorded ones. --profile
+writes a trace and a table of operators of these steps (default: replay-N-M in the current directory).
 
-The settings are those that RUN recorded (or those of --config); flags that only training depends on, such as --optim,
---loss_type or --max_tokens_per_microbatch, may differ. Exit status 2 for bad input.
+Settings come from RUN, or from --config; flags that only training depends on, such as --optim, --loss_type or
+--max_tokens_per_microbatch, may differ. Exit status 2 for bad input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from ..runtime import process
 from ..train import start
 
-NOT_TAKEN = (  # what names of settings begin with that say what is written, or when
+NOT_TAKEN = (  # prefixes of settings that say which files are written, and when
     "save_", "eval_", "hub_", "push_to_hub", "log_completions", "load_best", "metric_for_best", "greater_is_better",
     "do_", "resume_from_checkpoint", "output_dir", "report_to",
 )  # fmt: skip
@@ -65,11 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and the flags that change settings.
-
-    Raises:
-        ValueError: bad input.
-    """
+    """The command's own options, and the flags that change settings."""
     if not argv or argv[0].startswith("-"):
         raise ValueError("the run's folder is missing: colograd replay RUN --step N.")
     parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)
@@ -99,11 +95,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
-    """The run's settings with those of the flags, less what writes; with a folder of its own.
-
-    Raises:
-        ValueError: the run has recorded none, or a flag isn't one.
-    """
+    """Write the run's settings, changed by the flags and for a replay, into ``scratch``."""
     from ..config import given_settings
     from ..rollout.store import FOLDER, RECIPE
 
@@ -120,7 +112,7 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
 
 
 def changed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings as those of its replay."""
+    """The settings of a run's replay."""
     return {name: value for name, value in given.items() if not name.startswith(NOT_TAKEN)} | SET
 
 
@@ -138,7 +130,3 @@ def _replayer(*, options: argparse.Namespace, flags: Sequence[str], **given: Any
 def _refused(error: Exception) -> int:
     print(f"colograd replay: error: {error}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Picks a run's strategy of sharding and its plan, and finds the changes that would make a run fit. Numbers only."""
+"""Picks a run's strategy of sharding and its plan, and finds changes that make a run fit. Numbers only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .estimate import estimate
 from .shape import CacheNeed, Shape
 from .table import MemoryPlan, gib
 
-AMPLE = 0.1  # of a GPU: an engine with less for its KV cache decodes too few sequences at once
-LORA_RANK = 16  # of the adapter that is proposed where the whole policy doesn't fit
-BUSY_TOKENS = 8192  # of a micro-batch that keeps a GPU busy, where more would need more checkpointing
-MOST_RANKS = 1024  # that are proposed
+AMPLE = 0.1  # of a GPU: with a smaller KV cache an engine decodes too few sequences at once
+LORA_RANK = 16  # of a proposed adapter
+BUSY_TOKENS = 8192  # of a micro-batch that keeps a GPU busy
+MOST_RANKS = 1024  # to propose
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
     """The plan of a run, with its KV cache.
 
     Raises:
-        ValueError: on a GPU, no room for training, or for the KV cache of one sequence beside it.
+        ValueError: a GPU has no room for training and the KV cache of one sequence.
     """
     plan = best_plan(run, strategy)
     if not fits(run, strategy):
@@ -33,8 +33,7 @@ def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
 
 
 def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
-    """The plan with the longest micro-batches beside which training and an ample KV cache fit; if none fit, with the
-    shortest, which leave most for the cache."""
+    """The plan with the longest micro-batches that leave an ample KV cache; if none do, with the shortest."""
     for tokens in run.longest_rows:
         plan = estimate(run, strategy, tokens)
         if plan.takes(_ample(run)):
@@ -49,84 +48,71 @@ def _ample(run: RunDescription) -> CacheNeed:
 
 
 def fits(run: RunDescription, strategy: str) -> bool:
-    """Whether the known parts of the run fit and, unless the user set the size of the KV cache, the estimated ones."""
+    """Whether the run's known parts fit, and its estimated parts too unless the user set the size of the KV cache."""
     plan = best_plan(run, strategy)
-    if run.devices.on_gpu and not (run.overruled or run.kv_bytes):
-        return plan.takes(run.need)
-    return _known_fits(run, plan)
+    return plan.takes(run.need) if run.plans_cache else _known_fits(run, plan)
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Whether weights, gradients, optimizer and KV cache fit, without activations and margin. A CPU needs no more room:
-    its pages can be swapped and the caches of others dropped."""
+    """Whether weights, gradients, optimizer and KV cache fit. A CPU needs no more: its pages can be swapped."""
     cache = _given_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     return dataclasses.replace(plan, kv_bytes=cache).known <= run.devices.available
 
 
 def _given_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """Bytes of a KV cache that the user set, or that the engine's share of the device leaves for it; 0: unknown."""
+    """KV-cache bytes that the user set, or that the engine's share of the device leaves; 0: unknown."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 
 def auto(run: RunDescription) -> str:
-    """The least sharded strategy that leaves room for the planned KV cache and micro-batch.
-
-    The cache is a whole generation's, or `AMPLE` of the GPU if this is less; the micro-batch has the run's tokens or
-    `PLANNED_TOKENS`. Where no strategy leaves as much, `auto` takes the one that leaves most. On a CPU it takes the
-    first in which weights, gradients, optimizer and the cache of one sequence fit into the memory.
-    """
+    """The least sharded strategy that leaves room for an ample KV cache and a micro-batch of the run's tokens (or
+    `PLANNED_TOKENS`); if there is none, the strategy that leaves most room. On a CPU only the known parts must fit."""
     if run.devices.ranks == 1:
         return run.strategies[0]
-    ample = (strategy for strategy in run.strategies if _is_ample(run, strategy))
-    return next(ample, None) or max(run.strategies, key=lambda strategy: _left(run, strategy))
 
+    def is_ample(strategy: str) -> bool:
+        if not run.plans_cache:
+            return fits(run, strategy)
+        return estimate(run, strategy, run.longest_rows[0]).takes(_ample(run))
 
-def _is_ample(run: RunDescription, strategy: str) -> bool:
-    if not run.devices.on_gpu or run.overruled or run.kv_bytes:
-        return fits(run, strategy)
-    return estimate(run, strategy, run.longest_rows[0]).takes(_ample(run))
+    def left(strategy: str) -> int:
+        plan = estimate(run, strategy, run.longest_rows[-1])
+        return min(plan.room, plan.remains("training"))
 
-
-def _left(run: RunDescription, strategy: str) -> int:
-    plan = estimate(run, strategy, run.longest_rows[-1])
-    return min(plan.room, plan.remains("training"))
+    return next(filter(is_ample, run.strategies), None) or max(run.strategies, key=left)
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """The sparsest checkpointing, as every how many-th layer, with which training and an ample KV cache fit; 0: none.
-
-    The micro-batch has the run's tokens, or `BUSY_TOKENS`: longer ones would need more checkpointing, and be no faster
-    for it.
+    """The sparsest checkpointing that leaves room for an ample KV cache and a micro-batch of the run's tokens or
+    `BUSY_TOKENS`: every n-th layer; 0: none.
 
     Args:
-        able: the values that the model supports, sparsest first; the last one is returned where none leaves room.
+        able: values that the model supports, sparsest first; the last one is the fallback.
     """
     tokens = run.tokens or max(BUSY_TOKENS, run.length)
-    plans = ((every, estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)) for every in able)
-    return next((every for every, plan in plans if _leaves_room(run, plan)), able[-1])
 
+    def leaves_room(every: int) -> bool:
+        plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)
+        if not (run.overruled or run.kv_bytes):
+            return plan.takes(_ample(run))
+        cache = _given_cache(run, plan)  # 0: its size is unknown
+        return cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
 
-def _leaves_room(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Whether training fits beside the KV cache; False where the cache's size is unknown."""
-    if not (run.overruled or run.kv_bytes):
-        return plan.takes(_ample(run))
-    cache = _given_cache(run, plan)
-    return cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
+    return next(filter(leaves_room, able), able[-1])
 
 
 # -- remedies
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """The changes each of which would make the run fit, as one sentence without its full stop."""
-    found = [*_changes(run, strategy)]
-    if not found:
+    """The single changes that would make the run fit, as one sentence without its full stop."""
+    if not (found := [*_changes(run, strategy)]):
         return "no single change of it would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
 
 
 def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
-    """Least costly first: settings, sharding among these ranks, an adapter, a shorter context, more ranks."""
+    """Single changes with which the run fits, the least costly first."""
 
     def fit(strategy: str = strategy, **changes: object) -> bool:
         return fits(dataclasses.replace(run, **changes), strategy)  # type: ignore[arg-type]
@@ -159,13 +145,13 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
 
 
 def adapter_elements(shape: Shape, rank: int) -> int:
-    """Elements of a LoRA on the linear layers of every block: A and B have ``rank`` of each input and output."""
+    """Elements of a LoRA (A and B) on all linear layers."""
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
     return shape.layers * rank * (attention + 3 * (shape.hidden + shape.intermediate))
 
 
 def _shorter(run: RunDescription, strategy: str) -> int | None:
-    """The longest of half, a quarter ... of the context that fits."""
+    """The longest context that fits, of a half, a quarter ... of the run's."""
     length = run.length // 2
     while length >= 256:
         part = length / run.length
@@ -178,7 +164,7 @@ def _shorter(run: RunDescription, strategy: str) -> int | None:
 
 
 def _more_ranks(run: RunDescription) -> tuple[int, str] | None:
-    """The fewest ranks, in doublings, over which some strategy fits, and this strategy."""
+    """The fewest ranks, in doublings, with a strategy that fits."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
         more = run.with_ranks(ranks)
@@ -189,7 +175,7 @@ def _more_ranks(run: RunDescription) -> tuple[int, str] | None:
 
 
 def too_large(run: RunDescription, plan: MemoryPlan) -> str:
-    """The error of a plan that doesn't fit: how many bytes are missing, the remedies, and the table."""
+    """The error's text: the missing bytes, the remedies, and the table."""
     need, missing = run.need, -plan.remains("training")
     if missing > 0:
         problem = f"Training takes {gib(missing)} GiB more than the {gib(plan.total)} GiB of {plan.device}"
@@ -198,7 +184,6 @@ def too_large(run: RunDescription, plan: MemoryPlan) -> str:
             f"The KV cache of one full sequence takes {gib(need.least)} GiB, but {gib(max(plan.room, 0))} of "
             f"{gib(plan.total)} GiB are left beside the rest: at least one must fit"
         )
-    overrule = ""
-    if _known_fits(run, plan):
-        overrule = ". Should this be estimated too high, vllm_gpu_memory_utilization overrules it"
+    hint = ". Should this be estimated too high, vllm_gpu_memory_utilization overrules it"
+    overrule = hint if _known_fits(run, plan) else ""
     return "\n".join([f"{problem}; {plan.remedies}{overrule}.", *plan.lines()])

@@ -1,8 +1,5 @@
-"""`describe_run`: a run in numbers, from which the memory of each of its ranks follows.
-
-The trainer and `colograd plan` describe their runs by it: the trainer a loaded model beside this rank's device, the
-command a model on the meta device and GPUs that may be elsewhere.
-"""
+"""`describe_run`: a run in numbers, from which each rank's memory follows. The trainer describes a loaded model and its
+own device; `colograd plan` describes a model on the meta device and any GPUs."""
 
 from __future__ import annotations
 
@@ -24,18 +21,18 @@ from .policy_sizes import PolicySizes
 from .shape import CacheNeed, Lengths, Shape, Tower
 
 STRATEGIES = tuple(CLASSES)  # of sharding, the least sharded first
-# Strategies that keep the policy whole beside its engine: the engine's tensors may be the policy's, or a LoRA's base.
+# Strategies with a whole policy on each rank, as weights that the engine shares must be.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The ranks' devices, one per rank, and the bytes of each."""
+    """The ranks' devices, one per rank."""
 
     ranks: int
-    total: int
-    available: int  # to a rank that holds nothing yet, on the fullest of the devices
+    total: int  # bytes of each
+    available: int  # bytes, on the fullest device, before a rank allocates anything
     name: str = "a GPU"
     on_gpu: bool = True
 
@@ -47,13 +44,13 @@ class Workload:
     length: int  # tokens of the longest sequence in the engine
     sequences: int  # completions of one generation in this rank's engine
     tokens: int = 0  # of a micro-batch; 0: as many as fit
-    prompt: int = 0  # tokens of the longest prompt; 0: ``length`` less the longest completion
+    prompt: int = 0  # tokens of the longest prompt; 0: ``length`` minus the longest completion
     shares_prompts: bool = True  # a group's completions share their prompt in a row
 
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """All numbers from which the memory of one rank follows."""
+    """The numbers from which the memory of one rank follows."""
 
     devices: Devices
     ranks_per_engine: int
@@ -63,14 +60,14 @@ class RunDescription:
     cache_itemsize: int
     length: int  # tokens of the longest sequence in the engine
     sequences: int  # completions of one generation in this rank's engine
-    running: int  # of them, in the engine's KV cache at once
+    running: int  # sequences in the engine's KV cache at once
     lengths: Lengths
     tokens: int  # of a micro-batch; 0: as many as fit
-    checkpointing: int = 1  # every so many-th layer computes its activations again; 0: none
-    shared: bool = True  # the policy's parameters are the engine's tensors, where the strategy allows it
-    served: bool = False  # the engine reads the policy's quantised weights, and has none of its own in their place
-    reshard: bool = True  # FSDP forgets gathered weights after a forward
-    offloads_parts: bool = False  # FSDP keeps each rank's part on its host
+    checkpointing: int = 1  # every n-th layer computes its activations again; 0: none
+    shared: bool = True  # the policy's parameters are the engine's tensors, if the strategy allows it
+    served: bool = False  # the engine reads the policy's quantised weights
+    reshard: bool = True  # FSDP frees gathered weights after a forward
+    offloads_parts: bool = False  # FSDP keeps each rank's part on the host
     sleeps: bool = False
     offloads: bool = False
     reference: int = 0  # bytes
@@ -79,7 +76,12 @@ class RunDescription:
     share: float = 0.0  # this share; 0: unknown
     strategies: tuple[str, ...] = STRATEGIES  # of sharding that the run may use
     samples: bool = True  # False: there is no engine
-    tower: Tower | None = None  # a trained one
+    tower: Tower | None = None
+
+    @property
+    def plans_cache(self) -> bool:
+        """Whether the size of the KV cache is free to choose."""
+        return self.devices.on_gpu and not (self.overruled or self.kv_bytes)
 
     @property
     def need(self) -> CacheNeed:
@@ -91,7 +93,7 @@ class RunDescription:
 
     @property
     def longest_rows(self) -> list[int]:
-        """Tokens that a micro-batch may be planned with, most first: at least one sequence, which is never cut."""
+        """Sizes of micro-batches to plan with, in tokens, the largest first; each holds one whole sequence."""
         if self.tokens:
             return [max(self.tokens, self.length)]
         sizes = [max(PLANNED_TOKENS, self.length)]
@@ -104,7 +106,7 @@ class RunDescription:
         return dataclasses.replace(self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0)
 
     def with_ranks(self, ranks: int) -> RunDescription:
-        """The same work on ``ranks`` ranks: each has its share of the sequences."""
+        """The same work on ``ranks`` ranks."""
         share = self.devices.ranks / ranks
         sequences, running = (max(1, int(count * share)) for count in (self.sequences, self.running))
         devices = dataclasses.replace(self.devices, ranks=ranks)
@@ -121,13 +123,13 @@ def describe_run(
     reference: int = 0,
     to_pack: Mapping[torch.Tensor, int] | None = None,
 ) -> RunDescription:
-    """Describe a run by its settings and its model.
+    """Describe a run.
 
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have its fields' names.
         model: the policy with its frozen parameters marked, or its outline (`policy.outline`).
-        shared: whether the policy's parameters are views of the engine's tensors.
-        reference: bytes of the KL term's reference.
+        shared: whether the policy's parameters are the engine's tensors.
+        reference: bytes.
         to_pack: see `PolicySizes.of`.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
@@ -151,7 +153,7 @@ def describe_run(
         tokens=work.tokens,
         checkpointing=settings.checkpointing,
         shared=shared,
-        served=settings.weights == "shared",  # without quantised weights this changes nothing
+        served=settings.weights == "shared",  # counts for quantised weights only
         reshard=settings.fsdp_reshard_after_forward,
         offloads_parts=settings.fsdp_offload_params,
         sleeps=settings.vllm_enable_sleep_mode,
@@ -166,7 +168,7 @@ def describe_run(
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
-    """The devices of all ranks, as if no rank held a tensor of ``model`` yet: a collective."""
+    """The devices of all ranks, without the memory that ``model`` takes already. A collective."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         free, total = torch.cuda.mem_get_info(device)

@@ -1,8 +1,5 @@
-"""Who has the device: the KV cache sleeps in training, the optimizer's state is on the host while the engine samples.
-
-Both are asked for (`vllm_enable_sleep_mode`, `offload_optimizer`) and are for a GPU; on a CPU nothing would be gained,
-so nothing happens there and a line says so. Weights never move: the policy may share them with the engine.
-"""
+"""The KV cache sleeps in training (`vllm_enable_sleep_mode`), and the optimizer's state is on the host while the engine
+samples (`offload_optimizer`): on GPUs only. Weights never move, as the policy may share them with the engine."""
 
 from __future__ import annotations
 
@@ -17,16 +14,15 @@ from ..reporting.metrics import PhaseTimes
 
 
 class OptimizerOffload:
-    """An optimizer's state in host memory, and back on its device.
+    """Moves an optimizer's state to the host and back.
 
-    The tensors stay the objects they are, with other storage, so what refers to them stays right; pointers into them
-    don't. Scalars (`step`) stay where they are. The host's copies are pinned where there is a GPU, and kept for the
-    next time.
+    The tensors stay the same objects with other storage, so references to them stay right. Scalars (`step`) don't move.
+    The host's copies are pinned if there is a GPU, and kept for the next time.
     """
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}
-        self._away: list[tuple[torch.Tensor, torch.device]] = []  # each with the device where it belongs
+        self._away: list[tuple[torch.Tensor, torch.device]] = []
 
     @torch.no_grad()
     def to_host(self, optimizer: torch.optim.Optimizer) -> int:
@@ -63,7 +59,7 @@ class OptimizerOffload:
 
 
 class DeviceTurns:
-    """The engine and the policy take turns on the device: its memory is the engine's while it samples."""
+    """The engine and the policy take turns in the device's memory."""
 
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
@@ -78,7 +74,7 @@ class DeviceTurns:
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-        """The body samples. After an error in it the engine keeps the memory, as requests may be in flight."""
+        """The engine has the memory while the body samples. After an error it keeps it: requests may be in flight."""
         if self.offload is not None and optimizer is not None:
             with self.times.phase("offload"):
                 self.offload.to_host(optimizer)

@@ -1,4 +1,4 @@
-"""`estimate`: the memory plan of one rank in a strategy of sharding. Numbers in, bytes out.
+"""`estimate`: the memory plan of one rank with a strategy of sharding. Numbers in, bytes out.
 
 Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 policy with `adamw_split`:
 
@@ -8,8 +8,8 @@ Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 poli
     gradients   2/T      0 or 2            4/N         10/N              buckets on their way
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
-With T = 1 the policy's parameters are the engine's tensors, except for quantised ones, which take half a byte or one
-beside the engine's 2. With T > 1 each rank holds the policy whole and copies it into its part of the engine.
+With T = 1 the policy's parameters are the engine's tensors; quantised ones take half a byte or one beside the engine's
+2. With T > 1 each rank holds the whole policy and copies it into its part of the engine.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from .policy_sizes import PolicySizes
 from .shape import activation_bytes, engine_bytes
 from .table import MemoryPlan
 
-ALIVE = IN_FLIGHT + 2  # buckets at once: those being summed, one being filled, one being made flat
-GATHERED = 4  # copies of a block's weights with FSDP: as they came and as they are used, and the next block's too
-SUMMED = 2  # copies of its gradients: as they were made, and on their way
+ALIVE = IN_FLIGHT + 2  # buckets at once: being summed, one being filled, one being flattened
+GATHERED = 4  # copies of a block's weights with FSDP: gathered and unflattened, of this block and the next
+SUMMED = 2  # copies of a block's gradients with FSDP: computed, and flattened to be summed
 
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
     """Bytes of a policy on one rank."""
 
-    engine: int  # its weights
-    policy: int  # its weights; 0: they are the engine's
+    engine: int  # weights
+    policy: int  # weights; 0: they are the engine's
     gradients: int  # from a step's first backward to its optimizer
     optimizer: int
     exchange: int  # temporary: gradients on their way to other ranks, or weights gathered from them
 
 
 def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
-    """Bytes of the policy on each rank, with ``strategy`` of `STRATEGIES`."""
+    """Bytes on each rank, with ``strategy`` of `STRATEGIES`."""
     sizes, ranks = run.sizes, run.devices.ranks
     in_engine = sizes.elements - (sizes.packed_elements if run.served else 0)
     engine = in_engine * run.engine_itemsize // run.ranks_per_engine
@@ -56,7 +56,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
 
 
 def _buckets(sizes: PolicySizes, ranks: int) -> int:
-    """Gradients in buckets on their way, and this rank's part of their sums."""
+    """Bytes of buckets being summed, and of this rank's part of the sums."""
     large = sizes.largest if sizes.largest > ELEMENTS else 0
     elements = min(sizes.trained, ALIVE * ELEMENTS + large)
     return sizes.gradient_itemsize * (elements + elements // ranks)
@@ -64,7 +64,7 @@ def _buckets(sizes: PolicySizes, ranks: int) -> int:
 
 def _fsdp(run: RunDescription, engine: int) -> RankBytes:
     """Each rank, or its host, owns a part of everything; the largest block (a layer, the head, the embedding) is
-    gathered whole. A pass takes 13 to 15.5 bytes per element of a bfloat16 block (tests/sharding/test_fsdp.py)."""
+    gathered whole. Measured: 13 to 15.5 bytes per element of a bfloat16 block (tests/sharding/test_fsdp.py)."""
     sizes, ranks = run.sizes, run.devices.ranks
     on_host = run.offloads_parts and run.devices.on_gpu
     largest = max(sizes.block, sizes.largest)

@@ -1,4 +1,4 @@
-"""`PolicySizes`: the elements and bytes of a whole policy, with its gradients and its optimizer's state."""
+"""`PolicySizes`: elements and bytes of a whole policy, its gradients and its optimizer's state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from ..policy.quantized_layers import packed_weights
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """The sizes of a whole policy."""
-
     elements: int
     trained: int  # elements
     weights: int  # bytes
@@ -25,18 +23,17 @@ class PolicySizes:
     largest: int  # elements of the largest trained parameter
     block: int  # elements of the largest decoder layer
     rest: int  # elements outside of the decoder's layers: embedding, head
-    packed: int = 0  # bytes of quantised weights with their scales, which the engine never shares as dense tensors
-    packed_elements: int = 0  # elements of these matrices before they were quantised
+    packed: int = 0  # bytes of quantised weights with their scales
+    packed_elements: int = 0  # elements of the quantised matrices
 
     @classmethod
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Read the sizes of a model on any device, also the meta device, whose frozen parameters are marked.
+        """Read the sizes of a model, also on the meta device, whose frozen parameters are marked.
 
         Args:
-            to_pack: parameters that loading will quantise, with their bytes after it; default: the model's quantised
-                weights.
+            to_pack: parameters that loading will quantise, with their bytes after it; default: the model's packed ones.
         """
         if to_pack is None:
             found = packed_weights(model)
@@ -82,7 +79,7 @@ class PolicySizes:
 
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
-    """Bytes of all gradients, in the dtype in which they accumulate: float32 for `adamw_split`."""
+    """Bytes of all gradients: `adamw_split` accumulates them in float32."""
     trained = (p for p in model.parameters() if p.requires_grad)
     if optim == "adamw_split":
         return sum(4 * p.numel() for p in trained)
@@ -90,7 +87,7 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
-    """Bytes of the optimizer's state after its first step; an upper bound for optimizers that keep less than AdamW."""
+    """Bytes of the optimizer's state after its first step; for optimizers smaller than AdamW an upper bound."""
     return sum(p.numel() * state_itemsize(p.dtype, optim) for p in model.parameters() if p.requires_grad)
 
 

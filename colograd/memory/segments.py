@@ -1,8 +1,4 @@
-"""Expandable segments of torch's allocator: on by default, where nothing forbids them.
-
-Rows have other lengths in each micro-batch, and blocks of fixed segments that fit none of the later ones stay unused
-(fragmentation): the memory that a plan counts on isn't there. Segments that grow have no such holes.
-"""
+"""Expandable segments of torch's allocator, which avoid fragmentation: each micro-batch has rows of other lengths."""
 
 from __future__ import annotations
 
@@ -16,22 +12,14 @@ SETTING = "expandable_segments:True"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def obstacle(config: GRPOConfig) -> str:
-    """What forbids expandable segments; empty: nothing."""
-    if config.device.type != "cuda":
-        return "there is no GPU"
-    if given := next((name for name in VARIABLES if name in os.environ), ""):
-        return f"{given} says what is used"
-    if config.vllm_enable_sleep_mode:
-        return "the KV cache that sleeps is in a memory pool of vLLM's, which can't have them"
-    if config.vllm_tensor_parallel_size > 1:
-        return "ranks of an engine open each other's memory, which can't be done with them"
-    return ""
-
-
 def expand_segments(config: GRPOConfig) -> bool:
-    """Switch them on before anything lies on the GPU; whether they are now."""
-    if obstacle(config):
-        return False
-    torch.cuda.memory._set_allocator_settings(SETTING)
-    return True
+    """Switch them on, before the first allocation on a GPU, if the run can have them. Returns whether they are on."""
+    able = (
+        config.device.type == "cuda"
+        and not any(name in os.environ for name in VARIABLES)  # the user's setting stands
+        and not config.vllm_enable_sleep_mode  # vLLM's memory pool for a KV cache that sleeps can't have them
+        and config.vllm_tensor_parallel_size == 1  # ranks of an engine open each other's memory, which they forbid
+    )
+    if able:
+        torch.cuda.memory._set_allocator_settings(SETTING)
+    return able

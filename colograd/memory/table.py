@@ -25,7 +25,7 @@ MARGIN = 0.08  # of the device, for CUDA graphs, NCCL and fragmentation; vLLM's 
 CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memory
 PHASES = ("sampling", "training")
 GIB = 2**30
-# Parts that a table leaves out where they would show as 0.00.
+# Parts that the table omits if they round to 0.00.
 OPTIONAL = ("weights of the reference", "gathered weights", "gradients on their way")
 
 
@@ -98,46 +98,45 @@ class MemoryPlan:
 
     @property
     def known(self) -> int:
-        """Bytes of weights, gradients, optimizer and KV cache in the fuller phase, without any estimate."""
+        """Bytes of weights, gradients, optimizer and KV cache in the fuller phase: no estimates."""
         weights = self.engine_weights + self.policy_weights + self.reference
         sampling = self.kv_bytes + (0 if self.offloads else self.optimizer)
         training = self.gradients + self.optimizer + (0 if self.sleeps else self.kv_bytes)
         return weights + max(sampling, training)
 
     def takes(self, need: CacheNeed) -> bool:
-        """Whether training fits, and beside it a KV cache of one sequence at full length."""
+        """Whether training fits, and a KV cache of one full sequence beside it."""
         empty = dataclasses.replace(self, kv_bytes=0)
         return self.room >= need.least and empty.remains("training") >= 0
 
     def with_cache(self, need: CacheNeed) -> MemoryPlan:
-        """The plan with a KV cache for one whole generation, or as much of it as there is room for."""
+        """Add a KV cache for one whole generation, or for as much of it as fits."""
         return dataclasses.replace(self, kv_bytes=min(need.wanted, max(self.room, 0)))
 
     def with_cpu_cache(self, need: CacheNeed) -> MemoryPlan:
-        """The plan on a CPU, whose memory other processes use too: at most a quarter of the free memory, but always
-        one full sequence."""
+        """Add a KV cache on a CPU: at most a quarter of the free memory, but at least one full sequence."""
         return dataclasses.replace(self, kv_bytes=max(need.least, min(need.wanted, self.available // CPU_SHARE)))
 
     def with_engine(self, weights: int, apart: int, kv_tokens: int) -> MemoryPlan:
-        """The plan with the bytes of the built engine, and of the policy's weights ``apart`` from it."""
+        """Set the bytes of the built engine, and of the policy's weights ``apart`` from it."""
         kv_bytes = self.kv_bytes or kv_tokens * self.kv_per_token
         return dataclasses.replace(
             self, engine_weights=weights, policy_weights=apart, kv_bytes=kv_bytes, kv_tokens=kv_tokens
         )
 
     def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
-        """The plan with a measured budget: ``peak`` bytes of forward and backward, gradients included."""
-        held = self.gradients + self.exchange
-        return dataclasses.replace(self, tokens=tokens, activations=max(peak - held, 0), measured=True)
+        """Set a measured budget: ``peak`` bytes of forward and backward, gradients included."""
+        activations = max(peak - self.gradients - self.exchange, 0)
+        return dataclasses.replace(self, tokens=tokens, activations=activations, measured=True)
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for all parts. Measured activations may use the part that is kept free."""
+        """Whether all parts fit. Measured activations may use the margin."""
         slack = self.margin if self.measured else 0
         return min(self.remains(phase) for phase in PHASES) + slack >= 0
 
     def lines(self) -> list[str]:
-        """The plan as aligned lines, in GiB."""
+        """Aligned lines, in GiB."""
         shown = [row for row in self.rows() if row[0] not in OPTIONAL or row[2] >= GIB // 200]
         rows = [*shown, ("remains", self.remains("sampling"), self.remains("training"))]
         of_ranks = "" if self.strategy == "none" else f", sharding {self.strategy} over {self.ranks}"
@@ -147,12 +146,12 @@ class MemoryPlan:
         return lines + [f"{f'  {name}':<{width}} {gib(a):>9} {gib(b):>9}" for name, a, b in rows]
 
     def table(self) -> str:
-        """The lines as one text; the last names remedies where the plan doesn't fit."""
+        """The lines as one text; the last one names remedies if the plan doesn't fit."""
         last = [] if self.fits else [f"  more is planned than there is: {self.remedies or REMEDIES}"]
         return "\n".join([*self.lines(), *last])
 
 
-# For a plan that fit until the engine was built or the activations were measured, so that no change was tried.
+# For a plan that fit until the engine was built or the activations were measured: no change was tried.
 REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gradient_checkpointing: true"
 
 

@@ -1,20 +1,21 @@
 """The token budget of a micro-batch: measured once on a GPU, halved when memory runs out. The update stays the same.
 
-`max_tokens_per_microbatch: auto` measures the peak memory of dummy rows of growing length, fits a line, and takes what
-fills `SHARE` of what is free beside the policy, the engine and the optimizer's state to come.
+`max_tokens_per_microbatch: auto` measures the peak memory of dummy rows of growing length, fits a line, and fills
+`SHARE` of the memory that policy, engine and the optimizer's state leave free.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from ..batch import PackedRow, RolloutId, StepBatch
+from ..batch import PackedRow, StepBatch
 from ..parallel.ranks import gather
 from ..policy.packing import PackingRules, dummy, pack_step, places
 from . import policy_sizes
@@ -29,10 +30,10 @@ def fill(peak: Callable[[int], float], limit: int) -> tuple[int, int]:
     """The most tokens whose peak memory stays under ``limit`` bytes, by a line through the last two sizes measured.
 
     Args:
-        peak: tokens -> bytes that a forward and backward needs at most; infinite: it ran out of memory.
+        peak: tokens -> peak bytes of a forward and backward; infinite: it ran out of memory.
 
     Returns:
-        The tokens, a multiple of `STEP` and at least `STEP`, and the bytes that the line gives them.
+        The tokens, a multiple of `STEP`, and the bytes that the line gives them.
     """
     # Starting at the origin makes a single size an upper estimate of the slope.
     x, y, slope, most = 0, 0.0, 0.0, LARGEST
@@ -60,20 +61,20 @@ def measure(
     rules: PackingRules,
     pending_bytes: int,
 ) -> tuple[int, int]:
-    """A safe budget on this GPU, and the bytes that it takes. A collective: every rank gets the least of all.
+    """The least safe budget of all ranks' GPUs, and the bytes that it takes. A collective.
 
     Args:
         train: forward and backward of one micro-batch.
-        clean: drops what they left, gradients too.
+        clean: frees activations and gradients.
         shape: tokens of the longest prompt and of the longest completion, and completions per group.
-        pending_bytes: what will be allocated later, by the optimizer at its first step.
+        pending_bytes: of the optimizer's state, if it isn't allocated yet.
     """
     device = rules.device
     prompt, completion, count = shape
-    if rules.share_prompts:  # long completions predict most, short ones join most keys with their prompt's
+    if rules.share_prompts:  # long completions have most logits, short ones join most keys with their prompt's
         shapes = [shape, (prompt, max(1, completion // SHORT), count)]
     else:
-        shapes = [(prompt, completion, 1)]  # rows that are padded have a prompt for each completion
+        shapes = [(prompt, completion, 1)]  # each padded row has its own prompt
 
     def used(row: PackedRow) -> float:
         torch.cuda.reset_peak_memory_stats(device)
@@ -94,7 +95,7 @@ def measure(
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:
-    """A row of ``tokens`` tokens without a signal, of groups as long as they can be; the last one is cut short."""
+    """A row of ``tokens`` tokens with zero advantages: the longest groups, the last one cut short."""
     longest_prompt, longest, count = shape
     groups: list[tuple[int, list[int]]] = []
     left = tokens
@@ -109,21 +110,21 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, name: str, parts: int = 1) -> int:
-    """What the optimizer is still to allocate, of a state that is cut into ``parts``. (None: it isn't made yet.)"""
+    """Bytes that the optimizer will allocate at its first step, of a state cut into ``parts``."""
     return 0 if optimizer is not None and optimizer.state else policy_sizes.optimizer_bytes(model, name) // parts
 
 
 def back_off(
     rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str, among: int = 1
 ) -> tuple[PackingRules, list[StepBatch]]:
-    """Halve the budget and pack the steps again. A collective: all ranks call it after any ran out of memory.
+    """Halve the budget and pack the steps again. A collective: all ranks call it after any rank ran out of memory.
 
     Args:
         batches: the step that failed, and the rest of its round.
-        among: that many of them, from the first, were under way.
+        among: the first so many batches were being trained.
 
     Raises:
-        torch.OutOfMemoryError: each micro-batch of the step is a single completion already.
+        torch.OutOfMemoryError: each micro-batch is a single completion already.
     """
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
@@ -138,7 +139,7 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """The same step in micro-batches of another budget, with what was known of each completion."""
+    """The same step in micro-batches of another budget, with each completion's log-probabilities."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", "ref_logprobs"):
         rows = _carry_over(name, batch.rows, rows)
@@ -147,25 +148,21 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -> tuple[PackedRow, ...]:
     """Give ``new`` the [N] tensor ``name`` of ``old``, completion by completion."""
-    known: dict[RolloutId, torch.Tensor] = {}
-    for row in old:
-        values = getattr(row, name)
-        if values is None:
-            return tuple(new)
-        known |= {rollout: values[place] for rollout, place in places(row)}
-    filled = []
-    for row in new:
-        parts = [  # a dummy may be new: zeros, as its tokens aren't in the loss
-            known.get(rollout, torch.zeros(place.stop - place.start, device=row.device))
-            for rollout, place in places(row)
-        ]
-        filled.append(dataclasses.replace(row, **{name: torch.cat(parts)}))
-    return tuple(filled)
+    if any(getattr(row, name) is None for row in old):
+        return tuple(new)
+    known = {rollout: getattr(row, name)[place] for row in old for rollout, place in places(row)}
+
+    def values(row: PackedRow) -> torch.Tensor:
+        missing = functools.partial(torch.zeros, device=row.device)  # of a new dummy, whose tokens aren't in the loss
+        return torch.cat(
+            [known[rollout] if rollout in known else missing(at.stop - at.start) for rollout, at in places(row)]
+        )
+
+    return tuple(dataclasses.replace(row, **{name: values(row)}) for row in new)
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Drop gradients and give back what the failed forward left. Call it after the exception is gone, whose traceback
-    holds the activations."""
+    """Free gradients, and a failed forward's activations once its exception, whose traceback holds them, is gone."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():

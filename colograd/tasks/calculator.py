@@ -1,4 +1,4 @@
-"""A task with a tool that the quickstart's model can learn: products of two-digit numbers, and a calculator."""
+"""A task with a tool that the quickstart's model learns: products of two-digit numbers, and a calculator."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 OPERATORS: dict[type, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.USub: operator.neg,
-}
+}  # fmt: skip
 
 
 def calculator(expression: str) -> str:
@@ -42,9 +39,7 @@ def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
     """Products of two numbers from 11 to 99, which the model never gets right without the calculator.
 
     Args:
-        size: rows.
-        seed: of the numbers; the same seed gives the same rows.
-        examples: solved ones before each question, calls included; with two, the model calls in half of its tries.
+        examples: solved ones before each question, with their calls; with two, the model calls in half of its tries.
 
     Returns:
         ``prompt`` (a conversation) and ``answer`` (the product, as text).
@@ -55,16 +50,12 @@ def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
         raise ValueError(f"products: size is {size}; it must be at least 1")
     draw = random.Random(seed)
     shown = [message for _ in range(examples) for message in _solved(*_numbers(draw))]
-    asked = [_numbers(draw) for _ in range(size)]
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [_message("system", "Use the tool."), *shown, _message("user", f"What is {a} * {b}?")],
-                "answer": str(a * b),
-            }
-            for a, b in asked
-        ]
-    )
+    rows = []
+    for _ in range(size):
+        a, b = _numbers(draw)
+        prompt = [_message("system", "Use the tool."), *shown, _message("user", f"What is {a} * {b}?")]
+        rows.append({"prompt": prompt, "answer": str(a * b)})
+    return Dataset.from_list(rows)
 
 
 def _numbers(draw: random.Random) -> tuple[int, int]:
@@ -82,5 +73,5 @@ def _solved(a: int, b: int) -> list[dict[str, Any]]:
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
-    """With all keys that any message has: a dataset's rows have one type."""
+    """With the keys of all messages, as a dataset's rows have one type."""
     return {"role": role, "content": content, "name": None, "tool_calls": None}

