@@ -155,7 +155,7 @@ def test_a_tool_that_is_declared_may_use_a_connection_that_was_opened_in_the_mai
 
     asked = ToolCall("query", {"sql": "select 5"})
     assert answers(Toolbox([query], main_thread=["query"]), asked) == ["5"]
-    with pytest.warns(UserWarning, match=r"query failed .* set main_thread_tools: \[query\]"):
+    with pytest.warns(UserWarning, match=r"query failed .* main_thread_tools: \[query\]"):
         (told,) = answers(Toolbox([query]), asked)
     assert "SQLite objects created in a thread" in told
 
