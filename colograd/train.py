@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     process.quiet_logs("--verbose" in argv)
     if {"-h", "--help"} & set(argv):
-        print(__doc__, "Every flag is described in docs/configuration.md.", sep="\n")
+        from colograd.config.parse import flags_help
+
+        print(__doc__, "Flags, which docs/configuration.md has in sections:", flags_help(), sep="\n")
         return 0
     if "--verbose" not in argv:
         process.tell_briefly()

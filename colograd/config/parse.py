@@ -80,6 +80,11 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
     return vars(found)
 
 
+def flags_help() -> str:
+    """All flags with their meanings: ours and those of transformers."""
+    return _parser().format_help().partition("options:\n")[2]
+
+
 def _parser() -> HfArgumentParser:
     return HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")
 

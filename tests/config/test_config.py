@@ -16,6 +16,7 @@ import torch
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
 from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.config.parse import flags_help
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
 from colograd.parallel.layout import RankLayout
@@ -633,3 +634,9 @@ def test_a_frozen_configuration_refuses_what_a_trainer_has_read(tmp_path: Path) 
     other = copy.deepcopy(config)
     other.beta = 0.5
     assert (config.beta, other.beta) == (0.0, 0.5)
+
+
+def test_the_flags_of_all_groups_have_a_help() -> None:
+    told = flags_help()
+    assert all(f"--{name} " in told for name in ("num_generations", "dataset_name", "lora_r", "learning_rate"))
+    assert "Completions per prompt" in " ".join(told.split())
