@@ -16,18 +16,13 @@ from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process
-from .advantages import AdvantageKnobs
 from .engine import EngineKnobs
-from .evaluation import EvaluationKnobs
-from .journal import JournalKnobs
-from .knob import knob
-from .logs import LogKnobs
-from .names import names_checked
-from .objective import ObjectiveKnobs
+from .knob import knob, names_checked
+from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
+from .outputs import JournalKnobs, LogKnobs, SavingKnobs
 from .policy import PolicyKnobs
-from .reference import ReferenceKnobs
 from .rewards import RewardKnobs
-from .saving import SavingKnobs
+from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
 
 

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import knob
-from .names import names_checked
+from .knob import knob, names_checked
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANT_TYPES = ("nf4", "fp4")

@@ -15,8 +15,8 @@ import yaml
 from transformers import HfArgumentParser
 
 from .grpo import GRPOConfig
+from .knob import INERT, RENAMED, UNUSED, unknown_name, without_effect
 from .model import ModelConfig
-from .names import INERT, RENAMED, UNUSED, unknown_name, without_effect
 from .script import ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)

@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
-from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.config.knob import INERT, REFUSED, RENAMED, UNUSED
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
 from colograd.parallel.layout import RankLayout

@@ -1,4 +1,4 @@
-"""What a run shows and keeps for people: the log of completions, the report's record, other packages' messages."""
+"""What a run writes: checkpoints, the rollout log, and logs for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,53 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 
-from .knob import at_least, knob
+from .knob import at_least, knob, one_of
+
+
+@dataclass
+class SavingKnobs:
+    """Checkpoints."""
+
+    save_in_background: bool = knob(
+        True,
+        "Write checkpoints from a copy in host memory while training goes on. Where something needs the files at once "
+        "(a push to the Hub, a callback's `on_save`), or the memory for the copy isn't there, training waits for them.",
+    )
+    save_failures: int = knob(
+        3, "Checkpoints in a row that can't be written (a full disk, say) before the run ends with the error."
+    )
+
+    def _check_saving(self) -> None:
+        at_least(self, 1, "save_failures")
+
+
+JOURNALS = ("off", "until_checkpoint", "keep")
+
+
+@dataclass
+class JournalKnobs:
+    """The journal."""
+
+    journal: str | None = knob(
+        None,
+        "Record every group when it is scored (`_journal/` in the run's folder), so that a resumed run neither samples "
+        "nor scores it again. `until_checkpoint`: what the last two checkpoints have made needless is deleted; `keep`: "
+        "nothing is; `off`. Unset: `until_checkpoint` in a run that saves checkpoints.",
+    )
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Whether groups are recorded."""
+        return self.journal != "off"
+
+    def _resolve_journal(self, saves: bool) -> None:
+        """Raises ValueError for another value."""
+        if self.journal is None:
+            self.journal = "until_checkpoint" if saves else "off"
+        if self.journal is False:  # what YAML makes of a bare `off`
+            self.journal = "off"
+        one_of(self, "journal", JOURNALS)
+
 
 TRACKERS = ("wandb", "trackio", "tensorboard")  # whose packages have the names by which `report_to` knows them
 
