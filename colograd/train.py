@@ -95,7 +95,7 @@ def make_trainer(
     from colograd.parallel.ranks import on_all_ranks
     from colograd.policy.supported import check_supported
 
-    config.model_init_kwargs = {**model.init_kwargs(), **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
+    config.resolve_loading(**{**model.init_kwargs(), **(config.model_init_kwargs or {})})  # type: ignore[dict-item]
     with on_all_ranks("the start"):  # the trainer does it too, but takes long to import
         check_supported(model.model_name_or_path, config, model.peft_config())
 

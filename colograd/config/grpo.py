@@ -46,8 +46,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
     After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
     and ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values. A trainer
-    resolves what depends on its policy and its device (``optim: auto``, ``bf16``, ``sharding: auto``,
-    ``gradient_checkpointing``), then calls `freeze`.
+    resolves what depends on its policy, its device and its nodes (the methods ``resolve_*``, which alone write to a
+    configuration that is made), then calls `freeze`.
 
     Raises:
         ValueError: at construction, with the value, the rule and the remedy.
@@ -260,5 +260,5 @@ def _read_at_start() -> frozenset[str]:
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}
-        | {"bf16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim"}
+        | {"bf16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim", "save_on_each_node"}
     )

@@ -6,11 +6,13 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 
+from transformers import TrainingArguments
+
 from .knob import at_least, knob, one_of
 
 
 @dataclass
-class SavingKnobs:
+class SavingKnobs(TrainingArguments):
     """Checkpoints."""
 
     save_in_background: bool = knob(
@@ -21,6 +23,10 @@ class SavingKnobs:
     save_failures: int = knob(
         3, "Checkpoints in a row that can't be written (a full disk, say) before the run ends with the error."
     )
+
+    def resolve_saving(self, nodes_are_apart: bool) -> None:
+        """Resolve ``save_on_each_node``: on, too, where nodes share no file system."""
+        self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
 
     def _check_saving(self) -> None:
         at_least(self, 1, "save_failures")
@@ -89,6 +95,10 @@ class LogKnobs:
         "the sampler and the trainer differ most. 0: none.",
     )
     verbose: bool = knob(False, "Let vLLM and transformers log as they like.")
+
+    def resolve_replay(self) -> None:
+        """Record nothing: a replay leaves the run's folder as it is."""
+        self.report = False
 
     def _check_trackers(self) -> None:
         """Raises ValueError where one isn't installed: transformers would say so when the model is loaded."""

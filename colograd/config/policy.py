@@ -111,9 +111,13 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def checkpointing(self) -> int:
-        """Every so many-th layer computes its activations again in the backward; 0: none. 1 before it is settled."""
+        """Every so many-th layer computes its activations again in the backward; 0: none. 1 before it is resolved."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
+
+    def resolve_loading(self, **more: Any) -> None:
+        """Add keyword arguments of `from_pretrained` that are set beside ``model_init_kwargs``."""
+        self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:
         """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""
