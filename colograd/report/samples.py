@@ -97,7 +97,9 @@ class Samples:
                 start = self._read.get(name, 0)
                 positions, end = record_positions(file, start if start <= size else 0)
             self._read[name] = end
-            for step in filter(whole, steps_of(positions)):
+            for step in steps_of(positions):
+                if whole(step) is None:
+                    continue
                 self.stored[step].add(name)
                 self.changed[step] = change
                 fresh = True

@@ -19,16 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What __init__.py imports on first use, as docs/architecture.md says.
 LAZY = {("__init__.py", "config/__init__.py"), ("__init__.py", "trainer.py")}
 MOST_PARAMETERS = 8
-MANY_PARAMETERS = {
-    ("trainer.py", "GRPOTrainer.__init__"),  # TRL's signature
-    # Until they are mended:
-    ("engine/experts.py", "apply_experts"),
-    ("engine/vllm_engine.py", "Engine.__init__"),
-    ("memory/plan.py", "read"),
-    ("memory/ways.py", "held"),
-    ("policy/attention.py", "packed_attention"),
-    ("policy/attention.py", "_seen_both_ways"),
-}
+MANY_PARAMETERS = {("trainer.py", "GRPOTrainer.__init__")}  # TRL's signature
 
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 

@@ -129,3 +129,17 @@ def test_the_list_of_pages_has_every_page() -> None:
     listed = (ROOT / "docs" / "contents.md").read_text()
     assert [name for name in pages if f"({name})" not in listed] == []
     assert "(docs/contents.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_architecture_names_files_that_are_there() -> None:
+    """And each of the five features that it has a place for takes at most three files."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.compile(r"`((?:\w+/)*\w+\.py)`")
+    assert [
+        name for name in named.findall(text) if not any((ROOT / of / name).exists() for of in ("colograd", "."))
+    ] == []
+    rows = text.partition("## Where is ...?")[2].strip().splitlines()[4:9]
+    assert [row.split(" | ")[0].strip("| ").split(",")[0] for row in rows] == [
+        "A new engine", "A teacher", "Sequence parallelism", "Rollouts in fp8", "Training beside the tail of sampling",
+    ]  # fmt: skip
+    assert [row for row in rows if len(set(named.findall(row))) > 3] == []

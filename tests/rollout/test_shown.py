@@ -92,9 +92,9 @@ def test_a_shown_group_is_written_once_and_outlives_its_round(tmp_path: Path) ->
 def test_without_a_journal_only_shown_groups_are_written(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path, 0, {})
     store.show(notes_on(scored(6)), [recorded(scored(6))])
-    store.show(notes_on(scored(6), purpose="eval", step=3), [recorded(scored(6))])
+    store.show(notes_on(scored(6), purpose="eval", step=0), [recorded(scored(6))])
     check([entry for entry in samples_of(tmp_path) if entry["purpose"] == "train"])
-    assert {entry["purpose"] for entry in samples_of(tmp_path)} == {"train", "eval"}
+    assert {(entry["purpose"], entry["step"]) for entry in samples_of(tmp_path)} == {("train", 4), ("eval", 0)}
     again = RolloutStore(tmp_path, 0, {"other": "settings"})
     again.check_settings(0)  # what is shown binds no later run
     again.begin(3, "other weights")
