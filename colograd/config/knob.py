@@ -32,7 +32,7 @@ def at_least(group: object, least: float, *names: str) -> None:
             raise ValueError(f"{name} is {value}, but must be at least {least:g}: raise it.")
 
 
-# TRL 1.16 fields that this version refuses, each with the reason and what to use instead.
+# TRL 1.16 fields that this version refuses, with reason and remedy.
 REFUSED: dict[str, str] = {
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
@@ -43,7 +43,7 @@ REFUSED: dict[str, str] = {
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
 
-# Values with which a refused field asks for nothing, so that a file may keep them.
+# Values of refused fields that ask for nothing, so that a file may keep them.
 INERT: dict[str, tuple[Any, ...]] = {
     "cache_implementation": (None,),
     "use_transformers_continuous_batching": (False,),
@@ -51,7 +51,7 @@ INERT: dict[str, tuple[Any, ...]] = {
     "use_transformers_paged": (False,),
     "max_prompt_length": (None,),
 }
-# TRL's fields that are taken with any value: nothing here depends on them. A line at start says so.
+# TRL's fields that are accepted with any value and have no effect; a line at start says so.
 UNUSED: dict[str, str] = {
     "ds3_gather_for_generation": "it is about ZeRO-3",
     "pad_to_multiple_of": "rows are packed and never padded",
@@ -62,12 +62,12 @@ UNUSED: dict[str, str] = {
     "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
     "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
 }
-# TRL's old names for fields of today.
+# TRL's old names.
 RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """The message for a key that no group has: value, rule, remedy."""
+    """The error for a key that no group has."""
     if name in REFUSED:
         return f"`{name}` isn't supported: {REFUSED[name]}."
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -76,10 +76,10 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 
 def without_effect(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Names and values as given, less TRL's that change nothing here and with its old names renamed.
+    """Drop TRL's fields that have no effect here, and rename its old ones.
 
     Returns:
-        What is left, and a line for each name that a reader of the file might think has an effect.
+        The other settings, and a line for each dropped or renamed field that a reader might think has an effect.
 
     Raises:
         ValueError: an old name beside the new one.
@@ -103,11 +103,10 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Class decorator for a dataclass: `unknown_name` answers an unknown keyword, and the instance's ``notes`` are the
-    lines of `without_effect` on the others.
+    """Class decorator for a dataclass: keywords pass `without_effect`, whose lines are the instance's ``notes``.
 
     Raises:
-        ValueError: at construction, instead of the dataclass's bare TypeError.
+        ValueError: at construction, by `unknown_name`, instead of the dataclass's bare TypeError.
     """
     plain_init = cls.__init__
 

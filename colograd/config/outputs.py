@@ -52,7 +52,6 @@ class JournalKnobs:
         return self.journal != "off"
 
     def _resolve_journal(self, saves: bool) -> None:
-        """Raises ValueError for another value."""
         if self.journal is None:
             self.journal = "until_checkpoint" if saves else "off"
         if self.journal is False:  # what YAML makes of a bare `off`
@@ -60,7 +59,7 @@ class JournalKnobs:
         one_of(self, "journal", JOURNALS)
 
 
-TRACKERS = ("wandb", "trackio", "tensorboard")  # whose packages have the names by which `report_to` knows them
+TRACKERS = ("wandb", "trackio", "tensorboard")  # `report_to` names them by their packages
 
 
 @dataclass
@@ -101,7 +100,7 @@ class LogKnobs:
         self.report = False
 
     def _check_trackers(self) -> None:
-        """Raises ValueError where one isn't installed: transformers would say so when the model is loaded."""
+        """Refuse a tracker that isn't installed: transformers would do so after the model is loaded."""
         for name in getattr(self, "report_to", None) or ():
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(

@@ -9,13 +9,13 @@ from typing import Any
 from .knob import at_least, knob
 from .steps import StepKnobs
 
-# Parameters of vLLM by which it samples from another distribution than the model's at the temperature, and the values
-# at which they change nothing. Of those that aren't named, these are None, 0 and what is empty.
+# vLLM's parameters that change the distribution from the model's at the temperature. `NEUTRAL` has the values at which
+# they don't; the others' are None, 0 and empty ones.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
 )  # fmt: skip
-# Names of transformers' generation that say nothing where they have one of these values. (`n` is one in TRL's requests,
+# Parameters of transformers' generation, and the values that ask for what is done anyway. (`n` is 1 in TRL's requests,
 # each of which has a copy of the prompt.)
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
@@ -64,13 +64,13 @@ class SamplingKnobs:
             raise ValueError(f"top_p is {self.top_p}, but must be in (0, 1]: 1.0 turns it off.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Take out of ``generation_kwargs`` what asks for nothing else, such as files of TRL's have.
+        """Drop the entries of ``generation_kwargs`` that ask for what is done anyway.
 
         Returns:
             A line for each.
 
         Raises:
-            ValueError: a name of transformers asks for something else.
+            ValueError: a parameter of transformers asks for something else.
         """
         given = self.generation_kwargs
         if not isinstance(given, dict):
@@ -80,7 +80,7 @@ class SamplingKnobs:
         dropped = [name for name, value in given.items() if name in anyway and value in anyway[name]]
         self.generation_kwargs = {name: value for name, value in given.items() if name not in dropped} or None
         for name, value in (self.generation_kwargs or {}).items():
-            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # names of vLLM's are looked at later
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names are checked later
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
                     f"{anyway[name][0]!r}: remove it. (Lengths are max_completion_length; greedy evaluation is "
@@ -89,7 +89,7 @@ class SamplingKnobs:
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in dropped]
 
     def _shaping(self) -> dict[str, object]:
-        """The settings that make the engine sample from another distribution than the model's at the temperature."""
+        """The settings that change the distribution from the model's at the temperature."""
         own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
         given = {name: getattr(self, name) for name in own}
         more = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
@@ -124,11 +124,11 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """``metric_for_best_model`` is `reward` where nothing is said: an evaluation has no loss unless asked for one.
-        Called before transformers, which would take the loss.
+        """Default ``metric_for_best_model`` to `reward`, before transformers would default it to the loss, which an
+        evaluation may not have.
 
         Raises:
-            ValueError: only the direction is said, and it is that of a loss, TRL's default.
+            ValueError: only ``greater_is_better`` is set, to a loss's direction.
         """
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return

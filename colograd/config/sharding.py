@@ -17,34 +17,34 @@ from transformers import TrainingArguments
 from .knob import knob, one_of
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# Where it is kept what the launcher asked for: accelerate and transformers must not see it, as they would wrap the
-# policy themselves and load it on one rank only.
+# Keeps the launcher's request out of sight of accelerate and transformers, which would wrap the policy themselves and
+# load it on one rank only.
 KEPT = "COLOGRAD_LAUNCHED"
 STAGES = ("none", "optimizer", "gradients", "fsdp")  # by the stage of ZeRO
-# Sections of a DeepSpeed configuration that say what other keys here say, or that have no counterpart.
+# Sections of a DeepSpeed configuration, and the keys here that set the same.
 OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Sharding as a launcher, or a DeepSpeed configuration, asks for it."""
+    """The sharding that a launcher or a DeepSpeed configuration asks for."""
 
-    way: str  # a value of `sharding`
-    name: str  # of what asked for it
-    reshard_after_forward: bool | None = None  # None: nothing is said
+    sharding: str
+    name: str  # of the method, such as FSDP2
+    reshard_after_forward: bool | None = None  # None: not set
     offload_params: bool | None = None
     offload_optimizer: bool | None = None
 
     def describe(self) -> str:
         """A line for the start of a run."""
-        return f"sharding: {self.name}, as it was asked for, is sharding: {self.way} here"
+        return f"sharding: {self.name}, as it was asked for, is sharding: {self.sharding} here"
 
 
 def take_launcher() -> None:
-    """Keep what the launcher asked for, and take it out of the sight of accelerate and transformers. Called first.
+    """Move the launcher's request from its variables to `KEPT`. Called first.
 
     Raises:
-        ValueError: what has no counterpart here, by its name.
+        ValueError: the request has no counterpart here.
     """
     if _is_on(MEGATRON):
         raise ValueError(
@@ -60,7 +60,7 @@ def take_launcher() -> None:
 
 
 def launched() -> Launched | None:
-    """What the launcher asked for; None: nothing."""
+    """The launcher's request, if there is one."""
     kept = os.environ.get(KEPT)
     return Launched(**json.loads(kept)) if kept else None
 
@@ -95,10 +95,10 @@ def _deepspeed() -> Launched:
 
 
 def from_deepspeed(given: str | dict[str, Any]) -> Launched:
-    """A DeepSpeed configuration, a file or a mapping.
+    """The request of a DeepSpeed configuration, a file or a mapping.
 
     Raises:
-        ValueError: it can't be read, or asks for what this trainer says otherwise or doesn't have.
+        ValueError: it can't be read, or has settings that belong to other keys or aren't supported.
     """
     config, origin = (given, "deepspeed") if isinstance(given, dict) else (_read(given), given)
     for section, key in OWN_KEYS.items():
@@ -120,13 +120,13 @@ def from_deepspeed(given: str | dict[str, Any]) -> Launched:
                 f"{origin} has offload_{part} on {device!r}, but only host memory is available: set its device to cpu "
                 "or none."
             )
-    way = STAGES[int(stage)]
-    if offload["param"] == "cpu" and way != "fsdp":
+    sharding = STAGES[int(stage)]
+    if offload["param"] == "cpu" and sharding != "fsdp":
         raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it goes with stage 3: remove it.")
     return Launched(
-        way,
+        sharding,
         f"DeepSpeed's ZeRO-{stage}",
-        offload_params=offload["param"] == "cpu" if way == "fsdp" else None,
+        offload_params=offload["param"] == "cpu" if sharding == "fsdp" else None,
         offload_optimizer=offload["optimizer"] == "cpu" or None,
     )
 
@@ -169,21 +169,21 @@ class ShardingKnobs(TrainingArguments):
     )
 
     def _take_sharding(self) -> None:
-        """Take what a launcher's file or ``deepspeed`` asks for, before transformers acts on it. Idempotent.
+        """Apply the request of a launcher's file or ``deepspeed``, before transformers acts on it. Idempotent.
 
         Raises:
-            ValueError: two of them say different things.
+            ValueError: it contradicts ``sharding``, or the other request.
         """
         take_launcher()
         given = (launched(), from_deepspeed(self.deepspeed) if self.deepspeed else None)
-        asked = [found for found in given if found is not None and found.way != "none"]
+        asked = [found for found in given if found is not None and found.sharding != "none"]
         for found in asked:
-            if self.sharding not in ("none", "auto", found.way):
+            if self.sharding not in ("none", "auto", found.sharding):
                 raise ValueError(
                     f"sharding is {self.sharding!r}, but {found.name}, which the launcher or deepspeed asks for, is "
-                    f"{found.way!r}: remove one of them (recipes/accelerate_configs/ddp.yaml asks for nothing)."
+                    f"{found.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml asks for nothing)."
                 )
-            self.sharding = found.way
+            self.sharding = found.sharding
             for name in ("fsdp_reshard_after_forward", "fsdp_offload_params", "offload_optimizer"):
                 if (value := getattr(found, name.removeprefix("fsdp_"))) is not None:
                     setattr(self, name, value)
@@ -216,11 +216,11 @@ class ShardingKnobs(TrainingArguments):
                 "gradient may come after its parameter was exchanged: remove use_reentrant (it is false by default)."
             )
 
-    def resolve_sharding(self, way: str) -> None:
+    def resolve_sharding(self, strategy: str) -> None:
         """Resolve ``auto``, once the policy and the prompts are known."""
-        self.sharding: str = way
+        self.sharding: str = strategy
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether a rank holds a part of the policy's weights only."""
+        """Whether each rank holds a part of the policy's weights."""
         return self.sharding == "fsdp" and self.world_size > 1
