@@ -7,17 +7,17 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# Each command's arguments, what it does, and the module whose ``main(argv)`` does it: imported when it is asked for.
+# Each command's arguments, its help, and its function, imported only when it runs.
 COMMANDS = {
-    "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init"),
-    "train": ("--config recipes/X.yaml [--any_flag value]", "train by a recipe", "..train"),
-    "doctor": ("--config recipes/X.yaml [--any_flag value]", "check a recipe on this machine", ".doctor"),
-    "plan": ("--config recipes/X.yaml | --model M [--gpus N --gpu-memory GIB]", "say what fits such GPUs", ".plan"),
-    "export": ("CHECKPOINT FOLDER", "write its model as an ordinary folder, an adapter merged", ".export"),
-    "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay"),
-    "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions", ".show"),
-    "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or one of several runs", ".report"),
-    "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".watch"),
+    "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init:main"),
+    "train": ("--config recipes/X.yaml [--any_flag value]", "train by a recipe", "..train:main"),
+    "doctor": ("--config recipes/X.yaml [--any_flag value]", "check a recipe on this machine", ".doctor:main"),
+    "plan": ("--config recipes/X.yaml | --model M [--gpus N --gpu-memory GIB]", "show what fits GPUs", ".plan:main"),
+    "export": ("CHECKPOINT FOLDER", "write its model as an ordinary folder, an adapter merged", ".export:main"),
+    "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay:main"),
+    "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions", ".show:main"),
+    "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or one of several runs", ".pages:report"),
+    "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".pages:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
 TRAINERS = ("train", "doctor", "replay")  # print bad input themselves: an error while they train keeps its traceback
@@ -38,25 +38,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(__version__)
         return 0
-    module = importlib.import_module(COMMANDS[command][2], __package__)
+    module, _, name = COMMANDS[command][2].partition(":")
+    run = getattr(importlib.import_module(module, __package__), name)
     if command in TRAINERS:
-        return int(module.main(rest))
+        return int(run(rest))
     try:
-        return int(module.main(rest))
+        return int(run(rest))
     except (ValueError, OSError) as error:
         print(f"colograd {command}: error: {error}", file=sys.stderr)
         return 2
 
 
 def usage() -> str:
-    """What the command line can do, a line each."""
+    """A line on each command."""
     lines = [(f"{name} {arguments}".strip(), does) for name, (arguments, does, _) in COMMANDS.items()]
     width = max(len(line) for line, _ in lines)
     return "usage: colograd COMMAND ...\n\n" + "".join(f"  {line:<{width}}   {does}\n" for line, does in lines)
 
 
 def unknown(command: str) -> str:
-    """A line on a command that there isn't, with the one that was probably meant."""
+    """The error of an unknown command, with the most similar one."""
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     meant = f" Did you mean `colograd {near[0]}`?" if near else ""
     return f"colograd: {command!r} is no command.{meant} There are {', '.join(COMMANDS)}; `colograd --help` says more."

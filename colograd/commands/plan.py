@@ -11,6 +11,7 @@ figures (`colograd.memory`).
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.config is not None:
-        from .recipe_options import recipe_options
-
         found, assumed = recipe_options(["--config", str(options.config), *flags])
         parser.set_defaults(**found)
         options, _ = parser.parse_known_args(argv)
@@ -53,6 +52,57 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.max_completion_length = options.max_completion_length or max(1, options.vllm_max_model_length // 2)
     options.checkpointing = int(options.gradient_checkpointing is not False)
     return options
+
+
+def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options that a `colograd train` command line sets, on any machine; and a line on each option that is assumed,
+    as it depends on the model or the data."""
+    import torch
+
+    from ..config.parse import planned_settings
+    from ..config.policy import default_dtype, resolve_optimizer
+
+    settings, assumed = planned_settings(argv), {}
+    for name in ("model_init_kwargs", "vllm_engine_kwargs"):  # a command line has them as JSON
+        value = settings[name]
+        settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
+    loading = settings["model_init_kwargs"]
+    dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
+    if dtype == "auto":
+        dtype = "bfloat16"
+        assumed["dtype"] = "dtype: auto is planned as bfloat16 (--dtype float32: as that)"
+    if settings["use_peft"] and settings["lora_target_modules"] != ["all-linear"]:
+        assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
+    completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
+    prompt = settings["max_prompt_tokens"]
+    if prompt is None:  # the data aren't read
+        prompt = completion
+        line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
+        if completion and not settings["vllm_max_model_length"]:
+            assumed["vllm_max_model_length"] = line
+    dtype, budget = str(dtype).removeprefix("torch."), settings["max_tokens_per_microbatch"]
+    options = settings | {
+        "dtype": dtype,
+        "optim": resolve_optimizer(settings["optim"], getattr(torch, dtype, None)),
+        "lora_r": settings["lora_r"] if settings["use_peft"] else 0,
+        "bits": 4 if settings["load_in_4bit"] else 8 if settings["load_in_8bit"] else None,
+        "vllm_max_model_length": settings["vllm_max_model_length"] or prompt + completion or None,
+        "max_tokens_per_microbatch": 0 if budget in (None, "auto") else int(budget),
+        **_sequences(settings),
+    }
+    return {name: value for name, value in options.items() if value is not None}, assumed
+
+
+def _sequences(settings: dict[str, Any]) -> dict[str, int]:
+    """Completions of a generation, on all GPUs or in each engine. Whole steps are sampled together (`StepKnobs`)."""
+    accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
+    batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
+    if settings["prompts_per_step"] is not None:
+        step = settings["prompts_per_step"] * settings["num_generations"]
+        return {"sequences": max(step * together, generation)}
+    if generation > batch * accumulated:
+        return {"sequences": generation}
+    return {"sequences_per_engine": batch * max(accumulated, together)}
 
 
 def _take_own_gpus(options: argparse.Namespace) -> None:

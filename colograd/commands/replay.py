@@ -95,11 +95,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
-    """The run's settings with those of the flags, less what writes; with a folder of its own.
-
-    Raises:
-        ValueError: the run has recorded none, or a flag isn't one.
-    """
+    """Write the run's settings, changed by the flags and for a replay, into ``scratch``."""
     from ..config import given_settings
     from ..rollout.store import FOLDER, RECIPE
 
@@ -134,7 +130,3 @@ def _replayer(*, options: argparse.Namespace, flags: Sequence[str], **given: Any
 def _refused(error: Exception) -> int:
     print(f"colograd replay: error: {error}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

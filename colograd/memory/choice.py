@@ -50,9 +50,7 @@ def _ample(run: RunDescription) -> CacheNeed:
 def fits(run: RunDescription, strategy: str) -> bool:
     """Whether the run's known parts fit, and its estimated parts too unless the user set the size of the KV cache."""
     plan = best_plan(run, strategy)
-    if run.devices.on_gpu and not (run.overruled or run.kv_bytes):
-        return plan.takes(run.need)
-    return _known_fits(run, plan)
+    return plan.takes(run.need) if run.plans_cache else _known_fits(run, plan)
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
@@ -71,19 +69,17 @@ def auto(run: RunDescription) -> str:
     `PLANNED_TOKENS`); if there is none, the strategy that leaves most room. On a CPU only the known parts must fit."""
     if run.devices.ranks == 1:
         return run.strategies[0]
-    ample = (strategy for strategy in run.strategies if _is_ample(run, strategy))
-    return next(ample, None) or max(run.strategies, key=lambda strategy: _left(run, strategy))
 
+    def is_ample(strategy: str) -> bool:
+        if not run.plans_cache:
+            return fits(run, strategy)
+        return estimate(run, strategy, run.longest_rows[0]).takes(_ample(run))
 
-def _is_ample(run: RunDescription, strategy: str) -> bool:
-    if not run.devices.on_gpu or run.overruled or run.kv_bytes:
-        return fits(run, strategy)
-    return estimate(run, strategy, run.longest_rows[0]).takes(_ample(run))
+    def left(strategy: str) -> int:
+        plan = estimate(run, strategy, run.longest_rows[-1])
+        return min(plan.room, plan.remains("training"))
 
-
-def _left(run: RunDescription, strategy: str) -> int:
-    plan = estimate(run, strategy, run.longest_rows[-1])
-    return min(plan.room, plan.remains("training"))
+    return next(filter(is_ample, run.strategies), None) or max(run.strategies, key=left)
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
@@ -94,16 +90,15 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
         able: values that the model supports, sparsest first; the last one is the fallback.
     """
     tokens = run.tokens or max(BUSY_TOKENS, run.length)
-    plans = ((every, estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)) for every in able)
-    return next((every for every, plan in plans if _leaves_room(run, plan)), able[-1])
 
+    def leaves_room(every: int) -> bool:
+        plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)
+        if not (run.overruled or run.kv_bytes):
+            return plan.takes(_ample(run))
+        cache = _given_cache(run, plan)  # 0: its size is unknown
+        return cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
 
-def _leaves_room(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Whether training fits beside the KV cache; False if the cache's size is unknown."""
-    if not (run.overruled or run.kv_bytes):
-        return plan.takes(_ample(run))
-    cache = _given_cache(run, plan)
-    return cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
+    return next(filter(leaves_room, able), able[-1])
 
 
 # -- remedies
@@ -189,7 +184,6 @@ def too_large(run: RunDescription, plan: MemoryPlan) -> str:
             f"The KV cache of one full sequence takes {gib(need.least)} GiB, but {gib(max(plan.room, 0))} of "
             f"{gib(plan.total)} GiB are left beside the rest: at least one must fit"
         )
-    overrule = ""
-    if _known_fits(run, plan):
-        overrule = ". Should this be estimated too high, vllm_gpu_memory_utilization overrules it"
+    hint = ". Should this be estimated too high, vllm_gpu_memory_utilization overrules it"
+    overrule = hint if _known_fits(run, plan) else ""
     return "\n".join([f"{problem}; {plan.remedies}{overrule}.", *plan.lines()])

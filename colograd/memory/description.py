@@ -79,6 +79,11 @@ class RunDescription:
     tower: Tower | None = None
 
     @property
+    def plans_cache(self) -> bool:
+        """Whether the size of the KV cache is free to choose."""
+        return self.devices.on_gpu and not (self.overruled or self.kv_bytes)
+
+    @property
     def need(self) -> CacheNeed:
         """Bytes of KV cache that a generation needs on this rank."""
         if not self.samples:

@@ -16,7 +16,7 @@ from paths import DOCS, RECIPES
 
 from colograd.commands import cli
 from colograd.commands import plan as command
-from colograd.commands.recipe_options import recipe_options
+from colograd.commands.plan import recipe_options
 from colograd.memory.choice import auto, best_plan, fits
 from colograd.memory.description import STRATEGIES
 from colograd.memory.estimate import ALIVE

@@ -413,7 +413,7 @@ def test_a_folder_without_a_run_is_one_clear_error(tmp_path: Path, capsys: pytes
 
 def test_a_report_imports_neither_torch_nor_vllm(made_up: Path) -> None:
     script = (
-        "import sys; from colograd.commands.cli import main; import colograd.commands.watch\n"
+        "import sys; from colograd.commands.cli import main; import colograd.commands.pages\n"
         f"assert main(['report', {str(made_up)!r}]) == 0\n"
         "print([name for name in ('torch', 'vllm', 'transformers', 'pandas') if name in sys.modules])"
     )
