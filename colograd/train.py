@@ -39,7 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer = start(argv)
     if trainer is None:
         return 2
-    run(trainer)
+    try:
+        run(trainer)
+    except KeyboardInterrupt:  # the second one
+        if "--verbose" in argv:
+            raise
+        print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 
@@ -125,10 +131,10 @@ def run(trainer: GRPOTrainer) -> None:
     config = trainer.args
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     state = trainer.state
-    if trainer.checkpointer.stop_signal.received:
+    if stopped := trainer.checkpointer.stop_signal.received:
         trainer.console.say(
-            f"stopped by SIGTERM at step {state.global_step} of {state.max_steps}, with a checkpoint: the same command "
-            "goes on from it with resume_from_checkpoint: auto"
+            f"stopped by {stopped} at step {state.global_step} of {state.max_steps}, with a checkpoint: the same "
+            "command goes on from it with resume_from_checkpoint: auto"
         )
         return
     trainer.save_model(config.output_dir)

@@ -78,13 +78,13 @@ def report(trainer: GRPOTrainer) -> int:
     trainer.measure_budget()  # forward and backward of dummy rows; no optimizer step
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]
-    of_ranks = gather(own)
-    for rank, found in enumerate(of_ranks):
+    failed = 0
+    for rank, found in enumerate(gather(own)):
         for check in found:
+            failed += not check.ok
             if rank == 0 or not check.ok:
                 trainer.console.say(check.line() if rank == 0 else f"rank {rank}: {check.line()}")
-    failed = [check for found in of_ranks for check in found if not check.ok]
-    trainer.console.say(f"{len(failed)} checks FAILED" if failed else "all is well")
+    trainer.console.say(f"{failed} checks FAILED" if failed else "all is well")
     return 1 if failed else 0
 
 
@@ -108,10 +108,9 @@ def devices() -> Iterator[str]:
         f"{memory.total / gib:.1f} GiB, {memory.available / gib:.1f} free"
     )
     count = torch.cuda.device_count()
-    own = int(os.environ.get("LOCAL_RANK") or 0) % max(count, 1)
     for index in range(count):
         properties, free = torch.cuda.get_device_properties(index), ""
-        if index == own:  # asking another one would take memory on it
+        if index == int(os.environ.get("LOCAL_RANK") or 0) % count:  # opening another rank's GPU takes memory on it
             free = f", {torch.cuda.mem_get_info(index)[0] / gib:.1f} free"
         total = properties.total_memory / gib
         yield f"GPU {index}: {properties.name}, memory {total:.1f} GiB{free}, CUDA {torch.version.cuda}"

@@ -40,18 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="colograd show", description="Completions of one step of a run, as a table.")
-    parser.add_argument("run", type=Path, help="a run's output_dir")
-    parser.add_argument("--step", type=int, help="optimizer step, from 1; default: the last one logged")
-    parser.add_argument("--group", type=int, help="one prompt's completions, by its place in the stream of prompts")
-    parser.add_argument("--grep", type=_pattern, help="a regular expression that prompt or completion contains")
+    add = parser.add_argument
+    add("run", type=Path, help="a run's output_dir")
+    add("--step", type=int, help="optimizer step, from 1; default: the last one logged")
+    add("--group", type=int, help="one prompt's completions, by its place in the stream of prompts")
+    add("--grep", type=_pattern, help="a regular expression that prompt or completion contains")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", action="store_true", help="highest advantages first")
     order.add_argument("--worst", action="store_true", help="lowest advantages first")
-    parser.add_argument(
-        "--limit", type=int, default=16, help="rows at most, one of each prompt before the second of any; 0: all"
-    )
-    parser.add_argument("--unique-prompts", action="store_true", help="one completion per prompt")
-    parser.add_argument("--width", type=int, help="characters; default: the terminal's, also in a pager")
+    add("--limit", type=int, default=16, help="rows at most, one of each prompt before the second of any; 0: all")
+    add("--unique-prompts", action="store_true", help="one completion per prompt")
+    add("--width", type=int, help="characters; default: the terminal's, also in a pager")
     return parser
 
 

@@ -25,6 +25,7 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..parallel.ranks import world_size
 from . import quantized
+from .dropout import disable_dropout, largest_dropout
 from .images import find_processors, freeze_tower, takes_images
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
@@ -129,6 +130,11 @@ class Policy:
             yield (
                 f"optimizer: {config.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't"
             )
+        if (dropout := largest_dropout(self.model)) > 0:
+            yield (
+                f"policy: it trains with dropout (up to {dropout:g}, from its configuration) and samples without, so "
+                "its log-probabilities differ from the sampler's: `disable_dropout: true` turns it off"
+            )
 
 
 def _recomputed(every: int) -> str:
@@ -195,9 +201,7 @@ def load_policy(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.disable_dropout:
-        for module in loaded.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+        disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
     if config.router_replay:

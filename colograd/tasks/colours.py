@@ -5,13 +5,11 @@ python -m colograd.tasks.colours --output models/colours
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..runtime import process
+from . import output_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -109,11 +107,7 @@ def _tokenizer() -> Any:
 
 def main() -> None:
     """Make the model folder."""
-    parser = argparse.ArgumentParser(prog="python -m colograd.tasks.colours", description=main.__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the model folder to make")
-    output = parser.parse_args().output
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, says what it looks for
-    process.quiet_logs(False)
+    output = output_folder("colours")
     make_model(output)
     print(f"colours: {output} made (a random Idefics3 of two layers)")
 

@@ -8,7 +8,6 @@ imported, as its dependencies aren't installed.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import importlib.util
 import os
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..runtime import process
+from . import output_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -158,13 +157,8 @@ def _tokenizer(source: Path) -> Any:
 
 def main() -> None:
     """Make the model folder."""
-    parser = argparse.ArgumentParser(prog="python -m colograd.tasks.quickstart", description=main.__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the model folder to make")
-    output = parser.parse_args().output
+    output = output_folder("quickstart")
     there = _is_complete(output)
-    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is first imported
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, says what it looks for
-    process.quiet_logs(False)
     try:
         convert_model(output)
     except (ValueError, ModuleNotFoundError) as error:

@@ -53,7 +53,7 @@ class Checkpointer(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.args: GRPOConfig = trainer.args
-        self.stop_signal = StopSignal()
+        self.stop_signal = StopSignal(speaks=trainer.is_world_process_zero())
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles()
@@ -119,7 +119,7 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """Around a training: SIGTERM becomes a checkpoint and a stop, and no save is left under way at the end."""
+        """Around a training: a signal becomes a checkpoint and a stop, and no save is left under way at the end."""
         self.stop_signal.install()
         try:
             yield
@@ -129,7 +129,7 @@ class Checkpointer(TrainerCallback):
             self.stop_signal.remove()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put a save off to the end of the round; turn SIGTERM on any rank into a save and a stop on all."""
+        """Put a save off to the end of the round; turn a signal on any rank into a save and a stop on all."""
         stops, saves = zip(*gather((self.stop_signal.received, self.writer.state())), strict=True)
         self.settle(wait=False, states=saves)
         stop = any(stops)
@@ -138,7 +138,7 @@ class Checkpointer(TrainerCallback):
         self._is_due = due and not control.should_save
         if stop and control.should_save:
             self.trainer.console.warn(
-                f"SIGTERM: a checkpoint of step {state.global_step} is written, then the run ends."
+                f"{next(filter(None, stops))}: a checkpoint of step {state.global_step} is written, then the run ends."
             )
             control.should_training_stop = True
 

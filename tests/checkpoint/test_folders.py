@@ -211,7 +211,18 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         find_resume(str(tmp_path), "unused")
 
 
-# -- SIGTERM
+# -- signals
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    stop = StopSignal()
+    stop.install()
+    signal.raise_signal(signal.SIGINT)
+    assert stop.received == "Ctrl-C"
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_sigterm_is_noticed_and_given_back() -> None:

@@ -190,6 +190,7 @@ def test_what_vllm_would_refuse_of_a_request_is_known_before_any(engine, tmp_pat
 
 def test_neighbouring_positions_share_no_seed_of_a_child() -> None:
     seeds = [request_seed(7, position) + child for position in range(1000) for child in range(16)]
+    assert request_seed(7, 0, "train") != request_seed(7, 0, "eval"), "training and evaluation draw differently"
     assert len(set(seeds)) == len(seeds) and max(seeds) < 2**63
 
 

@@ -344,18 +344,19 @@ def test_a_reward_that_abstains_is_left_out(tiny_model, tmp_path, closing) -> No
     assert log["rewards/half/mean"] == 1.0 and log["rewards/half/abstained"] == 8
 
 
-def test_sigterm_writes_a_checkpoint_and_ends_the_run(tiny_model, tmp_path, closing) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_writes_a_checkpoint_and_ends_the_run(tiny_model, tmp_path, closing, number) -> None:
     def look(trainer):
         if trainer.state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     trainer = closing(make_trainer(tiny_model, tmp_path, look=look, max_steps=50))
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     trainer.train()
     assert trainer.state.global_step == 2
     step = trainer.state.global_step
     assert json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())["global_step"] == step
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before
 
 
 def test_the_model_card_and_a_push_carry_what_was_saved(tiny_model, tmp_path, closing, monkeypatch) -> None:
