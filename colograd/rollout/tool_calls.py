@@ -107,7 +107,7 @@ class ToolRunner:
     def __init__(
         self, tools: Mapping[str, Callable[..., Any]], main_thread: Collection[str], workers: int, timeout: float | None
     ) -> None:
-        self._tools, self._main_thread, self._timeout = tools, main_thread, timeout
+        self._tools, self._main_thread, self._timeout = tools, {*main_thread}, timeout
         able = {name: f for name, f in tools.items() if not inspect.iscoroutinefunction(f) and name not in main_thread}
         self.pool = WorkerPool("tools", able, workers, timeout)
 
@@ -124,6 +124,13 @@ class ToolRunner:
             return RunningCall(name, user_call.future, asker_runs=user_call)
         user_call.start_thread()
         return RunningCall(name, user_call.future, self._deadline(), declarable=name)
+
+    def move_to_main_thread(self, name: str) -> bool:
+        """Run a tool's later calls in the main thread; False: it is no tool that runs in a thread."""
+        moves = name in self._tools and name not in self.pool
+        if moves:
+            self._main_thread.add(name)
+        return moves
 
     def start_method(
         self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0

@@ -84,6 +84,7 @@ class Toolbox:
                 raise ValueError(f"tool {taken.pop()!r} is a method of {of} too: rename one of them.")
             self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
         self._runner = ToolRunner(self._tools, main_thread, workers, timeout)
+        self._advice.move = self._runner.move_to_main_thread
         self.notes = self._runner.pool.notes
 
     @property

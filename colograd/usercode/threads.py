@@ -88,20 +88,25 @@ class EnvironmentThread:
 
 
 class MainThreadAdvice:
-    """Says, once per name, which setting helps a call that failed for want of the main thread."""
+    """Says, once per name, that a call failed because it needs the main thread, and moves its tool there if it can."""
 
     def __init__(self) -> None:
         self._advised: set[str] = set()
+        # Runs a tool's later calls in the main thread; False: it can't (an environment's methods stay in its thread).
+        self.move: Callable[[str], bool] = lambda name: False
 
     def give(self, name: str, outcome: Outcome) -> None:
         """Warn if the error, or one that it was raised from, has one of `NEEDS_MAIN` in its text."""
         if name in self._advised or outcome.kind != "raised" or not any(p in outcome.value[1] for p in NEEDS_MAIN):
             return
         self._advised.add(name)
+        remedy = f"set main_thread_tools: [{name}]"
+        if self.move(name):
+            remedy = f"from now on it runs there (from the first call with main_thread_tools: [{name}])"
         warnings.warn(
             f"{name} failed outside the main thread, which alone may set a signal handler or use a connection that was "
-            f"opened there: set main_thread_tools: [{name}]. It then runs there, and the engine waits meanwhile. With "
-            "tool_workers a tool runs in a process of its own.",
+            f"opened there: {remedy}, and the engine waits meanwhile. With tool_workers a tool runs in a process of "
+            "its own.",
             stacklevel=3,
         )
 
