@@ -2,8 +2,8 @@
 
     from colograd import GRPOConfig, GRPOTrainer
 
-The names are imported on first use, so that ``import colograd`` itself is light, and the process's environment can
-still be prepared (threads, rank variables) before torch and vLLM read it.
+Both are imported on first use: ``import colograd`` is light, and prepares the process's environment before torch and
+vLLM read it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .runtime.importing import MovedModules
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
-# Former import paths that recipes, cards and notebooks name.
+# Former import paths, which recipes, cards and notebooks name.
 MOVED = {
     "colograd.calculator": "colograd.tasks.calculator",
     "colograd.logprobs": "colograd.policy.logprobs",
@@ -27,7 +27,7 @@ MOVED = {
 }
 
 process.prepare_threads()
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is logged is printed by us: not twice by default
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints our messages
 sys.meta_path.append(MovedModules(MOVED))
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class Replayer(GRPOTrainer):
         **given: Any,
     ) -> None:
         self.replay, self.profile, self.flags = replay, profile, flags
-        args.report = False  # nothing is written into the run's folder
+        args.resolve_replay()
         with on_all_ranks("the journal"):
             recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []

@@ -52,15 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """The trainer that a command line describes; None for bad input, of which it says one line on standard error.
+    """The trainer that a command line describes; None for bad input, after one line on standard error.
 
     Args:
-        kind: is called in `GRPOTrainer`'s place.
+        kind: makes the trainer in `GRPOTrainer`'s place.
     """
     try:
         process.prepare_ranks()
         process.follow_launcher()
-        import_when_used("bitsandbytes")  # which peft imports, and which takes a second; few runs quantise
+        import_when_used("bitsandbytes")  # peft imports it, which takes a second; few runs quantise
         with process.collector_at_rest():  # from the imports on
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
@@ -103,14 +103,14 @@ def make_trainer(
     from colograd.parallel.ranks import on_all_ranks
     from colograd.policy.supported import check_supported
 
-    config.model_init_kwargs = {**model.init_kwargs(), **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
-    with on_all_ranks("the start"):  # the trainer does it too, but takes long to import
+    config.resolve_loading(**{**model.init_kwargs(), **(config.model_init_kwargs or {})})  # type: ignore[dict-item]
+    with on_all_ranks("the start"):  # before the trainer's own check: its imports take long
         check_supported(model.model_name_or_path, config, model.peft_config())
 
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
-    with on_all_ranks("loading the data"):  # which one node may not have
+    with on_all_ranks("loading the data"):  # one node may not have them
         train_dataset, eval_dataset = load_datasets(script)
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
@@ -129,7 +129,7 @@ def make_trainer(
 
 
 def run(trainer: GRPOTrainer) -> None:
-    """Train, then save the model, the state, the reward plot and the card; push where asked."""
+    """Train, then save the model, the state and the card, and push them with ``push_to_hub``."""
     config = trainer.args
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     state = trainer.state

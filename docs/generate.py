@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
-from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.config.knob import INERT, REFUSED, RENAMED, UNUSED
 from colograd.reporting.advisor import LEAST, QUIET, RULES, WINDOW
 from colograd.training.trl_names import ABSENT, DIFFERENT
 
@@ -247,7 +247,7 @@ def moving() -> str:
     if unaccounted := [name for name in theirs if name not in known]:
         raise SystemExit(
             f"docs/generate.py: TRL has fields that are neither taken nor refused: {', '.join(unaccounted)}. Add "
-            "them to GRPOConfig, or to REFUSED or UNUSED in colograd/config/names.py with the reason."
+            "them to GRPOConfig, or to REFUSED or UNUSED in colograd/config/knob.py with the reason."
         )
     rows = []
     for name, their_default in theirs.items():

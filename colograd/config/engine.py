@@ -88,7 +88,7 @@ class EngineKnobs(TrainingArguments):
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """The ranks that were started have found each other, and the engines divide them."""
+        """Check that the started ranks have found each other, and that engines divide them."""
         launched = int(os.environ.get("WORLD_SIZE") or 1)
         if self.world_size != launched:
             raise ValueError(

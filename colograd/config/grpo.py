@@ -1,6 +1,4 @@
-"""`GRPOConfig`: how a run samples, scores, trains and reports. TRL 1.16's names and meanings wherever the thing is
-the same.
-"""
+"""`GRPOConfig`: how a run samples, scores, trains and reports."""
 
 from __future__ import annotations
 
@@ -16,18 +14,13 @@ from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process
-from .advantages import AdvantageKnobs
 from .engine import EngineKnobs
-from .evaluation import EvaluationKnobs
-from .journal import JournalKnobs
-from .knob import knob
-from .logs import LogKnobs
-from .names import names_checked
-from .objective import ObjectiveKnobs
+from .knob import knob, names_checked
+from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
+from .outputs import JournalKnobs, LogKnobs, SavingKnobs
 from .policy import PolicyKnobs
-from .reference import ReferenceKnobs
 from .rewards import RewardKnobs
-from .saving import SavingKnobs
+from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
 
 
@@ -51,14 +44,14 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
     After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
     and ``steps_per_generation`` (optimizer steps whose prompts are sampled together) hold their final values. A trainer
-    resolves what depends on its policy and its device (``optim: auto``, ``bf16``, ``sharding: auto``,
-    ``gradient_checkpointing``), then calls `freeze`.
+    resolves what depends on its policy, its device and its nodes (the methods ``resolve_*``, which alone write to a
+    configuration that is made), then calls `freeze`.
 
     Raises:
         ValueError: at construction, with the value, the rule and the remedy.
     """
 
-    notes: ClassVar[list[str]]  # of each instance: a line for what was given and has no effect, or is old
+    notes: ClassVar[list[str]]  # of each instance: a line for each setting that has no effect or an old name
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
@@ -114,7 +107,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     def __post_init__(self) -> None:
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
-        autocast, self.bf16 = self.bf16, False  # likewise: what it means depends on the policy's dtype
+        autocast, self.bf16 = self.bf16, False  # its meaning depends on the policy's dtype
         compiled = self._set_compile_aside()
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
@@ -134,7 +127,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
         if self.gradient_checkpointing is None and {"every_n_layers", "offload"} & set(given or {}):
-            self.gradient_checkpointing = True  # what else would they be for?
+            self.gradient_checkpointing = True
         self._resolve_budget(self.on_cpu)
         self._check_policy()
         self._check_sharding()
@@ -154,15 +147,12 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse further changes of settings that only a trainer's start reads. transformers' own stay as they are
-        there: each `train` reads them anew."""
+        """Refuse further changes of the settings that a trainer reads once. transformers' own may change:
+        each `train` reads them anew."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """
-        Raises:
-            AttributeError: a trainer has been made with another value of the setting.
-        """
+        """Raises AttributeError once a trainer has been made with another value of the setting."""
         if "_frozen" in vars(self) and name in _read_at_start() and value != (now := getattr(self, name)):
             raise AttributeError(
                 f"{name} is {now!r} and can't become {value!r}: the trainer was made with it. Set it in the "
@@ -195,10 +185,10 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                 )
 
     def check_for_trainer(self) -> None:
-        """Refuse what a configuration may hold and a trainer can't do.
+        """Check the rules that a configuration may break and a trainer may not.
 
         Raises:
-            ValueError: the first rule that is broken.
+            ValueError: the first broken rule.
         """
         self._check_trackers()
         if self.n_gpu > 1:
@@ -215,7 +205,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_best()
 
     def _check_best(self) -> None:
-        """Where the best model is kept, evaluations and checkpoints must fall on the ends of rounds."""
+        """Check that evaluations and checkpoints fall on the ends of rounds, if the best model is kept."""
         best, length = self.save_strategy == "best", self.round_length
         if length == 1 or not (best or self.load_best_model_at_end):
             return
@@ -230,7 +220,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
                 )
 
     def advice(self) -> Iterator[str]:
-        """A line for each setting that is taken as in TRL, but does nothing here or rarely does what was meant."""
+        """A line for each setting that is valid, but has no effect here or rarely the one that was meant."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
         if self.sharding_note:
             yield self.sharding_note
@@ -261,9 +251,9 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Our settings but those that each evaluation reads, and those of transformers that we resolve."""
+    """Our settings except those that each evaluation reads, and transformers' that a trainer resolves."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}
-        | {"bf16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim"}
+        | {"bf16", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim", "save_on_each_node"}
     )

@@ -1,9 +1,13 @@
-"""What every group of knobs is written with: `knob` declares one, `one_of` and `at_least` are its commonest rules."""
+"""Declares a knob, holds the commonest rules of its value, and explains unknown names."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeVar
 
 
 def knob(default: Any, meaning: str) -> Any:
@@ -26,3 +30,94 @@ def at_least(group: object, least: float, *names: str) -> None:
         value = getattr(group, name)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}, but must be at least {least:g}: raise it.")
+
+
+# TRL 1.16 fields that this version refuses, with reason and remedy.
+REFUSED: dict[str, str] = {
+    "cache_implementation": "generation always runs in vLLM; remove it",
+    "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
+    "transformers_continuous_batching_config": "generation always runs in vLLM; remove it",
+    "use_transformers_paged": "generation always runs in vLLM; remove it",
+    "accelerate_config": "start with `accelerate launch --config_file FILE colograd/train.py --config RECIPE` instead",
+    "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
+    "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
+}
+
+# Values of refused fields that ask for nothing, so that a file may keep them.
+INERT: dict[str, tuple[Any, ...]] = {
+    "cache_implementation": (None,),
+    "use_transformers_continuous_batching": (False,),
+    "transformers_continuous_batching_config": (None,),
+    "use_transformers_paged": (False,),
+    "max_prompt_length": (None,),
+}
+# TRL's fields that are accepted with any value and have no effect; a line at start says so.
+UNUSED: dict[str, str] = {
+    "ds3_gather_for_generation": "it is about ZeRO-3",
+    "pad_to_multiple_of": "rows are packed and never padded",
+    "vllm_server_base_url": "there is no server (TRL's colocated mode doesn't read it either)",
+    "vllm_server_host": "there is no server (TRL's colocated mode doesn't read it either)",
+    "vllm_server_port": "there is no server (TRL's colocated mode doesn't read it either)",
+    "vllm_server_timeout": "there is no server (TRL's colocated mode doesn't read it either)",
+    "vllm_group_port": "there is no server (TRL's colocated mode doesn't read it either)",
+    "ignore_bias_buffers": "gradients aren't synchronised by DDP (TRL's grpo script doesn't read it either)",
+}
+# TRL's old names.
+RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
+
+
+def unknown_name(name: str, known: Iterable[str]) -> str:
+    """The error for a key that no group has."""
+    if name in REFUSED:
+        return f"`{name}` isn't supported: {REFUSED[name]}."
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    hint = f" Did you mean `{near[0]}`?" if near else " docs/configuration.md lists every key."
+    return f"Unknown configuration key `{name}`.{hint}"
+
+
+def without_effect(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Drop TRL's fields that have no effect here, and rename its old ones.
+
+    Returns:
+        The other settings, and a line for each dropped or renamed field that a reader might think has an effect.
+
+    Raises:
+        ValueError: an old name beside the new one.
+    """
+    left, lines = {}, []
+    for name, value in given.items():
+        if name in RENAMED:
+            if RENAMED[name] in given:
+                raise ValueError(f"`{name}` is the old name of `{RENAMED[name]}`, and both are given: remove it.")
+            if value is not None:
+                left[RENAMED[name]] = value
+                lines.append(f"config: `{name}` is the old name of `{RENAMED[name]}`")
+        elif name in UNUSED:
+            lines.append(f"config: `{name}` has no effect: {UNUSED[name]}")
+        elif not (name in INERT and value in INERT[name]):
+            left[name] = value
+    return left, lines
+
+
+T = TypeVar("T")
+
+
+def names_checked(cls: type[T]) -> type[T]:
+    """Class decorator for a dataclass: keywords pass `without_effect`, whose lines are the instance's ``notes``.
+
+    Raises:
+        ValueError: at construction, by `unknown_name`, instead of the dataclass's bare TypeError.
+    """
+    plain_init = cls.__init__
+
+    @functools.wraps(plain_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+        kwargs, self.notes = without_effect(kwargs)
+        for name in kwargs:
+            if name not in known:
+                raise ValueError(unknown_name(name, known))
+        plain_init(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls

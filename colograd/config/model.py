@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import knob
-from .names import names_checked
+from .knob import knob, names_checked
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANT_TYPES = ("nf4", "fp4")
@@ -107,12 +106,12 @@ class ModelConfig:
         )
 
     def init_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for `GRPOConfig.model_init_kwargs`."""
+        """The settings that belong to `GRPOConfig.model_init_kwargs`."""
         given = {"revision": self.model_revision, "dtype": self.dtype, "quantization_config": self._quantization()}
         return {key: value for key, value in given.items() if value is not None}
 
     def _quantization(self) -> dict[str, Any] | None:
-        """As a checkpoint's config.json has it."""
+        """`quantization_config` as in a checkpoint's config.json."""
         if self.load_in_8bit:
             return {"load_in_8bit": True}
         if not self.load_in_4bit:
@@ -127,5 +126,5 @@ class ModelConfig:
 
 
 def _is_pattern(target: str) -> bool:
-    """Whether it isn't a layer's name, which peft finds at the end of longer ones."""
+    """Whether the target is a pattern, not a layer's name (which peft finds at the end of full names)."""
     return target == "all-linear" or re.fullmatch(r"[\w.]+", target) is None

@@ -1,4 +1,6 @@
-"""The objective: the loss, its entropy terms, and the correction for a sampler whose probabilities differ."""
+"""From rewards to the loss: advantages, the loss, its entropy terms, the correction for a sampler whose probabilities
+differ, and the KL term with its reference model.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,50 @@ from dataclasses import dataclass
 from ..runtime.importing import is_import_path
 from .knob import at_least, knob, one_of
 from .sampling import SamplingKnobs
+
+
+@dataclass
+class AdvantageKnobs:
+    """Advantages."""
+
+    dynamic_sampling: bool = knob(
+        False,
+        "Draw further prompts until a step has its number of groups with a reward difference (DAPO). Reward metrics "
+        "are of all that was sampled.",
+    )
+    dynamic_sampling_max_rounds: int = knob(
+        10, "How often further prompts are drawn at most; then the step trains on fewer groups."
+    )
+    scale_rewards: str = knob(
+        "group",
+        "Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of those of "
+        "all groups of the step on all ranks (`batch`), or not at all (`none`, `false`).",
+    )
+    multi_objective_aggregation: str = knob(
+        "sum_then_normalize",
+        "Several reward functions: sum the weighted rewards, then normalise (`sum_then_normalize`); or normalise each "
+        "function's in the group, sum, and scale over the step (`normalize_then_sum`, GDPO), where `scale_rewards` has "
+        "no part, as in TRL.",
+    )
+    advantage_baseline: str = knob(
+        "mean",
+        "What a completion is compared with: the `mean` of its group, or of the others in it (`leave_one_out`, RLOO).",
+    )
+    mask_truncated_completions: bool = knob(False, "Leave completions that hit the token limit out of the loss.")
+
+    def _resolve_advantages(self) -> None:
+        truth = str(self.scale_rewards).lower()  # a text on the command line
+        self.scale_rewards = {"true": "group", "false": "none"}.get(truth, self.scale_rewards)
+        at_least(self, 1, "dynamic_sampling_max_rounds")
+        one_of(self, "scale_rewards", ("group", "batch", "none"))
+        one_of(self, "multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum"))
+        one_of(self, "advantage_baseline", ("mean", "leave_one_out"))
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.advantage_baseline == "leave_one_out":
+            raise ValueError(
+                "advantage_baseline is 'leave_one_out' and multi_objective_aggregation is 'normalize_then_sum', which "
+                "compares with the mean: scaling over the step undoes any other constant. Set one of the two back."
+            )
+
 
 LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -123,4 +169,38 @@ class ObjectiveKnobs(SamplingKnobs):
                 f"{name} is {value!r}: the sampler's probabilities are then of another distribution than the "
                 "trainer's, and the importance ratio between them is biased. Leave it at its default, or set "
                 "vllm_importance_sampling_correction: false."
+            )
+
+
+@dataclass
+class ReferenceKnobs:
+    """The KL term and its reference model."""
+
+    beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/reference.md.")
+    use_bias_correction_kl: bool = knob(
+        True, "Multiply the KL term by the importance ratio: its gradient is then unbiased."
+    )
+    sync_ref_model: bool = knob(
+        False, "Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."
+    )
+    ref_model_mixup_alpha: float = knob(0.6, "Share of the policy in that mixture; 1 replaces the reference.")
+    ref_model_sync_steps: int = knob(512, "Optimizer steps between two mixtures.")
+    offload_reference: bool = knob(
+        False,
+        "On a GPU, keep the reference model in pinned host memory but while its log-probabilities are computed. Does "
+        "nothing on a CPU, nor for LoRA, which has no second model.",
+    )
+
+    def _check_reference(self) -> None:
+        at_least(self, 0, "beta")
+        at_least(self, 1, "ref_model_sync_steps")
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError(
+                "sync_ref_model is true, but beta is 0, so that there is no reference model: set beta, or remove "
+                "sync_ref_model."
+            )
+        if not 0 < self.ref_model_mixup_alpha <= 1:
+            raise ValueError(
+                f"ref_model_mixup_alpha is {self.ref_model_mixup_alpha}, but is the policy's share of a mixture, in "
+                "(0, 1]: 1 replaces the reference by the policy."
             )

@@ -1,4 +1,4 @@
-"""YAML file and command line -> the three groups of knobs, with TRL's names."""
+"""YAML file and command line -> `ScriptArguments`, `GRPOConfig` and `ModelConfig`, with TRL's names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import yaml
 from transformers import HfArgumentParser
 
 from .grpo import GRPOConfig
+from .knob import INERT, RENAMED, UNUSED, unknown_name, without_effect
 from .model import ModelConfig
-from .names import INERT, RENAMED, UNUSED, unknown_name, without_effect
 from .script import ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
@@ -36,7 +36,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     settings, notes, argv, recipe = _settings(argv)
     parser = _parser()
     parser.set_defaults(**settings)  # texts among them get their field's type (YAML 1.1 reads ``1e-5`` as one)
-    with _types_told():
+    with _type_errors():
         *groups, rest = parser.parse_args_into_dataclasses(
             args=argv, look_for_args_file=False, return_remaining_strings=True
         )
@@ -47,16 +47,16 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """What a command line sets, the keys of its recipe and its flags as one recipe: what JSON and YAML have.
+    """The keys and flags that a command line sets, as one recipe of plain JSON types. No group checks its rules.
 
     Raises:
-        ValueError: as `parse_arguments`, but no rule of a group is looked at.
+        ValueError: as `parse_arguments`.
     """
     settings, _, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
-        action.default = argparse.SUPPRESS  # what isn't given isn't there
-    with _types_told():
+        action.default = argparse.SUPPRESS
+    with _type_errors():
         flags, unknown = parser.parse_known_args(rest)
     _check_known(unknown)
     variables = _read_yaml(recipe).get("env") if recipe else None
@@ -66,7 +66,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Every knob's value by a command line, for a run on another machine: no rule of a group is looked at.
+    """Every knob's value for a run on another machine. No group checks its rules.
 
     Raises:
         ValueError: as `given_settings`.
@@ -74,7 +74,7 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
     settings, _, rest, _ = _settings(argv)
     parser = _parser()
     parser.set_defaults(**settings)
-    with _types_told():
+    with _type_errors():
         found, unknown = parser.parse_known_args(rest)
     _check_known(unknown)
     return vars(found)
@@ -94,13 +94,13 @@ def _known() -> set[str]:
 
 
 def _check_known(rest: Sequence[str]) -> None:
-    """Whether nothing is left of a command line."""
+    """Refuse the flags that the parser has left."""
     if rest:
         raise ValueError(unknown_name(rest[0].lstrip("-").split("=")[0], _known()))
 
 
 @contextlib.contextmanager
-def _types_told() -> Iterator[None]:
+def _type_errors() -> Iterator[None]:
     try:
         yield
     except argparse.ArgumentError as error:
@@ -108,8 +108,8 @@ def _types_told() -> Iterator[None]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str], Path | None]:
-    """The recipe's keys with entries of mappings and with flags that no group has; lines on what has no effect; the
-    rest of the command line; the recipe's path."""
+    """The recipe's keys with the flags that argparse can't read; the lines of `without_effect`; the rest of the command
+    line; the recipe's path."""
     argv, nested = _take_dotted(argv)
     recipe, flags, argv = _take_config(argv)
     known = _known()
@@ -127,7 +127,7 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]
 
 
 def _take_config(argv: Sequence[str]) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Split ``--config FILE``, and flags of TRL's that no group has (see `without_effect`), from the rest."""
+    """Split ``--config FILE``, and TRL's flags that have no effect or an old name, from the rest."""
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
@@ -161,7 +161,7 @@ def _take_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, An
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe's keys; its environment variables are set."""
+    """Read a recipe's keys, and set its environment variables."""
     settings = _read_yaml(path)
     variables = settings.pop("env", None) or {}
     if not isinstance(variables, dict):

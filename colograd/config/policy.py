@@ -10,9 +10,9 @@ from transformers import TrainingArguments
 
 from .knob import knob, one_of
 
-# Of Liger: they replace the model's loss, which isn't what is trained.
+# Liger's replacements of the model's own loss, which isn't trained.
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-# torch.compile's modes without CUDA graphs, which would be recorded again for each length of a row.
+# Modes of torch.compile without CUDA graphs, which would be recorded again for each length of a row.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
@@ -85,7 +85,7 @@ class PolicyKnobs(TrainingArguments):
             self.liger_kernel_config: Any = {**asked, **dict.fromkeys(LIGER_LOSSES, False)}
 
     def _set_compile_aside(self) -> dict[str, Any]:
-        """What is said of torch.compile, taken away: transformers would set TF32 for it, and means the whole model."""
+        """Unset and return torch.compile's fields: transformers would set TF32 and compile the whole model."""
         given = {name: getattr(self, name) for name in COMPILE_FIELDS}
         for name in COMPILE_FIELDS:
             setattr(self, name, False if name == "torch_compile" else None)
@@ -111,9 +111,13 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def checkpointing(self) -> int:
-        """Every so many-th layer computes its activations again in the backward; 0: none. 1 before it is settled."""
+        """n: every n-th layer recomputes its activations in the backward; 0: none. 1 before it is resolved."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
+
+    def resolve_loading(self, **more: Any) -> None:
+        """Add keyword arguments of `from_pretrained` that are set beside ``model_init_kwargs``."""
+        self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:
         """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""

@@ -1,19 +1,21 @@
-"""How the engine samples completions."""
+"""How the engine samples completions, in training and in `evaluate`."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from .knob import at_least, knob
+from .steps import StepKnobs
 
-# Parameters of vLLM by which it samples from another distribution than the model's at the temperature, and the values
-# at which they change nothing. Of those that aren't named, these are None, 0 and what is empty.
+# vLLM's parameters that change the distribution from the model's at the temperature. `NEUTRAL` has the values at which
+# they don't; the others' are None, 0 and empty ones.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
 )  # fmt: skip
-# Names of transformers' generation that say nothing where they have one of these values. (`n` is one in TRL's requests,
+# Parameters of transformers' generation, and the values that ask for what is done anyway. (`n` is 1 in TRL's requests,
 # each of which has a copy of the prompt.)
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
@@ -62,13 +64,13 @@ class SamplingKnobs:
             raise ValueError(f"top_p is {self.top_p}, but must be in (0, 1]: 1.0 turns it off.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Take out of ``generation_kwargs`` what asks for nothing else, such as files of TRL's have.
+        """Drop the entries of ``generation_kwargs`` that ask for what is done anyway.
 
         Returns:
             A line for each.
 
         Raises:
-            ValueError: a name of transformers asks for something else.
+            ValueError: a parameter of transformers asks for something else.
         """
         given = self.generation_kwargs
         if not isinstance(given, dict):
@@ -78,7 +80,7 @@ class SamplingKnobs:
         dropped = [name for name, value in given.items() if name in anyway and value in anyway[name]]
         self.generation_kwargs = {name: value for name, value in given.items() if name not in dropped} or None
         for name, value in (self.generation_kwargs or {}).items():
-            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # names of vLLM's are looked at later
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names are checked later
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
                     f"{anyway[name][0]!r}: remove it. (Lengths are max_completion_length; greedy evaluation is "
@@ -87,9 +89,75 @@ class SamplingKnobs:
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in dropped]
 
     def _shaping(self) -> dict[str, object]:
-        """The settings that make the engine sample from another distribution than the model's at the temperature."""
+        """The settings that change the distribution from the model's at the temperature."""
         own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
         given = {name: getattr(self, name) for name in own}
         more = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
         given |= {name: more[name] for name in SHAPING if name in more}
         return {name: value for name, value in given.items() if value not in NEUTRAL.get(name, (None, 0, [], {}))}
+
+
+# Metrics that need the policy's forward.
+OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
+
+
+@dataclass
+class EvaluationKnobs(SamplingKnobs, StepKnobs):
+    """Evaluation."""
+
+    num_generations_eval: int | None = knob(
+        None, "Completions per prompt in `evaluate`; default `num_generations`, or 1 where evaluation is greedy."
+    )
+    temperature_eval: float | None = knob(None, "Temperature in `evaluate`; default `temperature`, 0 is greedy.")
+    max_completion_length_eval: int | None = knob(
+        None, "Tokens a completion may have in `evaluate`; default `max_completion_length`."
+    )
+    pass_threshold_eval: float = knob(1.0, "Weighted reward from which a completion counts as a pass in `eval_pass@k`.")
+    loss_eval: bool | None = knob(
+        None,
+        "Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other "
+        "metrics of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`.",
+    )
+
+    def eval_generations(self) -> int:
+        """Completions per prompt in `evaluate`."""
+        return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
+
+    def _resolve_best_metric(self) -> None:
+        """Default ``metric_for_best_model`` to `reward`, before transformers would default it to the loss, which an
+        evaluation may not have.
+
+        Raises:
+            ValueError: only ``greater_is_better`` is set, to a loss's direction.
+        """
+        if self.metric_for_best_model is not None or not self.load_best_model_at_end:
+            return
+        if self.greater_is_better is False:
+            raise ValueError(
+                "greater_is_better is false and metric_for_best_model isn't set, but is `reward` then, of which more "
+                "is better: say metric_for_best_model, or remove greater_is_better."
+            )
+        self.metric_for_best_model: str | None = "reward"
+
+    def _check_evaluation(self) -> None:
+        at_least(self, 1, "num_generations_eval")
+        at_least(self, 0, "temperature_eval")
+        if self.temperature_eval == 0 and (self.num_generations_eval or 1) > 1:
+            raise ValueError(
+                f"num_generations_eval is {self.num_generations_eval}, but with temperature_eval 0 all completions of "
+                "a prompt are equal: set it to 1, or raise temperature_eval."
+            )
+        of_loss = OF_LOSS.search(str(self.metric_for_best_model or ""))
+        if of_loss and self.loss_eval is False:
+            raise ValueError(
+                f"metric_for_best_model is {self.metric_for_best_model!r}, but with loss_eval: false `evaluate` "
+                "computes no loss: use `reward`, or leave loss_eval out."
+            )
+        at_same_temperature = self.temperature_eval in (None, self.temperature)
+        if self.loss_eval is None:
+            self.loss_eval = at_same_temperature or bool(of_loss)
+        if self.loss_eval and not at_same_temperature:
+            raise ValueError(
+                f"temperature_eval is {self.temperature_eval}, but loss_eval compares the sampler's probabilities with "
+                f"the trainer's, at temperature {self.temperature}: leave temperature_eval out, or loss_eval."
+            )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import knob
-from .names import names_checked
+from .knob import knob, names_checked
 
 
 @names_checked

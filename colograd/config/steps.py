@@ -1,8 +1,7 @@
-"""What an optimizer step takes: how many prompts in groups of completions, how often, and in which micro-batches.
+"""The size of an optimizer step: prompts, groups of completions, iterations and micro-batches.
 
-TRL says it in rows per device and accumulated batches. Here ``gradient_accumulation_steps`` is folded into
-``per_device_train_batch_size`` (which then means *completions per rank and optimizer step*), because micro-batches are
-cut by tokens and not by rows.
+``gradient_accumulation_steps`` is folded into ``per_device_train_batch_size``, which then counts *completions per rank
+and optimizer step*: micro-batches are cut by tokens, not by rows.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class StepKnobs(TrainingArguments):
             )
 
     def _resolve_budget(self, on_cpu: bool) -> None:
-        """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` where a GPU is to be measured."""
+        """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` on a GPU, which will be measured."""
         given = self.max_tokens_per_microbatch
         if given is None or given == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
@@ -94,7 +93,7 @@ class StepKnobs(TrainingArguments):
 
     @property
     def token_budget(self) -> int:
-        """Tokens that a micro-batch may have at first; 0: still to be measured."""
+        """Most tokens of a micro-batch at first; 0: not measured yet."""
         return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
 
     @property
@@ -103,10 +102,10 @@ class StepKnobs(TrainingArguments):
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
 
     def _fold_batch(self, ranks: int) -> None:
-        """Give the fields of the batch their final values, where ``ranks`` share the prompts. Idempotent.
+        """Resolve the fields of the batch; ``ranks`` share the prompts. Idempotent.
 
         Raises:
-            ValueError: a group would not stay whole on one rank, or two fields say different things.
+            ValueError: a group would not stay whole on one rank, or two fields contradict each other.
         """
         group = self.num_generations or 1
         accumulation = self.gradient_accumulation_steps
@@ -136,8 +135,8 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _check_no_contradiction(self, completions: int, per_rank: int, ranks: int) -> None:
-        """Refuse TRL's product where it isn't the ``completions`` of ``prompts_per_step``. At its factors' defaults
-        it says nothing."""
+        """Refuse factors of TRL's product that are set (not the defaults), and whose product isn't the ``completions``
+        of ``prompts_per_step``."""
         factors = ("per_device_train_batch_size", "gradient_accumulation_steps")
         given = [name for name in factors if getattr(self, name) != getattr(type(self), name)]
         if given and per_rank * ranks != completions:
@@ -149,13 +148,12 @@ class StepKnobs(TrainingArguments):
             )
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Optimizer steps whose prompts are sampled together, from TRL's two ways of saying it.
+        """Optimizer steps whose prompts are sampled together, from either of TRL's two fields.
 
-        TRL also takes a part of a step, such that one step has several generations: of the same weights, and so sampled
-        together here.
+        In TRL a generation may also be a part of a step; here that step's generations, of the same weights, are one.
 
         Args:
-            completions: those of one optimizer step over all ranks.
+            completions: of one optimizer step over all ranks.
         """
         if self.generation_batch_size is None:
             name, given, whole = "steps_per_generation", self.steps_per_generation, accumulation

@@ -120,7 +120,7 @@ def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) 
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     if given.get("quantization_config") is not None:
         raise ValueError("quantization_config is given to the trainer and in model_init_kwargs: remove one of the two.")
-    config.model_init_kwargs = {**given, "quantization_config": _as_settings(quantization_config)}
+    config.resolve_loading(quantization_config=_as_settings(quantization_config))
 
 
 def _as_settings(found: Any) -> dict[str, Any]:

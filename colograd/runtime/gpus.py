@@ -1,4 +1,4 @@
-"""GPUs as the system shows them: a machine without one is told from one whose GPU torch can't use.
+"""NVIDIA GPUs as the system shows them, whether or not torch can use them.
 
 Imports the standard library only, and opens nothing on a GPU.
 """
@@ -15,12 +15,12 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def nodes() -> list[str]:
-    """The device nodes of NVIDIA GPUs that this process may open, or that its container was given."""
+    """The device nodes of NVIDIA GPUs in this machine or container."""
     return sorted(glob.glob(NODES))
 
 
 def driver_version() -> str:
-    """The kernel driver's, such as "550.54.14"; empty: unknown."""
+    """The kernel driver's version, such as "550.54.14"; empty: unknown."""
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
     except OSError:
@@ -29,10 +29,10 @@ def driver_version() -> str:
 
 
 def why_unused(torch_version: str, cuda_version: str | None) -> str:
-    """What to say where there is a GPU and torch sees none; empty: there is no GPU.
+    """Why torch sees none of the machine's GPUs, and what helps; empty: there is no GPU.
 
     Args:
-        cuda_version: that torch is built with; None: it is built without.
+        cuda_version: of torch's build; None: it has no CUDA.
     """
     found = nodes()
     if not found:

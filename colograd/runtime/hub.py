@@ -1,7 +1,6 @@
-"""Whether a model's or a dataset's name leads anywhere: asked briefly, before libraries ask for many files and try each
-again.
+"""Quick checks that a model's or a dataset's name exists, before libraries ask for many files and try each again.
 
-Imports huggingface_hub only for what isn't a folder.
+A folder is checked without huggingface_hub.
 """
 
 from __future__ import annotations
@@ -10,27 +9,21 @@ import os
 import time
 
 ATTEMPTS = 2
-SECONDS = 5.0  # that one of them may take
+SECONDS = 5.0  # per attempt
 
 
 def check_model_name(name: str, revision: str | None = None) -> None:
-    """Raise where loading would fail after minutes: a folder that isn't there, a Hub id of nothing, no connection.
-
-    What is in the Hub's cache counts as there. Whatever else may be wrong, loading tells.
-
-    Args:
-        name: a folder or a Hub id.
+    """Refuse a folder or a Hub id that doesn't exist: loading would look for minutes. The Hub's cache counts.
 
     Raises:
-        ValueError: with the value, the rule and the remedy.
+        ValueError: neither exists, or the Hub can't be reached.
     """
     if os.path.isdir(name):
         return
     why = f"there is no such folder (looked from {os.getcwd()})"
     if name.startswith((os.sep, ".", "~")) or name.count("/") > 1:
         raise _nothing_there(name, why)
-    import httpx
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
@@ -42,24 +35,20 @@ def check_model_name(name: str, revision: str | None = None) -> None:
     why += ", nothing in the Hub's cache"
     if constants.HF_HUB_OFFLINE:
         raise _nothing_there(name, f"{why}, and HF_HUB_OFFLINE is set")
-    for attempt in range(ATTEMPTS):
-        try:
-            get_hf_file_metadata(url, timeout=SECONDS)
-            return
-        except GatedRepoError:
-            raise ValueError(
-                f"The model {name!r} is on the Hub, but not for everybody: ask for access on its page, then `hf auth "
-                "login`, or set HF_TOKEN."
-            ) from None
-        except RepositoryNotFoundError:
-            unknown = "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
-            raise _nothing_there(name, f"{why}, and {unknown}") from None
-        except (httpx.TransportError, ConnectionError, TimeoutError) as error:
-            if attempt == ATTEMPTS - 1:
-                raise _nothing_there(name, f"{why}, and the Hub can't be reached: {error}") from None
-            time.sleep(1.0)
-        except Exception:  # a Hub that is busy, or a model without this file: loading tries more, and says more
-            return
+    try:
+        _ask_hub(url)
+    except GatedRepoError:
+        raise ValueError(
+            f"The model {name!r} is on the Hub, but not for everybody: ask for access on its page, then `hf auth "
+            "login`, or set HF_TOKEN."
+        ) from None
+    except RepositoryNotFoundError:
+        unknown = "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
+        raise _nothing_there(name, f"{why}, and {unknown}") from None
+    except ConnectionError as error:
+        raise _nothing_there(name, f"{why}, and {error}") from None
+    except Exception:  # a Hub that is busy, or a model without this file: loading tries more, and says more
+        return
 
 
 def _nothing_there(name: str, why: str) -> ValueError:
@@ -70,32 +59,46 @@ def _nothing_there(name: str, why: str) -> ValueError:
 
 
 def check_dataset_name(name: str, cache: str | None = None) -> None:
-    """Raise where there is no connection to load a dataset by, nor a copy of it: `datasets` would try for minutes.
+    """Refuse a dataset that isn't in the cache while the Hub can't be reached: `datasets` would try for minutes.
 
     Args:
         name: a Hub id, or a builder of `datasets` (`json`, `imagefolder`), which needs no Hub.
-        cache: the folder of copies; default: that of `datasets`.
+        cache: default: the folder of `datasets`.
 
     Raises:
         ConnectionError: the Hub can't be reached.
     """
     import datasets
-    import httpx
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants, hf_hub_url
 
     *owner, own = name.split("/")
     stored = os.path.join(cache or datasets.config.HF_DATASETS_CACHE, "___".join([*owner, camelcase_to_snakecase(own)]))
     if name in BUILDERS or constants.HF_HUB_OFFLINE or os.path.isdir(stored):
         return
+    try:
+        _ask_hub(hf_hub_url(name, "README.md", repo_type="dataset"))
+    except ConnectionError as error:
+        raise ConnectionError(f"it isn't in the cache, and {error}") from None
+    except Exception:  # loading explains every other error
+        return
+
+
+def _ask_hub(url: str) -> None:
+    """Ask for a file's metadata.
+
+    Raises:
+        ConnectionError: the Hub can't be reached in `ATTEMPTS`.
+    """
+    import httpx
+    from huggingface_hub import get_hf_file_metadata
+
     for attempt in range(ATTEMPTS):
         try:
-            get_hf_file_metadata(hf_hub_url(name, "README.md", repo_type="dataset"), timeout=SECONDS)
+            get_hf_file_metadata(url, timeout=SECONDS)
             return
         except (httpx.TransportError, ConnectionError, TimeoutError) as error:
             if attempt == ATTEMPTS - 1:
-                raise ConnectionError(f"it isn't in the cache, and the Hub can't be reached: {error}") from None
+                raise ConnectionError(f"the Hub can't be reached: {error}") from None
             time.sleep(1.0)
-        except Exception:  # whatever else may be wrong, loading tells
-            return

@@ -1,5 +1,5 @@
-"""Objects by import path: `package.module:name`, or with a dot as TRL writes it; one error that helps. Modules by
-import paths that they no longer have, and packages that others import for a case that may not come.
+"""Imports: objects by import path (`package.module:name`, or with a dot as in TRL), modules by former paths, and
+packages that are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def is_import_path(spec: str) -> bool:
-    """Whether ``spec`` has the form of a path, and not of a plain name."""
+    """Whether ``spec`` is an import path, and not a plain name."""
     return all(_split(spec))
 
 
@@ -27,8 +27,8 @@ def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
     """The object at ``spec``; modules in the current directory are found.
 
     Args:
-        what: what an error calls it, as in ``reward function``.
-        candidate: whether an object of the module could have been meant.
+        what: the object's name in errors, such as ``reward function``.
+        candidate: whether an object of the module may be proposed in place of a missing one.
 
     Raises:
         ValueError: the module can't be imported, or has no such attribute.
@@ -66,10 +66,10 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 def import_when_used(name: str) -> None:
-    """Let ``import name`` do nothing yet: the package is loaded when something of it, or below it, is first asked for.
+    """Let ``import name`` do nothing yet: the first use of an attribute or a submodule loads the package.
 
-    Does nothing if it is imported already or not installed. (`importlib.util.LazyLoader` fails for packages that import
-    their own modules, before Python 3.12.)
+    Does nothing if the package is imported already or not installed. (Before Python 3.12 `importlib.util.LazyLoader`
+    fails for packages that import their own modules.)
     """
     if name in sys.modules or (spec := importlib.util.find_spec(name)) is None or spec.loader is None:
         return
@@ -81,7 +81,7 @@ def import_when_used(name: str) -> None:
 
 
 class _Waiting(ModuleType):
-    """A package that hasn't been run."""
+    """A package that isn't loaded yet."""
 
     _lock = threading.RLock()
 
@@ -91,7 +91,7 @@ class _Waiting(ModuleType):
 
 
 def _run(package: ModuleType) -> None:
-    """Run a package that waits, once."""
+    """Load a waiting package, once."""
     with _Waiting._lock:
         if type(package) is not _Waiting:
             return
@@ -106,11 +106,11 @@ def _run(package: ModuleType) -> None:
 
 
 class _Below(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Runs a package that waits before a module below it is imported. The package may import that module itself, whose
-    classes would be others if it were then run again."""
+    """Loads a waiting package before a submodule. The package may import that submodule itself, which then must not run
+    a second time: its classes would be others."""
 
     def __init__(self) -> None:
-        self._own: dict[str, importlib.machinery.ModuleSpec | None] = {}  # specs of modules that are there by then
+        self._own: dict[str, importlib.machinery.ModuleSpec | None] = {}  # of submodules already imported
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package = sys.modules.get(name.partition(".")[0])
@@ -119,7 +119,7 @@ class _Below(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         _run(package)
         if (module := sys.modules.get(name)) is None:
             return None
-        # Python takes the spec of a module that has come meanwhile, so it has to be this one.
+        # Python uses the spec of a module that is loaded by now, so it must be this one.
         self._own[name] = module.__spec__
         module.__spec__ = importlib.machinery.ModuleSpec(name, self)
         return module.__spec__
@@ -132,12 +132,12 @@ class _Below(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets modules be imported by the paths that they once had, which published recipes, cards and notebooks name.
+    """Lets modules be imported by former paths too, which published recipes, cards and notebooks name.
 
-    Either path gives the same module object, so its classes exist once.
+    Either path gives the same module object.
 
     Args:
-        moved: the present path of each former one.
+        moved: the present path of each former path.
     """
 
     def __init__(self, moved: Mapping[str, str]) -> None:
@@ -152,6 +152,6 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module has run. Python has just given it the spec of its former path."""
+        """Nothing to run; undo that Python has just given the module the spec of its former path."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state

@@ -1,6 +1,6 @@
 """The process: threads, rank variables and quiet logs, set before torch, transformers and vLLM read them.
 
-Imports the standard library only, because most of what it sets is read once, when those packages are first imported.
+Imports the standard library only: those packages read most settings once, when they are first imported.
 """
 
 from __future__ import annotations
@@ -24,29 +24,26 @@ from types import TracebackType
 from . import gpus
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 _command_began: float | None = None
 
 
 def begin_command() -> None:
-    """Remember that a command begins now, so that its first trainer can say how long the start took, with imports."""
+    """Start the clock of the command: its first trainer prints how long the start took, with imports."""
     global _command_began
     _command_began = time.perf_counter()
 
 
 def command_began() -> float | None:
-    """When the command began (`time.perf_counter`), once; None: this process isn't one, or was asked before."""
+    """When the command began (`time.perf_counter`); None in the second call, and in a process that is no command."""
     global _command_began
     began, _command_began = _command_began, None
     return began
 
 
 def tell_briefly() -> None:
-    """Have an error that ends the process, and whose message says all (it has ``says_all``), told without the frames of
-    the trainer.
+    """Print an uncaught error that has ``says_all`` as one line, without the trainer's frames.
 
-    The exception stays uncaught: `FailureDetector.leave` and `ranks.part` ask at the end whether one ended the process.
+    The error stays uncaught: `FailureDetector.leave` and `ranks.part` look for it when the process ends.
     """
     told_before = sys.excepthook
 
@@ -60,7 +57,7 @@ def tell_briefly() -> None:
 
 
 def local_world_size() -> int:
-    """Ranks on this machine, as the launcher says; 1 without a launcher."""
+    """Ranks on this machine, by the launcher's variables; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -76,9 +73,9 @@ def cpu_threads() -> int:
 def prepare_threads() -> None:
     """Set OpenMP up for a process that both samples and trains.
 
-    OMP_NUM_THREADS: vLLM's CPU worker drops to one thread unless it is set, and then forbids changing the number, which
-    would leave training on one core. Launchers set it to 1 when the user said nothing; that value is replaced.
-    OMP_WAIT_POLICY: with the default (spinning) barriers any other busy process slows a backward pass several times.
+    OMP_NUM_THREADS: where it is unset, vLLM's CPU worker fixes it at one thread, and training would have one core.
+    Launchers set it to 1 by default; that value is replaced. OMP_WAIT_POLICY: with spinning barriers, the default, any
+    other busy process slows a backward pass several times.
     """
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
@@ -92,8 +89,8 @@ def prepare_threads() -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep the large blocks that training frees, for the next micro-batch.
 
-    By default each activation of some megabytes is mapped when it is made and unmapped when it is freed: on a CPU a
-    third of a training step then goes into page faults. Does nothing with another C library.
+    By default glibc maps and unmaps each activation of some megabytes: on a CPU a third of a training step then goes
+    into page faults. Does nothing with another C library.
     """
     mmap_max, trim_threshold = -4, -1  # from malloc.h
     _call_glibc("mallopt", mmap_max, 0)
@@ -101,18 +98,17 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return what was freed so far to the system, once: after a start that held more than the run will."""
+    """Return freed memory to the system once, after a start that held more than the run will."""
     _call_glibc("malloc_trim", 0)
 
 
 def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
-    """Free what only the tracebacks of ``error`` and its causes hold.
+    """Free the objects that only the tracebacks of ``error`` and its causes hold.
 
-    Else models and engines stay for as long as somebody keeps the exception, as a notebook does with the last one.
-    Frames that still run keep their variables.
+    A notebook keeps the last exception, and with it models and engines. Frames that still run keep their variables.
 
     Args:
-        but: what was being handled before, which is a cause of it in Python's eyes.
+        but: an exception that was handled before, which Python counts as a cause of ``error``.
     """
     known = {id(but): but}
     waiting: list[BaseException | None] = [error]
@@ -130,11 +126,10 @@ def _call_glibc(function: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """While it lasts, Python doesn't look for garbage in cycles.
+    """Python's garbage collector is off within the block, which makes many objects that stay.
 
-    For where many objects are made that stay: the collector would look at them again and again. vLLM makes some for
-    each sampled token, which live until their completion ends (a quarter of the host's time per token, measured with
-    400 sequences of 1,500); imports make a million (a quarter of their time).
+    The collector would visit them again and again: it takes a quarter of the host's time per token that vLLM samples
+    (measured with 400 sequences of 1,500), and a quarter of the time of imports.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -163,13 +158,13 @@ def follow_launcher() -> None:
 
 
 def prepare_ranks() -> None:
-    """Complete the rank variables that vLLM's external launcher wants.
+    """Complete the rank variables that vLLM's external launcher needs.
 
-    Under torchrun or accelerate they are there. In ``python script.py`` and in a notebook this is rank 0 of 1 on a free
-    port, so two jobs on one machine don't meet.
+    torchrun and accelerate set them. ``python script.py`` and a notebook are rank 0 of 1 on a free port, so that two
+    jobs on one machine don't meet.
 
     Raises:
-        RuntimeError: a launcher was asked for several ranks and started fewer (``accelerate launch --cpu
+        RuntimeError: the launcher started fewer ranks than it was to start (``accelerate launch --cpu
             --num_processes 2`` does so without a word).
     """
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
@@ -190,8 +185,8 @@ def prepare_ranks() -> None:
 def prepare_network() -> None:
     """On several nodes, have gloo use the interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
 
-    gloo takes the address of this machine's host name. That is often one of loopback, or none: it then takes loopback
-    too, where no other node finds it. Another address is left to it.
+    gloo takes the address of this machine's host name. Where that is a loopback address, or there is none, no other
+    node would find this one.
     """
     several_nodes = local_world_size() < int(os.environ.get("WORLD_SIZE") or 1)
     if not several_nodes or "GLOO_SOCKET_IFNAME" in os.environ or not _is_loopback(_own_address()):
@@ -209,7 +204,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _own_address() -> str:
-    """That of this machine's host name; loopback's if it has none."""
+    """The address of this machine's host name; loopback's if it has none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

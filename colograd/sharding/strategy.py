@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -79,13 +80,13 @@ class ShardingStrategy(ABC):
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave this rank's parts in a fresh optimizer's groups, and have its step bring the other ranks' parts."""
 
-    @abstractmethod
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Where ranks meet in the backward: a body that fails on all ranks or on none (see `on_all_ranks`)."""
+        """A context that fails on all ranks or on none (see `on_all_ranks`), if ranks meet in the backward."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward of one micro-batch. Gradients add up; where ranks meet in it, on this rank's parts."""
+        """The backward of one micro-batch. Gradients add up; if ranks meet in it, on this rank's parts."""
+        loss.backward()
 
     @abstractmethod
     def sum_gradients(self) -> None:

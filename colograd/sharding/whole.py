@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -23,12 +21,6 @@ class WholeCopies(ShardingStrategy):
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has all parameters, on every rank alike."""
-
-    def agree(self, what: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
 
     def sum_gradients(self) -> None:
         parameters = list(self.model.parameters())

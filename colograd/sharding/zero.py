@@ -8,7 +8,6 @@ engine's, the optimizer's exchange is the publishing too, and nothing more is mo
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -44,12 +43,6 @@ class SharedOptimizer(SharedParts):
     def _after_step(self) -> None:
         self.gather_weights()
         self.discard()
-
-    def agree(self, what: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
 
     def sum_gradients(self) -> None:
         for bucket in self.buckets:

@@ -77,7 +77,7 @@ class Checkpointer(TrainerCallback):
                 f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
                 "same files: set it to false, or give an output_dir that is local on each node."
             )
-        args.save_on_each_node |= apart
+        args.resolve_saving(apart)
         return apart
 
     @property

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config import GRPOConfig
-from ..config.advantages import AdvantageKnobs
-from ..config.objective import ObjectiveKnobs
-from ..config.reference import ReferenceKnobs
+from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
 from ..config.sampling import SamplingKnobs
 from ..data.images import ImageReader
 from ..rollout.store import RolloutStore

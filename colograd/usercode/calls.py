@@ -1,4 +1,4 @@
-"""One call of the user's code: how it ended, and what ends it when it takes too long."""
+"""One call of the user's code: its outcome, and its time limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Outcome:
     """How a call ended."""
 
     kind: str  # value, raised, late, died or dropped
-    value: Any  # what was returned; (line, traceback) of what was raised; the exit status of what died
+    value: Any  # the return value; (line, traceback) of the exception; the exit status of the process that died
     seconds: float  # in the function
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # columns and metrics, see `CallLog`
 
@@ -40,7 +40,7 @@ def raised_outcome(error: BaseException) -> Outcome:
 
 
 def place_of(function: Any) -> str:
-    """Where a function begins, as ``file.py:12``; empty for one whose source isn't known."""
+    """Where a function begins, such as ``file.py:12``; empty: unknown."""
     while isinstance(function, functools.partial):
         function = function.func
     called = function if inspect.isroutine(function) else type(function).__call__
@@ -49,7 +49,7 @@ def place_of(function: Any) -> str:
 
 
 def place_in(traceback: str) -> str:
-    """The last place of a traceback's text that is neither ours nor a library's; empty: there is none."""
+    """The last place in a traceback's text that is neither ours nor a library's; empty: there is none."""
     frames = re.findall(r'^ +File "([^"<]+)", line (\d+), in ', traceback, re.MULTILINE)
     own = [frame for frame in frames if not any(folder in frame[0] for folder in LIBRARIES)]
     return _place(*own[-1]) if own else ""
@@ -61,8 +61,8 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> None:
-    """``tell(started, ended)``, by `time.perf_counter`, when the call is over or given up: from whichever thread ends
-    it. The start is that of the function, where that is known."""
+    """Call ``tell(started, ended)`` (`time.perf_counter`) in the thread that ends or cancels the call. ``started`` is
+    when the function started, if that is known, else now."""
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:
@@ -74,10 +74,10 @@ def when_done(call: Future[Outcome], tell: Callable[[float, float], None]) -> No
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
-    """How a user's awaitable ends: ``late`` after ``timeout`` seconds.
+    """The outcome of a user's awaitable: ``late`` after ``timeout`` seconds.
 
-    It can neither end the event loop (by SystemExit) nor, unlike under `asyncio.wait_for`, hold it up by ignoring that
-    it is cancelled.
+    SystemExit doesn't end the event loop, and (unlike in `asyncio.wait_for`) an awaitable that ignores its cancellation
+    doesn't hold it up.
     """
 
     async def guarded() -> Any:
@@ -91,7 +91,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
-        task.cancel()  # where it isn't done: it is late, or nobody wants it any more
+        task.cancel()  # if it is late, or nobody waits any more
     if not done:
         return Outcome("late", None, timeout or 0.0)
     try:
@@ -102,7 +102,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for the whole run, not one per group: HTTP clients that users keep between calls are bound to theirs."""
+    """The one loop of the run: HTTP clients that users keep between calls are bound to their loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="colograd-async", daemon=True).start()
     return loop
@@ -114,8 +114,7 @@ class _Stuck(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Interrupt a block in the trainer's own thread after some seconds; None: never. Where that doesn't end it, nothing
-    else can: end the process.
+    """Interrupt a block in the trainer's own thread after ``seconds`` (None: never). If it goes on, end the process.
 
     Raises:
         TimeoutError: ``problem``.
@@ -143,7 +142,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with running:  # from here on nothing interrupts, and what was about to, doesn't
+            with running:  # no interrupt from here on, and a pending one is cancelled
                 ended = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
     except _Stuck:

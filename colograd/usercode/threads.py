@@ -1,7 +1,4 @@
-"""Threads for what tools and environments do: one for each call of a tool, one for each environment.
-
-They are daemons: none keeps the process from ending.
-"""
+"""Daemon threads: one for each call of a tool, one for each environment."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ import torch
 
 from .calls import Outcome, awaited_outcome, event_loop, raised_outcome
 
-# What Python says in a thread of what the main one alone may do: set a signal handler (as a `signal.alarm` needs), use
-# a connection that was opened there.
+# Python's errors where another thread does what only the main one may: set a signal handler (for `signal.alarm`), use a
+# connection that the main thread opened.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 PIECE = 0.2  # seconds
 
@@ -35,12 +32,12 @@ class UserCall:
     future: Future[Outcome] = field(default_factory=Future)
 
     def run(self) -> None:
-        """Run it in this thread, unless it has run already or nobody waits for it any more."""
+        """Run the call in this thread, unless it has run or was cancelled."""
         if not self.future.done() and self.future.set_running_or_notify_cancel():
             self.future.set_result(self._outcome())
 
     def start_thread(self) -> None:
-        """Run it in a thread of its own."""
+        """Run the call in a thread of its own."""
         threading.Thread(target=_on_this_device(self.run), name="colograd-tool", daemon=True).start()
 
     def _outcome(self) -> Outcome:
@@ -57,8 +54,8 @@ class UserCall:
 
 
 class EnvironmentThread:
-    """The thread of one environment: it is made there, and its sync methods run there, for what it holds may be bound
-    to the thread that made it (a database connection, a browser).
+    """Makes one environment and runs its sync methods, in one thread: an environment's database connection or browser
+    may be bound to the thread that opened it.
     """
 
     def __init__(self) -> None:
@@ -66,7 +63,7 @@ class EnvironmentThread:
         threading.Thread(target=self._run, name="colograd-environment", daemon=True).start()
 
     def ask(self, function: Callable[[], Any]) -> Future[Any]:
-        """What a function returns or raises there, behind all that was asked before."""
+        """Queue a function; the future gets its result or exception."""
         future = Future[Any]()
 
         def work() -> None:
@@ -79,7 +76,7 @@ class EnvironmentThread:
         return future
 
     def close(self) -> None:
-        """End the thread after what it has to do."""
+        """End the thread when its queue is empty."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -96,7 +93,7 @@ class MainThreadAdvice:
         self.move: Callable[[str], bool] = lambda name: False
 
     def give(self, name: str, outcome: Outcome) -> None:
-        """Warn if the error, or one that it was raised from, has one of `NEEDS_MAIN` in its text."""
+        """Warn if the traceback has one of the texts `NEEDS_MAIN`."""
         if name in self._advised or outcome.kind != "raised" or not any(p in outcome.value[1] for p in NEEDS_MAIN):
             return
         self._advised.add(name)
@@ -112,14 +109,14 @@ class MainThreadAdvice:
 
 
 def wait_for_result(future: Future[Any]) -> Any:
-    """The result, waited for in pieces: an exception that is to interrupt this thread isn't raised while it sleeps."""
+    """Wait for the result in short pieces: an exception that interrupts this thread isn't raised while it sleeps."""
     while not future.done():
         wait([future], timeout=PIECE)
     return future.result()
 
 
 def _on_this_device(work: Callable[[], None]) -> Callable[[], None]:
-    """The work, for another thread, on the CUDA device of this one: threads don't have the rank's by themselves."""
+    """The work, for another thread, on this thread's CUDA device, which a new thread doesn't have by itself."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.cuda.current_device() if used else None
 

@@ -1,7 +1,7 @@
 """Worker processes: they call reward functions and tools while the engine decodes, and can be killed.
 
-Functions travel by cloudpickle: importable ones by name, those of a script or a notebook by value. A call that takes
-longer than its deadline is ended with its process, which is replaced; so is one that dies.
+cloudpickle sends importable functions by name, those of a script or a notebook by value. A call that exceeds its time
+limit is killed with its process. A process that is killed or dies is replaced.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from .calls import Outcome, raised_outcome
 WORKER = Path(__file__).with_name("worker_process.py")
 START_SECONDS = 600.0  # for a worker to import what its functions need, on a machine that others keep busy
 STOP_SECONDS = 5.0  # for a pool to end
-LOOK_SECONDS = 0.1  # between two looks at whether a call that runs is still needed
-DROP_SECONDS = 1.0  # that a call which nobody needs gets to end by itself: a new process takes as long
+LOOK_SECONDS = 0.1  # between two checks whether a running call is still needed
+DROP_SECONDS = 1.0  # for a call that nobody needs to end by itself: a new process takes as long
 
 
 class WorkerCall(Future[Outcome]):
     """A call that is queued or runs in a worker.
 
     Args:
-        index: of the function among those that the worker has.
-        state: a key and the pickled trainer state, which is sent only where the key is new to the process. None: no
-            reward function, ``keywords`` are all that it gets.
+        index: of the function in the worker.
+        state: a reward function's: a key and the pickled trainer state, which is sent if the process has another key.
     """
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
@@ -49,7 +48,7 @@ class WorkerCall(Future[Outcome]):
         self.unneeded_since: float | None = None  # time.monotonic() since when nobody waits for it
 
     def cancel(self) -> bool:
-        """Nobody waits for it any more: it doesn't begin, or its worker is replaced when another call needs it."""
+        """Drop the call from the queue; if it runs, its worker is replaced when another call needs it."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -61,7 +60,7 @@ class CannotTravel(ValueError):
 
 
 def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, bytes], dict[str, CannotTravel]]:
-    """The functions that can run in a worker, as bytes, and why the others can't; all by name."""
+    """Pickles of the functions that can run in a worker, and the reasons why the others can't, by name."""
     able: dict[str, bytes] = {}
     reasons: dict[str, CannotTravel] = {}
     for name, function in functions.items():
@@ -82,7 +81,7 @@ def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, b
 
 
 class Worker:
-    """One process; started when it is first needed, and again after it ended."""
+    """One process; started by its first call, and again after it ended."""
 
     def __init__(self, functions: Sequence[bytes]) -> None:
         self._functions = list(functions)
@@ -94,7 +93,7 @@ class Worker:
         """Start the process and let it load the functions.
 
         Raises:
-            CannotTravel: they can't be loaded there, with the reason.
+            CannotTravel: the process can't load them.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -117,7 +116,7 @@ class Worker:
             raise CannotTravel(problem)
 
     def try_loading(self) -> None:
-        """Start and stop once. Raises CannotTravel where the functions can't be loaded."""
+        """Start and stop once. Raises CannotTravel if the process can't load the functions."""
         try:
             if self._functions:
                 self.start()
@@ -125,11 +124,11 @@ class Worker:
             self.stop()
 
     def run(self, call: WorkerCall, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome:
-        """How a call ends, waited for.
+        """Run a call and wait for its outcome.
 
         Args:
             timeout: seconds; None waits for ever.
-            unneeded: asked while it runs; once true, the call is ended with its process.
+            unneeded: polled meanwhile; once true, the call is killed with its process.
         """
         if self._connection is None:
             self.start()
@@ -153,7 +152,7 @@ class Worker:
 
     @staticmethod
     def _wait_for_answer(connection: Connection, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome | None:
-        """None once there is an answer, or why there will be none."""
+        """None once there is an answer; else the outcome of a call that ends without one."""
         started, limit = time.monotonic(), math.inf if timeout is None else timeout
         while not connection.poll(max(min(started + limit - time.monotonic(), LOOK_SECONDS), 0.0)):
             if time.monotonic() - started >= limit:
@@ -163,7 +162,7 @@ class Worker:
         return None
 
     def _exit_status(self) -> int:
-        """The exit status of a process that closed its socket; one that did so and lives on is killed."""
+        """The exit status of a process that closed its socket; it is killed if it lives on."""
         assert self._process is not None
         try:
             return self._process.wait(timeout=5)
@@ -183,14 +182,10 @@ class Worker:
 
 
 class WorkerPool:
-    """Some workers with one queue, for those functions that can travel.
-
-    Each is driven by a thread of this process that sleeps until its worker answers. The threads are daemons: a function
-    that never returns doesn't keep the trainer from ending.
+    """Workers with one queue. A daemon thread of this process drives each.
 
     Args:
-        what: the functions are, in the notes.
-        functions: by name.
+        what: the functions' name in the notes, such as ``rewards``.
         size: processes; 0: no function runs in one.
         timeout: seconds that one call may take; None: any.
     """
@@ -214,7 +209,7 @@ class WorkerPool:
         return name in self._indices
 
     def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:
-        """Queue a call of a function. Where the worker can't be started or sent to, the outcome is ``raised``."""
+        """Queue a call. Where the worker can't be started or sent to, the outcome is ``raised``."""
         call = WorkerCall(self._indices[name], keywords, state)
         self._queue.put(call)
         return call
@@ -227,7 +222,7 @@ class WorkerPool:
                 outcome = worker.run(call, self._timeout, functools.partial(self._stands_in_the_way, call))
             except BaseException as error:
                 outcome = raised_outcome(error)
-            call.keywords = {}  # texts, which would lie here until the outcome is asked for
+            call.keywords = {}  # free the texts before the outcome is read
             call.set_result(outcome)
         worker.stop()  # which `close` may have called while it was starting
 
@@ -237,7 +232,7 @@ class WorkerPool:
         return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
     def close(self) -> None:
-        """Kill the workers; calls that are queued are dropped, and functions run here no more."""
+        """Drop queued calls and kill the workers; no function runs here any more."""
         self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:
@@ -247,4 +242,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(STOP_SECONDS)  # a worker that starts isn't waited for: it ends with the thread, or this process
+            thread.join(STOP_SECONDS)  # a worker that starts now ends with the thread, or this process

@@ -1,4 +1,4 @@
-"""The process of a worker: runs user code on its main thread, so that signals, and time-outs made of them, work.
+"""The process of a worker: runs user code on its main thread, where signals (and time-outs made of them) work.
 
     python worker_process.py FD
 
@@ -6,11 +6,11 @@ Started as a file of its own and not by importing the user's script, which often
 nothing of Colograd. Messages on the socket FD are pickles:
 
     from the parent   (sys.path, functions), then (index, state or None, keywords, is a reward) per call; state: a
-                      pickle to keep, given to reward functions only
-    to the parent     None or a line on what went wrong while loading, then (kind, value, seconds, logged) per call
+                      pickle to keep, for reward functions only
+    to the parent     None or the error of loading in a line, then (kind, value, seconds, logged) per call
 
-``kind`` is ``value`` (what the function returned) or ``raised`` (type and text of the exception, its traceback).
-``logged`` is what the function gave to ``log_extra`` and ``log_metric``; nothing of a call that raised.
+``kind`` is ``value`` (the return value) or ``raised`` (type and text of the exception, its traceback). ``logged``
+holds the values of ``log_extra`` and ``log_metric``; empty for a call that raised.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-# The folders of the code that stands between the trainer and the user's in a traceback.
+# Folders whose frames stand between the trainer's and the user's in a traceback.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 
 class CallLog:
-    """What a function logs during one call: `extra` and `metric` are its ``log_extra`` and ``log_metric``."""
+    """The log of one call: `extra` and `metric` are the function's ``log_extra`` and ``log_metric``."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {}  # values of each column of the completions table
         self.metrics: dict[str, list[float]] = {}  # values of each metric
 
     def extra(self, column: str, values: Any) -> None:
-        """Add values to a column: over all of a call, one per completion."""
+        """Add values to a column: one per completion over the whole call."""
         _check_name("log_extra", "column", column)
         values = _plain(values)
         if not isinstance(values, (list, tuple)):
@@ -52,7 +52,7 @@ class CallLog:
         self.columns.setdefault(column, []).extend(map(_plain, values))
 
     def metric(self, name: str, value: Any) -> None:
-        """Add a number to a metric: its mean is reported."""
+        """Add a number to a metric, whose mean is reported."""
         _check_name("log_metric", "metric", name)
         value = _plain(value)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -72,7 +72,7 @@ def _check_name(function: str, kind: str, name: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists or numbers: they travel without what they are made by."""
+    """Tensors and arrays as lists or numbers."""
     if hasattr(value, "detach"):
         value = value.detach()
     return value.tolist() if hasattr(value, "tolist") else value
@@ -116,13 +116,13 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
     seconds = time.perf_counter() - started
     try:
         return pickle.dumps(("value", value, seconds, log.content()))
-    except Exception as error:  # its objects may raise anything
+    except Exception as error:  # pickling the user's objects may raise anything
         line = f"{type(error).__name__}: {error} (in what it returned or logged)"
         return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
 
 
 def line_and_traceback(error: BaseException) -> tuple[str, str]:
-    """The exception in a line, and its traceback with the user's own frames: those after the last of ours."""
+    """The exception in a line, and its traceback from the first frame after the last of ours."""
     frames = step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_filename.startswith(PLUMBING):

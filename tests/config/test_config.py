@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
-from colograd.config.names import INERT, REFUSED, RENAMED, UNUSED
+from colograd.config.knob import INERT, REFUSED, RENAMED, UNUSED
 from colograd.config.parse import flags_help
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
@@ -157,7 +157,7 @@ def test_the_policy_is_bfloat16_unless_the_user_says_otherwise() -> None:
     assert config(model_init_kwargs={"dtype": "auto"}).torch_dtype() == "auto"
 
 
-def test_checkpointing_is_settled_where_nothing_is_said() -> None:
+def test_checkpointing_is_resolved_where_nothing_is_said() -> None:
     for every, on, layers in ((0, False, None), (1, True, None), (4, True, 4)):
         made = config()
         assert made.gradient_checkpointing is None and made.checkpointing == 1

@@ -191,6 +191,21 @@ def test_one_room_knows_each_way_of_sharding() -> None:
             assert not {"gradients", "fsdp"} & named, path  # "optimizer" is a phase of a step too
 
 
+@each_file
+def test_a_configuration_is_written_to_by_its_own_room_alone(path: Path) -> None:
+    """Others call its `resolve_*`; a trainer's is frozen."""
+    from colograd.config import GRPOConfig
+
+    if own_name(path).startswith("config/"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Attribute) and target.attr in GRPOConfig.__dataclass_fields__:
+                owner = ast.unparse(target.value).rpartition(".")[2]
+                assert owner not in ("args", "config"), f"line {target.lineno}: {ast.unparse(target)}"
+
+
 def functions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, int]]:
     """Each function's qualified name and its number of parameters, without `self`, `cls`, `*args` and `**kwargs`."""
     for inner in ast.iter_child_nodes(node):

@@ -19,6 +19,7 @@ from paths import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
 
+import checkouts
 import contestants
 import figures
 import side_by_side
@@ -199,3 +200,20 @@ def test_a_stage_has_the_time_that_no_stage_inside_of_it_has() -> None:
             time.sleep(0.2)
     assert clock.seconds["interpreter"][0] == pytest.approx(5, abs=1)
     assert clock.seconds["inner"][0] >= 0.2 > clock.seconds["outer"][0]
+
+
+def test_two_checkouts_differ_where_a_number_does() -> None:
+    def answer(rank: int, *losses: float) -> dict[str, Any]:
+        numbers = {"losses": [loss.hex() for loss in losses], "completions": ["a" * 64], "weights": "b" * 64}
+        span = {"processor": 2.0, "wall": 1.0 + rank}
+        return {"runs": {f"ranks, rank {rank}": numbers}, "start": span, "steps": [span, span]}
+
+    before = checkouts.joined([answer(0, 0.5, 0.25), answer(1, 0.5, 0.25)])
+    assert before["start"] == {"processor": 4.0, "wall": 2.0} and len(before["runs"]) == 2
+    after = checkouts.joined([answer(0, 0.5, 0.25), answer(1, 0.5, 0.25 + 2**-50)])
+    (found,) = checkouts.differences({"before": [before], "after": [after]})
+    assert (
+        found[:2] == ("ranks, rank 1", "losses")
+        and "losses from number 2 on: 0.2500000000000009, expected 0.25" in found[2]
+    )
+    assert not list(checkouts.differences({"before": [before], "after": [before]}))

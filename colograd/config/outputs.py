@@ -1,4 +1,4 @@
-"""What a run shows and keeps for people: the log of completions, the report's record, other packages' messages."""
+"""What a run writes: checkpoints, the rollout log, and logs for people."""
 
 from __future__ import annotations
 
@@ -6,9 +6,60 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 
-from .knob import at_least, knob
+from transformers import TrainingArguments
 
-TRACKERS = ("wandb", "trackio", "tensorboard")  # whose packages have the names by which `report_to` knows them
+from .knob import at_least, knob, one_of
+
+
+@dataclass
+class SavingKnobs(TrainingArguments):
+    """Checkpoints."""
+
+    save_in_background: bool = knob(
+        True,
+        "Write checkpoints from a copy in host memory while training goes on. Where something needs the files at once "
+        "(a push to the Hub, a callback's `on_save`), or the memory for the copy isn't there, training waits for them.",
+    )
+    save_failures: int = knob(
+        3, "Checkpoints in a row that can't be written (a full disk, say) before the run ends with the error."
+    )
+
+    def resolve_saving(self, nodes_are_apart: bool) -> None:
+        """Resolve ``save_on_each_node``: on, too, where nodes share no file system."""
+        self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
+
+    def _check_saving(self) -> None:
+        at_least(self, 1, "save_failures")
+
+
+JOURNALS = ("off", "until_checkpoint", "keep")
+
+
+@dataclass
+class JournalKnobs:
+    """The journal."""
+
+    journal: str | None = knob(
+        None,
+        "Record every group when it is scored (`_journal/` in the run's folder), so that a resumed run neither samples "
+        "nor scores it again. `until_checkpoint`: what the last two checkpoints have made needless is deleted; `keep`: "
+        "nothing is; `off`. Unset: `until_checkpoint` in a run that saves checkpoints.",
+    )
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Whether groups are recorded."""
+        return self.journal != "off"
+
+    def _resolve_journal(self, saves: bool) -> None:
+        if self.journal is None:
+            self.journal = "until_checkpoint" if saves else "off"
+        if self.journal is False:  # what YAML makes of a bare `off`
+            self.journal = "off"
+        one_of(self, "journal", JOURNALS)
+
+
+TRACKERS = ("wandb", "trackio", "tensorboard")  # `report_to` names them by their packages
 
 
 @dataclass
@@ -44,8 +95,12 @@ class LogKnobs:
     )
     verbose: bool = knob(False, "Let vLLM and transformers log as they like.")
 
+    def resolve_replay(self) -> None:
+        """Record nothing: a replay leaves the run's folder as it is."""
+        self.report = False
+
     def _check_trackers(self) -> None:
-        """Raises ValueError where one isn't installed: transformers would say so when the model is loaded."""
+        """Refuse a tracker that isn't installed: transformers would do so after the model is loaded."""
         for name in getattr(self, "report_to", None) or ():
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(
