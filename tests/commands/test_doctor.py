@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import launcher
 import pytest
+import tiny
 import torch
 import yaml
 from paths import HELPERS
@@ -19,20 +20,7 @@ from colograd.commands import cli, doctor
 @pytest.fixture
 def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(HELPERS)  # whose modules the recipe names
-    settings = {
-        "model_name_or_path": str(tiny_model),
-        "dtype": "float32",
-        "bf16": False,
-        "dataset_name": "tiny:prompts",
-        "reward_funcs": ["tiny:vowels"],
-        "num_generations": 4,
-        "prompts_per_step": 4,
-        "max_completion_length": 12,
-        "max_steps": 2,
-        "gradient_checkpointing": False,
-        "output_dir": str(tmp_path / "out"),
-        "resume_from_checkpoint": "auto",
-    }
+    settings = tiny.recipe(tiny_model, output_dir=str(tmp_path / "out"), resume_from_checkpoint="auto")
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,34 @@ def clean_environment() -> dict[str, str]:
     """For a subprocess: without the rank variables that an engine in this process may have set."""
     drop = (*process.RANK_VARIABLES, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if name not in drop}
+
+
+def remembered_groups(trainer: Any) -> list[Any]:
+    """The groups that a trainer generates from now on."""
+    seen: list[Any] = []
+    generate = trainer.generate
+
+    def remembering(prompts: Any) -> Iterator[Any]:
+        for group in generate(prompts):
+            seen.append(group)
+            yield group
+
+    trainer.generate = remembering
+    return seen
+
+
+def recipe(model: Any, **changes: Any) -> dict[str, Any]:
+    """A recipe for a tiny model, read in the folder of this file."""
+    found = {
+        "model_name_or_path": str(model),
+        "dtype": "float32",
+        "bf16": False,
+        "dataset_name": "tiny:prompts",
+        "reward_funcs": ["tiny:vowels"],
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_completion_length": 12,
+        "max_steps": 2,
+        "gradient_checkpointing": False,
+    }
+    return found | changes

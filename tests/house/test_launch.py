@@ -24,22 +24,8 @@ TRAIN = ROOT / "colograd" / "train.py"
 def recipe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, the data and the reward by name; modules of the working directory can be imported."""
     path = tmp_path_factory.mktemp("recipes") / "tiny.yaml"
-    settings = {
-        "model_name_or_path": str(tiny_model),
-        "dtype": "float32",
-        "bf16": False,
-        "dataset_name": "tiny:prompts",
-        "reward_funcs": ["tiny:vowels"],
-        "num_generations": 4,
-        "prompts_per_step": 4,
-        "max_completion_length": 12,
-        "learning_rate": "1e-3",  # as people write it
-        "max_steps": 2,
-        "logging_steps": 1,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+    settings = tiny.recipe(tiny_model, logging_steps=1, save_strategy="no", report_to="none")
+    settings["learning_rate"] = "1e-3"  # as people write it
     path.write_text(yaml.safe_dump(settings))
     return path
 

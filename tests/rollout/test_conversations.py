@@ -87,15 +87,7 @@ def trained(talker: Path, template: str, tmp_path_factory: pytest.TempPathFactor
         log_completions=True,
     )
     trainer = GRPOTrainer(str(talker), reward, config, rows(), tools=[tool_cases.add])
-    seen: list[Group] = []
-    generate = trainer.generate
-
-    def remembered(prompts: Any) -> Any:
-        for group in generate(prompts):
-            seen.append(group)
-            yield group
-
-    trainer.generate = remembered
+    seen = tiny.remembered_groups(trainer)
     trainer.train()
     yield trainer, seen, told
     trainer.close()

@@ -290,15 +290,7 @@ def trained(request: Any, tmp_path_factory: pytest.TempPathFactory, vllm_importe
         return [float(sum(map(ord, str(messages[0].get("tool_calls")))) % 7) for messages in completions]
 
     trainer = seeing_trainer(tmp_path_factory.mktemp("run"), request.param, reward)
-    seen: list[Group] = []
-    generate = trainer.generate
-
-    def remembered(prompts: Any) -> Any:
-        for group in generate(prompts):
-            seen.append(group)
-            yield group
-
-    trainer.generate = remembered
+    seen = tiny.remembered_groups(trainer)
     trainer.train()
     yield trainer, seen, told
     trainer.close()

@@ -54,7 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def reward(completions, **kwargs):
-    if FAULT in ("hangs", "stuck") and RANK == 1:
+    is_trained = kwargs["trainer_state"].global_step == 0  # of "hangs", whose evaluation comes after its only step
+    if FAULT in ("hangs", "stuck") and RANK == 1 and is_trained:
         while True:
             pass
     if FAULT == "never" and RANK == 1:
@@ -155,7 +156,7 @@ def main() -> None:
             **{"max_steps": 3, **SETTINGS.get(FAULT, {})},
         ),
         train_dataset=prompts(16),
-        eval_dataset=prompts(2 if FAULT == "hangs" else 5),
+        eval_dataset=prompts(5),
         tools=[picture_tools.look, tool_cases.add] if FAULT == "look" else None,
     )
     if FAULT == "never":
