@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
+import hashlib
 import inspect
+import re
 import reprlib
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,3 +154,36 @@ def _unique_name(name: str, taken: Sequence[str]) -> str:
     while candidate in taken:
         candidate, number = f"{name}_{number}", number + 1
     return candidate
+
+
+def code_digest(function: Any) -> str:
+    """A digest of a function's code, and of the functions, classes and constants of its module that it uses.
+
+    Comments and formatting don't count. Without sources, as of a function from a C library, it is that of nothing.
+    """
+    function = _unwrapped(function)
+    found, seen = hashlib.blake2b(digest_size=8), set[int]()
+    todo = [function if inspect.isroutine(function) else type(function)]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        try:
+            source = textwrap.dedent(inspect.getsource(each))
+        except (OSError, TypeError):
+            continue
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:  # part of a line, as of a lambda
+            found.update(source.encode())
+            continue
+        found.update(ast.dump(tree).encode())
+        module = vars(sys.modules.get(each.__module__, object))
+        for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & module.keys()):
+            value = module[name]
+            if isinstance(value, str | bytes | int | float | re.Pattern):
+                found.update(f"{name} {value!r}".encode())
+            elif (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ == each.__module__:
+                todo.append(value)
+    return found.hexdigest()

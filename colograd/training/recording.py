@@ -132,10 +132,8 @@ class Recorder(TrainerCallback):
         self._advisor = Advisor(facts["settings"])
         if step:
             self._advisor.restore(events_of(self.args.output_dir), step)
-        self.file.begin(step)
+        self.file.close()
         self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
-        if not step and trainer.journal is None:
-            self._store.set_aside()
         self._is_open = True
         self.file.event(
             "start",
