@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import hashlib
 import inspect
-import re
 import reprlib
 import sys
 import textwrap
@@ -157,33 +157,33 @@ def _unique_name(name: str, taken: Sequence[str]) -> str:
 
 
 def code_digest(function: Any) -> str:
-    """A digest of a function's code, and of the functions, classes and constants of its module that it uses.
+    """A digest of a function's source, and of the statements of its module that define what it uses.
 
-    Comments and formatting don't count. Without sources, as of a function from a C library, it is that of nothing.
+    Comments, formatting and values that a module computes don't count. Without sources it is that of nothing.
     """
     function = _unwrapped(function)
-    found, seen = hashlib.blake2b(digest_size=8), set[int]()
-    todo = [function if inspect.isroutine(function) else type(function)]
-    while todo:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        try:
-            source = textwrap.dedent(inspect.getsource(each))
-        except (OSError, TypeError):
-            continue
-        try:
-            tree = ast.parse(source)
-        except SyntaxError:  # part of a line, as of a lambda
-            found.update(source.encode())
-            continue
-        found.update(ast.dump(tree).encode())
-        module = vars(sys.modules.get(each.__module__, object))
-        for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & module.keys()):
-            value = module[name]
-            if isinstance(value, str | bytes | int | float | re.Pattern):
-                found.update(f"{name} {value!r}".encode())
-            elif (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ == each.__module__:
-                todo.append(value)
+    function = function if inspect.isroutine(function) else type(function)
+    found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
+    for statement in _parsed(sys.modules.get(function.__module__)).body:
+        for name in _names_defined(statement):
+            defined.setdefault(name, []).append(statement)
+    todo: list[ast.AST] = [_parsed(function)]
+    for node in todo:  # which grows
+        found.update(ast.dump(node).encode())
+        for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
+            todo += defined.pop(name, [])
     return found.hexdigest()
+
+
+def _parsed(thing: Any) -> ast.Module:
+    """The source of a module, class or function; nothing without one, or where it is a part of a line."""
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
+        return ast.parse(textwrap.dedent(inspect.getsource(thing)))
+    return ast.Module([], [])
+
+
+def _names_defined(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    nodes = ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ()
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
