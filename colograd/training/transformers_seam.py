@@ -240,8 +240,8 @@ class SeamTrainer(Trainer):
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(
                 f"push_to_hub is true, but {name!r} can't be made on the Hub ({why}). It needs a connection and a "
-                "token that may write (`hf auth login`, or HF_TOKEN). Without, set push_to_hub: false, and push later with "
-                f"`hf upload {name} {os.path.relpath(self.args.output_dir)}`."
+                "token that may write (`hf auth login`, or HF_TOKEN). Without, set push_to_hub: false, and push later "
+                f"with `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
             ) from None
 
     def create_model_card(
