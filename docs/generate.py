@@ -209,7 +209,8 @@ transform (`with_transform`): apply it with `map`. `deepspeed` means the shardin
 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
 trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error
-where it is defined. There is no `trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
+where it is defined, and so is a `compute_loss` in transformers' signature (with `return_outputs`). There is no
+`trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
 [`trainer.engine`](tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read have
 [TRL's names](#attributes-of-the-trainer). `trl.GRPOConfig` as `args` is an error: import both names from
 `colograd`.
