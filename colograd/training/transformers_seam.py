@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from httpx import HTTPError
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
@@ -233,6 +234,23 @@ class SeamTrainer(Trainer):
         """As in transformers, after all checkpoints are written: it deletes old ones and loads the best one."""
         self.checkpointer.settle(wait=True)
         return super()._finalize_training(*args, **kwargs)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """As in transformers, at start; one error says what keeps the run from pushing.
+
+        Raises:
+            ValueError: no connection, no token, or no right to push there.
+        """
+        try:
+            super().init_hf_repo(token)
+        except (OSError, ValueError, HTTPError) as error:
+            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(
+                f"push_to_hub is true, but {name!r} can't be made on the Hub ({why}). It needs a connection and a "
+                "token that may write (`hf auth login`, or HF_TOKEN). Without, set push_to_hub: false, and push later "
+                f"with `hf upload {name} {os.path.relpath(self.args.output_dir)}`."
+            ) from None
 
     def create_model_card(
         self,

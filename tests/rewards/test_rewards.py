@@ -333,6 +333,15 @@ def test_a_function_that_raises_is_named_with_its_traceback(function: Any) -> No
     assert "colograd/rewards/" not in message
 
 
+@pytest.mark.parametrize("wrong", [lambda text: text.split("="), lambda text: float(text), lambda text: text + "."])
+def test_one_that_takes_messages_for_text_is_told_so(wrong: Any) -> None:
+    def taking_text(completions: list[Any]) -> list[float]:
+        return [len(wrong(completion)) for completion in completions]
+
+    with pytest.raises(RewardError, match=r"the text is `completion\[0\]\[\"content\"\]`"):
+        score(taking_text, prompt=[{"role": "user", "content": "2 + 2 ="}])
+
+
 @pytest.mark.parametrize(
     ("returned", "completion", "message"),
     [
