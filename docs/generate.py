@@ -71,7 +71,7 @@ fewer than {LEAST} most rules say nothing; an alarm ends when its rule has seen 
 again. `report: false` turns all of it off.
 
 A rule is a function in `colograd/reporting/advisor.py`, with a made-up log in the tests that raises it and one that
-doesn't. What it says isn't always a fault: a task that is solved has no reward differences either."""
+doesn't. A task that is solved has no reward differences either: it is a note, no alarm."""
 
 CONFIGURATION = """# Configuration
 
@@ -209,7 +209,8 @@ transform (`with_transform`): apply it with `map`. `deepspeed` means the shardin
 
 Subclasses override [four stages](architecture.md#replacing-a-stage). One that overrides a method that only TRL's
 trainer calls (`_generate`, `_calculate_rewards`, `_generate_and_score_completions`, `_compute_loss` …) is an error
-where it is defined. There is no `trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
+where it is defined, and so is a `compute_loss` in transformers' signature (with `return_outputs`). There is no
+`trainer.vllm_generation`, by which TRL's examples of a `rollout_func` sample: it is
 [`trainer.engine`](tools.md#rollouts-of-your-own). Attributes that scripts and callbacks read have
 [TRL's names](#attributes-of-the-trainer). `trl.GRPOConfig` as `args` is an error: import both names from
 `colograd`.

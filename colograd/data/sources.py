@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 from ..runtime.hub import check_dataset_name
 from ..runtime.importing import find_object
@@ -55,12 +57,34 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
         if not path.is_dir():
             check_dataset_name(name, kwargs.get("cache_dir"))
         return load_dataset(name, config, **kwargs)
-    except (OSError, ValueError, TypeError) as error:  # what is missing or unreachable is an OSError too
+    # What is missing or unreachable is an OSError; of an empty file `datasets` raises StopIteration.
+    except (OSError, ValueError, TypeError, DatasetsError, StopIteration) as error:
+        if path.is_file() and (problem := _problem_of_lines(path)):
+            raise ValueError(
+                f"The dataset {name!r} can't be loaded: {problem}. Write one JSON object per line, such as "
+                '{"prompt": "2 + 2 =", "answer": "4"}.'
+            ) from error
+        why = (error.__cause__ or error) if isinstance(error, DatasetsError) else error
         raise ValueError(
-            f"The dataset {name!r} can't be loaded: {error}. It may be a local file or folder, an import path "
+            f"The dataset {name!r} can't be loaded: {why}. It may be a local file or folder, an import path "
             "`package.module:function`, or the id of a dataset on the Hub (which needs a connection or a filled "
             "cache)."
         ) from error
+
+
+def _problem_of_lines(path: Path) -> str:
+    """What is wrong in a file of JSON lines, if it is one; `datasets` tells neither the line nor that it is empty."""
+    text = path.suffix.lower() == ".jsonl" and path.read_text(encoding="utf-8", errors="replace").strip()
+    if text == "":
+        return "the file is empty"
+    for number, line in enumerate(text.splitlines() if text else (), start=1):
+        try:
+            found = json.loads(line or "{}")
+        except ValueError as error:
+            return f"line {number} isn't JSON ({error})"
+        if not isinstance(found, dict):
+            return f"line {number} is of type {type(found).__name__}"
+    return ""
 
 
 def _function(name: str) -> Callable[..., Any] | None:

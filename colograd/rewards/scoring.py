@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import inspect
 import pickle
+import re
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -43,6 +44,7 @@ from .functions import RewardError, RewardFunction, is_async, is_of_module
 from .models import RewardModel
 
 MOST_WORKERS = 4  # where nothing is said
+TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # what was a message
 
 
 class Scoring:
@@ -50,7 +52,7 @@ class Scoring:
 
     def __init__(self, scorer: Scorer, groups: Sequence[Group], calls: Sequence[Future[Outcome]]) -> None:
         self._scorer, self._calls = scorer, calls  # [R]
-        self._position = groups[0].position
+        self._first = groups[0]
         self._sizes = {group.position: len(group.rollouts) for group in groups}
         self._size = sum(self._sizes.values())
 
@@ -115,15 +117,15 @@ class Scoring:
             self._scorer.counts[f"rewards/{reward.name}/timeouts"] += 1
             return [float("nan")] * self._size
         if outcome.kind == "raised":
-            raise _raised_error(reward, self._position, outcome)
+            raise _raised_error(reward, self._first, outcome)
         if outcome.kind == "died":
             raise self._error(
                 reward,
                 f"its worker process ended with status {outcome.value}: it exits, crashes, or runs out of memory. Set "
                 "reward_on_error: abstain to go on without its opinion.",
             )
-        column = checked_values(reward, self._position, self._size, outcome.value)
-        check_log(reward, self._position, self._size, outcome.logged)
+        column = checked_values(reward, self._first.position, self._size, outcome.value)
+        check_log(reward, self._first.position, self._size, outcome.logged)
         columns, metrics = outcome.logged
         for name in columns.keys() & log.columns.keys():
             raise self._error(reward, f"it logged the column {name!r}, as another reward function did: rename it.")
@@ -133,7 +135,7 @@ class Scoring:
         return column
 
     def _error(self, reward: RewardFunction, problem: str) -> RewardError:
-        return RewardError(reward.name, self._position, None, problem)
+        return RewardError(reward.name, self._first.position, None, problem)
 
 
 class Ready(Future[torch.Tensor]):
@@ -271,7 +273,7 @@ class Scorer:
         except (Exception, SystemExit) as error:  # the latter would end this rank in silence
             done.set_result(raised_outcome(error))
             if self.on_error == "raise":
-                raise _raised_error(reward, groups[0].position, done.result()) from None
+                raise _raised_error(reward, groups[0], done.result()) from None
             return done
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
@@ -308,17 +310,22 @@ def score_group(
     return rewards, {reward.name: scorer.counts[f"rewards/{reward.name}/seconds"] for reward in functions}
 
 
-def _raised_error(reward: RewardFunction, position: int, outcome: Outcome) -> RewardError:
+def _raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> RewardError:
     line, traceback = outcome.value
     place = place_in(traceback)
     where = f" ({place})" if place else ""
+    of_messages = isinstance(group.example["prompt"], list) and TAKEN_FOR_TEXT.match(line)
+    hint = (
+        "Completions are lists of messages here, because the prompts are (a conversational dataset, or system_prompt): "
+        'the text is `completion[0]["content"]`. '
+    )
     return RewardError(
         reward.name,
-        position,
+        group.position,
         None,
-        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. Mend "
-        "it, or set reward_on_error: abstain to go on without its opinion wherever it fails. Its traceback:\n"
-        f"{traceback}",
+        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. "
+        f"{hint if of_messages else ''}Mend it, or set reward_on_error: abstain to go on without its opinion wherever "
+        f"it fails. Its traceback:\n{traceback}",
     )
 
 

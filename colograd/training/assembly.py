@@ -44,7 +44,7 @@ from ..weights import (
     serves_packed,
     weight_sync,
 )
-from .prompts import Prompts, longest_completion, prompts_with_images, reset_rules
+from .prompts import Prompts, longest_completion, prompts_with_images, reset_rules, without_template
 from .task import Task
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
@@ -83,6 +83,8 @@ class Assembly:
             if isinstance(part, PromptDataset) and part.num_dropped:
                 total = part.num_dropped + len(part)
                 yield f"data: {part.num_dropped} of {total} prompts are too long and were dropped"
+        if task.rollout_func is None:
+            yield from without_template(task.train_prompts, task.policy)
 
 
 def assemble(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -128,6 +128,18 @@ def eval_prompts_of(
         given: dict[str, Any] = dataset
         return {name: eval_prompts_of(part, policy, args, tools, context, name) for name, part in given.items()}
     return tokenize_prompts(_wanted(dataset, policy, args, tools, name), _rules(policy, args, name, context, tools))
+
+
+def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
+    """A line where the model has a chat template, and the first prompt is plain text that no template has made."""
+    prompt, tokenizer = prompts.first(1)[0].example["prompt"], policy.tokenizer
+    if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
+        return
+    if not any(token in prompt for token in tokenizer.all_special_tokens):
+        yield (
+            f"data: the prompts are plain text, so the chat template of {policy.path or 'the model'} isn't applied: "
+            "where it is a chat model, give lists of messages, or set system_prompt"
+        )
 
 
 def reset_rules(policy: Policy, args: GRPOConfig, tools: Toolbox, context: int) -> PromptRules:

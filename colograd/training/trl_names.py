@@ -4,6 +4,7 @@ the stage to override instead. Nothing else in the package uses them.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,12 @@ class TRLNames:
     """TRL's attributes that `transformers.Trainer` doesn't have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise a TypeError if a subclass replaces a method that is never called: it would silently have no effect."""
+        """Refuse what a subclass can't override so.
+
+        Raises:
+            TypeError: it replaces a method that is never called: it would silently have no effect.
+            ValueError: its ``compute_loss`` has transformers' signature: it would fail in the first step.
+        """
         super().__init_subclass__(**kwargs)
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
@@ -93,6 +99,14 @@ class TRLNames:
                     f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md, "
                     "Replacing a stage)."
                 )
+        given = inspect.signature(getattr(cls, LOSS, lambda: None)).parameters
+        if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in given]:
+            raise ValueError(
+                f"{cls.__name__} defines compute_loss({', '.join(given)}) as transformers has it, but nothing here "
+                f"gives it {' or '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
+                "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, loss=...)` "
+                "of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
+            )
 
     if not TYPE_CHECKING:  # types know what there is
 

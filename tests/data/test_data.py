@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from colograd.data import (
     load_datasets,
     tokenize_prompts,
 )
+from colograd.training.prompts import without_template
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -208,6 +210,17 @@ def test_conversations_go_through_the_template(tokenizer: Any) -> None:
     assert texts[0].endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert texts[1].endswith("<|im_start|>assistant\nSure, I")
     assert texts[2].endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_plain_text_without_a_chat_model_s_template_is_told(tokenizer: Any) -> None:
+    def told(prompt: Any) -> bool:
+        return any(without_template(tokenize([{"prompt": prompt}], tokenizer), policy))
+
+    policy: Any = SimpleNamespace(tokenizer=tokenizer, path="models/tiny")
+    own = tokenizer.apply_chat_template([USER], tokenize=False)
+    assert [told(prompt) for prompt in ("Hi", [USER], own)] == [True, False, False]
+    policy.tokenizer = SimpleNamespace(chat_template=None)
+    assert not told("Hi")
 
 
 def test_template_arguments_of_the_row_come_first(tokenizer: Any) -> None:

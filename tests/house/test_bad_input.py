@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, TrainingArguments
+from huggingface_hub import HfApi
+from transformers import LlamaConfig, Trainer, TrainingArguments
 
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
@@ -33,6 +34,7 @@ from colograd.rewards import RewardError, resolve_rewards, score_group
 from colograd.rollout.toolbox import Toolbox
 from colograd.runtime import process
 from colograd.sharding import check_sharding
+from colograd.trainer import GRPOTrainer
 from colograd.training.prompts import train_prompts_of
 from colograd.training.task import prepared_config
 from colograd.weights import check_choice
@@ -545,6 +547,12 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "finite float32 number",
         "or None",
     ),
+    "a compute_loss as transformers has it": (
+        lambda _: type("Mine", (GRPOTrainer,), {"compute_loss": Trainer.compute_loss}),
+        r"Mine defines compute_loss\(self, model, inputs, return_outputs, num_items_in_batch\)",
+        "one micro-batch and returns a LossOutput",
+        r"def compute_loss\(self, model, micro_batch",
+    ),
     "a reward function that returns NaN": (
         lambda _: score([1.0, 0.0, float("nan")]),
         "'my_reward', prompt 17, completion 2",
@@ -608,6 +616,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "2 + 2 =", "answer": "4"}\n')
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "cut.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n{"prompt": "2 +')
+    monkeypatch.setattr("transformers.utils.hub._hf_api", HfApi(endpoint="http://127.0.0.1:9"))  # as without a network
 
     def run(*flags: str, **settings: str) -> str:
         import tiny
@@ -642,6 +653,12 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
         ({"dataset_name": ""}, "neither was given"),
         ({"dataset_name": "absent.jsonl"}, "no such file"),
         ({"dataset_name": "no_prompt.jsonl"}, "no column 'prompt'"),
+        ({"dataset_name": "empty.jsonl"}, "the file is empty. Write one JSON object per line"),
+        ({"dataset_name": "cut.jsonl"}, "line 2 isn't JSON"),
+        (
+            {"push_to_hub": "true", "max_completion_length": "8"},
+            "push_to_hub is true, but 'out' can't be made on the Hub (ConnectError",
+        ),
         ({"max_completion_length": "300"}, "max_completion_length is 300, but the context has 256 tokens"),
         ({"max_prompt_tokens": "3", "max_completion_length": "8"}, "all 1 prompts are over the limit of 3 tokens"),
     ],
