@@ -69,7 +69,6 @@ class Replayer(GRPOTrainer):
             rewards = _unasked(as_list(reward_funcs), names)
             _check_end(replay, args)
             rounds, start = ReplayStore(replay, args.layout.rank, settings_of(args, names)), replay.starts()[0]
-            rounds.check_settings(start)
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
@@ -111,10 +110,9 @@ class Replayer(GRPOTrainer):
     def make_checkpointer(self) -> Checkpointer:
         return ReplayCheckpoints(self, self.replay)
 
-    def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
+    def _open_records(self, checkpoint: str | None, resumes: bool) -> None:
         start = step_of(checkpoint) if checkpoint else 0
         with on_all_ranks("the journal"):
-            self.rounds.check_settings(start)
             self.rounds.check_recorded(start, self.args)
         self.console.say(self.replay.plan(start))
 

@@ -84,6 +84,14 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         raise ValueError("model_name_or_path is missing: give a folder or a Hub id.")
     if not script.all_rewards() and script.environment_factory is None:
         raise ValueError("reward_funcs is missing: give at least one name or import path of a reward function.")
+    if kind is None and not config.push_to_hub:
+        from colograd.checkpoint.search import finished_checkpoint, nothing_left
+
+        checkpoint = finished_checkpoint(config.resume_from_checkpoint, str(config.output_dir), config.max_steps)
+        if checkpoint is not None:  # before the model and the engine are loaded for nothing
+            if config.process_index == 0:
+                print(nothing_left(checkpoint, config.max_steps))
+            raise SystemExit(0)
     trainer = make_trainer(script, config, model, kind)
     trainer.facts |= {
         "recipe": recipe,

@@ -138,7 +138,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if args.log_completions:
             images = task.policy.processor is not None
             self.completion_log = CompletionLog(args, names, self.recorder.trackers, images)
-        self.journal = store_of(args, names, image_reader_of(task.policy))
+        self.journal = store_of(args, task.rewards, image_reader_of(task.policy))
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         if self.journal is not None:

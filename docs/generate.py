@@ -71,7 +71,7 @@ fewer than {LEAST} most rules say nothing; an alarm ends when its rule has seen 
 again. `report: false` turns all of it off.
 
 A rule is a function in `colograd/reporting/advisor.py`, with a made-up log in the tests that raises it and one that
-doesn't. What it says isn't always a fault: a task that is solved has no reward differences either."""
+doesn't. A task that is solved has no reward differences either: it is a note, no alarm."""
 
 CONFIGURATION = """# Configuration
 

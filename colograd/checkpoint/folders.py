@@ -24,11 +24,11 @@ ASIDE = ".incomplete"
 DISCARDED = ".discarded"
 REPLACED = ".replaced"
 REFUSED = "refused"
-PROMPTS = "prompts.json"
+PROMPTS, SETTINGS = "prompts.json", "run_settings.json"
 # What a checkpoint holds beside the model, as patterns of names.
 STATE = (
     "optimizer*", "scheduler.pt", "rng_state*", "scaler.pt", "trainer_state.json", "training_args.bin",
-    "lengths_*.json", "reference.safetensors", PROMPTS, MANIFEST,
+    "lengths_*.json", "reference.safetensors", PROMPTS, SETTINGS, MANIFEST,
 )  # fmt: skip
 
 
@@ -142,6 +142,21 @@ def write_index(checkpoint: Path, names: Iterable[str]) -> None:
     state (an error) and the reference (in the policy's place)."""
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
     (checkpoint / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
+
+
+def write_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
+    (checkpoint / SETTINGS).write_text(json.dumps(settings, indent=1))
+
+
+def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """(value in the checkpoint, value now) of the settings that differ, by name; empty of one that holds none."""
+    path = Path(checkpoint) / SETTINGS
+    if not path.is_file():  # an older version wrote it
+        return {}
+    with reading(checkpoint, SETTINGS):
+        found = dict(json.loads(path.read_text()))
+    pairs = {name: (found.get(name), settings.get(name)) for name in sorted(found.keys() | settings.keys())}
+    return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
 
 def write_prompts(checkpoint: Path, state: dict[str, Any]) -> None:

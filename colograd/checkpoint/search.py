@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -21,6 +23,23 @@ def is_wanted(wanted: str | bool | None) -> bool:
 def is_search(wanted: str | bool | None) -> bool:
     """Whether ``resume_from_checkpoint`` asks for the last checkpoint and names none."""
     return str(wanted).lower() in ("true", "auto")
+
+
+def nothing_left(checkpoint: str, max_steps: int) -> str:
+    """A line on a run that has trained all of its steps."""
+    return (
+        f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train. A larger "
+        "max_steps trains on; resume_from_checkpoint: false trains anew, and this run's files move to _earlier/"
+    )
+
+
+def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:
+    """The last checkpoint of a run that has trained ``max_steps`` and saved its model; None: there may be work left."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # written after the model
+        if is_search(wanted) and 0 < max_steps <= state.get("global_step", 0) in complete_steps(run_dir):
+            return os.path.join(run_dir, f"checkpoint-{state['global_step']}")
+    return None
 
 
 def search(

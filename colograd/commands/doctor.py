@@ -3,8 +3,9 @@
 colograd doctor --config recipes/X.yaml [--any_flag value]
 
 Prints the versions, the devices, how weights are published and the memory plan. Then it samples completions with the
-real engine, and compares their log-probabilities: the sampler's with the trainer's, and the trainer's rows with the
-model's own forward of each sequence. The exit status is 0 if all is well, 1 if a check failed, 2 for bad input.
+real engine, scores and prints them, and compares their log-probabilities: the sampler's with the trainer's, and the
+trainer's rows with the model's own forward of each sequence. The exit status is 0 if all is well, 1 if a check failed,
+2 for bad input.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -28,6 +29,7 @@ from ..train import start
 if TYPE_CHECKING:
     import torch
 
+    from ..batch import Group
     from ..trainer import GRPOTrainer
 
 # vLLM is one of two packages; the last three are used only where they are installed.
@@ -125,7 +127,7 @@ def _processor() -> str:
 
 
 def checks(trainer: GRPOTrainer) -> Iterator[Check]:
-    """Check the memory plan, the engine's weights, and log-probabilities."""
+    """Check the memory plan, the engine's weights, log-probabilities and rewards."""
     from ..memory.table import PHASES, REMEDIES
 
     plan = trainer.learner.memory
@@ -143,18 +145,22 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         not differing,
         f"Report the model and the versions above, with these names: {', '.join(differing[:3])}.",
     )
-    yield from check_logprobs(trainer)
+    groups = sample(trainer, trainer.engine)
+    yield from check_logprobs(trainer, groups)
+    source = trainer.sampler.source  # another one than the engine calls tools, or is the user's
+    if groups := groups if source is trainer.engine else sample(trainer, source):
+        yield check_rewards(trainer, groups)
 
 
-def check_logprobs(trainer: GRPOTrainer) -> Iterator[Check]:
+def check_logprobs(trainer: GRPOTrainer, groups: Sequence[Group]) -> Iterator[Check]:
     """Compare the trainer's log-probabilities with the sampler's, and with the model's own."""
     from ..policy import row_proof
 
-    rows, completions = sample(trainer)
+    rows = packed(trainer, groups)
     with trainer.compute_loss_context_manager():
         to_sampler, to_own = row_proof.differences(trainer.model, rows, trainer.args.temperature)
     limit = allowed(trainer)
-    tokens = f"{completions} completions of {len(to_sampler)} tokens"
+    tokens = f"{sum(len(group.rollouts) for group in groups)} completions of {len(to_sampler)} tokens"
     yield _near(
         f"sampler/trainer, {tokens}",
         to_sampler,
@@ -194,28 +200,64 @@ def allowed(trainer: GRPOTrainer) -> float:
     return TOLERANCE[torch.float32] if exact else TOLERANCE_16_BIT
 
 
-def sample(trainer: GRPOTrainer) -> tuple[tuple, int]:
-    """Completions of the recipe's first prompts as micro-batches, and their number. They have the recipe's temperature,
-    without top_p and the like, which the trainer's distribution doesn't have."""
-    import torch
-
-    from ..batch import ScoredGroup
+def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
+    """A few completions of the recipe's first prompts, from an engine or another source. They have the recipe's
+    temperature, without top_p and the like, which the trainer's distribution doesn't have."""
     from ..engine.sampling import Sampling
-    from ..policy.packing import pack
 
     full = Sampling.for_training(trainer.args)
     n, max_tokens = min(full.n, COMPLETIONS), min(full.max_tokens, TOKENS)
     sampling = dataclasses.replace(full, n=n, max_tokens=max_tokens, options={})
     prompts = trainer.train_prompts.first(PROMPTS)
     version, seed = trainer.state.global_step, trainer.args.seed
-    with trainer.device_turns.sampling(trainer.optimizer):
-        groups = [*trainer.engine.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]
-    scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
-    rows = pack(
-        sorted(scored, key=lambda group: group.group.position),
+    engine = trainer.engine
+
+    def write() -> list[Group]:
+        return [*source.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]
+
+    with trainer.device_turns.sampling(trainer.optimizer):  # all ranks of an engine check its log-probabilities
+        found = write() if source is engine else engine.on_engine_leader(write, others=[])
+    return sorted(found, key=lambda group: group.position)
+
+
+def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
+    """The groups as micro-batches."""
+    import torch
+
+    from ..batch import ScoredGroup
+    from ..policy.packing import pack
+
+    return pack(
+        [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups],
         trainer.learner.rules.max_tokens or 4096,
         mask_truncated=False,
         device=trainer.args.device,
         share_prompts=trainer.learner.rules.share_prompts,
     )
-    return rows, sum(len(g.rollouts) for g in groups)
+
+
+def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:
+    """Score the groups as training does, and print some of their completions. Each error fails the check."""
+    import torch
+
+    from ..reporting.completion_table import print_table
+    from ..reporting.group_views import as_utf8, completion_rows
+    from ..rewards import RewardError
+
+    names, problem, sampler = [reward.name for reward in trainer.rewards], "", trainer.sampler
+    sampler.scorer.on_error = "raise"
+    sizes = [len(group.rollouts) for group in groups]
+    rewards = torch.full((sum(sizes), len(names)), torch.nan)
+    try:
+        calls = [groups] if trainer.args.reward_call == "all" else [[group] for group in groups]
+        rewards = torch.cat([sampler.begin_scoring(call).result() for call in calls])
+    except RewardError as error:
+        problem = str(error).partition(" Its traceback:")[0]
+    scored = [sampler.add_advantages(*pair) for pair in zip(groups, rewards.split(sizes), strict=True)]
+    if trainer.args.layout.is_main:
+        rows = completion_rows(scored, [as_utf8(trainer.decode(group)) for group in groups], 0)
+        print_table(rows, names, f"Completions, of {TOKENS} tokens at most", PROMPTS, unique_prompts=False)
+    means = [f"{name} {mean:.3g}" for name, mean in zip(names, rewards.nanmean(dim=0).tolist(), strict=True)]
+    teaching = sum(bool(group.advantages.any()) for group in scored)
+    found = f"{', '.join(means)} on average; {teaching} of {len(groups)} groups have differences to learn from"
+    return Check("rewards", "a function fails" if problem else found, not problem, problem)

@@ -1,7 +1,7 @@
-"""``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint, without what goes on with a run.
+"""``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint.
 
-A checkpoint's weights are whole however its run was sharded; they are copied. An adapter is merged into its base, a
-quantised one dequantised.
+A checkpoint's weights are whole, however its run was sharded, and are copied. An adapter is merged into its base, and a
+quantised base is dequantised.
 """
 
 from __future__ import annotations

@@ -22,9 +22,16 @@ from ..runtime import gpus
 
 RECIPE, TASK, EXAMPLE = "recipe.yaml", "mytask.py", "prompts.jsonl"
 QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
-PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # columns' usual names, the first wins
+PROMPTS = (
+    "prompt",
+    "question",
+    "problem",
+    "instruction",
+    "input",
+    "query",
+)  # usual names of the column; the first wins
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
-READ = 50  # rows that are looked at
+READ = 50  # rows of the data
 ON_GPU = {"group": 8, "prompts": 32, "length": 512, "rate": "1.0e-6", "steps": 200}
 ON_CPU = {"group": 8, "prompts": 8, "length": 48, "rate": "2.0e-5", "steps": 30}
 
@@ -64,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="colograd init", description="Write a first recipe and reward function. What no flag says is asked for."
+        prog="colograd init",
+        description="Write a first recipe and reward function. Asks for the values that no flag sets.",
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="default: here")
     parser.add_argument("--model", help="a Hub id or a folder")

@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="colograd plan", description="A model's memory on each GPU, with each strategy of sharding. Loads nothing."
     )
     add = parser.add_argument
-    add("--config", type=Path, metavar="RECIPE", help="take from it, and from flags as for training, what isn't given")
+    add("--config", type=Path, metavar="RECIPE", help="read the other options from it, and from flags as for training")
     add("--model", dest="model_name_or_path", metavar="MODEL", help="a folder with a config.json, or a Hub id")
     add("--gpus", type=int, help="ranks: one per GPU; default: this machine's")
     add("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")

@@ -46,6 +46,12 @@ class JournalKnobs:
         "nothing is; `off`. Unset: `until_checkpoint` in a run that saves checkpoints.",
     )
 
+    rescore: bool = knob(
+        False,
+        "Score the recorded samples of a resumed run's first round again, as the reward functions have changed since. "
+        "Without it a change is an error, as recorded rewards are of the old code.",
+    )
+
     @property
     def keeps_journal(self) -> bool:
         """Whether groups are recorded."""

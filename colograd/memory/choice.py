@@ -107,7 +107,7 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
 def remedies(run: RunDescription, strategy: str) -> str:
     """The single changes that would make the run fit, as one sentence without its full stop."""
     if not (found := [*_changes(run, strategy)]):
-        return "no single change of it would fit this device: take a smaller model or larger GPUs"
+        return "no single change would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
 
 

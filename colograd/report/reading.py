@@ -183,7 +183,8 @@ class RecordedRun:
     def _take_alarm(self, step: int, event: dict[str, Any]) -> None:
         if len(self.alarms) < MOST_ALARMS:
             texts_of = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}
-            severity = "severe" if event.get("severity") == "severe" else "warning"
+            given = event.get("severity")
+            severity = given if given in ("severe", "note") else "warning"
             self.alarms.append({"step": step, "severity": severity, **texts_of})
 
     def _take_calm(self, step: int, event: dict[str, Any]) -> None:

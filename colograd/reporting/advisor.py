@@ -29,6 +29,7 @@ class Seen(NamedTuple):
 
     text: str  # a sentence with numbers
     severe: bool = False  # as long as it lasts, nothing is learned
+    good: bool = False  # a note, no alarm
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ class Rule:
 @dataclass(frozen=True, slots=True)
 class Alarm:
     rule: str
-    severity: str  # severe or warning
+    severity: str  # severe, warning or note
     seen: str
     why: str
     remedy: str
@@ -130,15 +131,20 @@ def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | N
 @rule
 def no_reward_difference(history: History) -> Seen | None:
     share = history.recently("frac_reward_zero_std")
-    if share is None or share < 0.7:
+    if share is None or share < 0.7 or history.is_solved:
         return None
     reward = history.recently("reward")
     shown = "" if reward is None else f", at a mean reward of {reward:.3g}"
-    if history.is_solved:
-        return Seen(
-            f"{share:.0%} of the last steps' groups have no reward difference{shown}: the task is nearly solved"
-        )
     return Seen(f"{share:.0%} of the last steps' groups have no reward difference{shown}", severe=share >= 0.95)
+
+
+@rule
+def solved(history: History) -> Seen | None:
+    share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
+    if share is None or share < 0.7 or not history.is_solved:
+        return None
+    seen = f"{share:.0%} of the last steps' groups have no reward difference, at a mean reward of {reward:.3g}"
+    return Seen(f"{seen}: the task is nearly solved", good=True)
 
 
 @rule
@@ -380,7 +386,8 @@ class Advisor:
 
     def _alarm(self, each: Rule, seen: Seen) -> Alarm:
         remedy = with_values(each.remedy, self.history.settings)
-        return Alarm(each.name, "severe" if seen.severe else "warning", seen.text, each.why, remedy, each.source)
+        severity = "note" if seen.good else "severe" if seen.severe else "warning"
+        return Alarm(each.name, severity, seen.text, each.why, remedy, each.source)
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 
 FOLDER = "_report"  # transformers pushes no such name to the Hub
-ASIDE = "_report.old"
 EVENTS = "events.jsonl"
 BINS = 20  # of a histogram
 
@@ -31,17 +29,6 @@ class EventLog:
         self._warn_user = warn
         self._warned = False
         self._file: Any = None
-
-    def begin(self, step: int) -> None:
-        """Go on after what is there; a run that starts at step 0 moves it aside."""
-        self.close()
-        if not step and self.folder.is_dir():
-            try:
-                aside = self.folder.with_name(ASIDE)
-                shutil.rmtree(aside, ignore_errors=True)
-                self.folder.rename(aside)
-            except OSError as error:
-                self.warn(error)
 
     def event(self, kind: str, **content: Any) -> None:
         line = json_line({"kind": kind, "time": round(time.time(), 3), **content})

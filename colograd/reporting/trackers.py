@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
 TRACES = 8  # of a step, at most
 
 
@@ -92,10 +93,10 @@ class Trackers:
             with self._sending("tensorboard"):
                 writer.add_text("overview", text)
 
-    def alarm(self, step: int, title: str, text: str, severe: bool) -> None:
+    def alarm(self, step: int, title: str, text: str, severity: str) -> None:
         for name, tracker in self._running("wandb", "trackio"):
             with self._sending(name):
-                level = tracker.AlertLevel.ERROR if severe else tracker.AlertLevel.WARN
+                level = getattr(tracker.AlertLevel, ALERT_LEVELS[severity])
                 tracker.alert(title=title, text=f"Step {step}: {text}", level=level)
         if (writer := self._tensorboard()) is not None:
             with self._sending("tensorboard"):

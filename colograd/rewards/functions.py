@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import functools
+import hashlib
 import inspect
 import reprlib
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,3 +154,36 @@ def _unique_name(name: str, taken: Sequence[str]) -> str:
     while candidate in taken:
         candidate, number = f"{name}_{number}", number + 1
     return candidate
+
+
+def code_digest(function: Any) -> str:
+    """A digest of a function's source, and of the statements of its module that define what it uses.
+
+    Comments, formatting and values that a module computes don't count. Without sources it is that of nothing.
+    """
+    function = _unwrapped(function)
+    function = function if inspect.isroutine(function) else type(function)
+    found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
+    for statement in _parsed(sys.modules.get(function.__module__)).body:
+        for name in _names_defined(statement):
+            defined.setdefault(name, []).append(statement)
+    todo: list[ast.AST] = [_parsed(function)]
+    for node in todo:  # which grows
+        found.update(ast.dump(node).encode())
+        for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
+            todo += defined.pop(name, [])
+    return found.hexdigest()
+
+
+def _parsed(thing: Any) -> ast.Module:
+    """The source of a module, class or function; nothing without one, or where it is a part of a line."""
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
+        return ast.parse(textwrap.dedent(inspect.getsource(thing)))
+    return ast.Module([], [])
+
+
+def _names_defined(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    nodes = ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ()
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -102,7 +102,7 @@ def roll_out(
         if enough < math.inf:
             extend_scored(wait=False)
         if missing and signals < enough:
-            groups = checked_groups(stages.generate(missing), missing)
+            groups = checked_groups(stages.sample(missing), missing)
             # Closing aborts the requests in flight: when there are enough groups, and when a reward function fails.
             with times.phase("generate"), contextlib.closing(groups):
                 for group in groups:
@@ -128,7 +128,7 @@ def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTime
     if len(recorded) == len(prompts):
         return [stages.with_advantages(recorded[prompt.position]) for prompt in prompts]
     with times.phase("generate"):
-        groups = sorted(checked_groups(stages.generate(prompts), prompts), key=lambda group: group.position)
+        groups = sorted(checked_groups(stages.sample(prompts), prompts), key=lambda group: group.position)
     with times.phase("reward"):
         if not groups:  # a rank may have none in an evaluation
             return []

@@ -62,6 +62,19 @@ class Stages:
         """The groups of these prompts that the journal has, by position."""
         return self.journal.recall(prompts) if self.journal is not None else {}
 
+    def sample(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+        """Groups to score, in any order: recorded ones whose rewards are made anew, then newly generated ones."""
+        recorded = self.journal.recall_samples(prompts) if self.journal is not None else []
+        yield from recorded
+        positions = {group.position for group in recorded}
+        if rest := [prompt for prompt in prompts if prompt.position not in positions]:
+            groups = self.generate(rest)
+            try:
+                yield from groups
+            finally:
+                if hasattr(groups, "close"):
+                    groups.close()
+
     def with_advantages(self, recorded: RewardedGroup) -> ScoredGroup:
         """A group with its advantages."""
         return dataclasses.replace(self.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)

@@ -5,6 +5,7 @@ and no reward is called again. A file per round, or evaluation, and rank, which 
 
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the report
     RUN/_journal/step-00000012/rank-00000.shown       of a round that checkpoints made needless: the groups with notes
+    RUN/_journal/step-00000012/rank-00000.unscored    with `rescore`: groups that are scored again
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient's norm of the steps trained on it (`figures`)
     RUN/_journal/recipe.yaml                          with which `colograd replay` trains a round again
 
@@ -19,7 +20,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,7 +30,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from ..batch import Prompt
+from ..batch import Group, Prompt
+from ..checkpoint.earlier_run import move_aside
 from ..data.images import ImageReader
 from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
@@ -38,8 +39,10 @@ from .group_table import NOTES, SHOWN, keep_shown, reduced
 from .record_file import Record, RecordFile, read_records
 
 FOLDER = "_journal"  # transformers pushes no such name to the Hub
-ASIDE = "_journal.old"
+UNSCORED = ".unscored"  # a round's file whose rewards are made anew
 RECIPE = "recipe.yaml"
+# Settings: the reward functions' names, and digests of their sources.
+REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
 ABOUT = -1  # the position of a file's first record, an `About`
 SAMPLED = 1024  # entries of each parameter that a digest of the weights reads
 
@@ -65,20 +68,27 @@ class RolloutStore:
     Args:
         run_dir: the run's folder.
         rank: whose groups are written. All ranks' are read.
-        settings: of the run, as JSON has them: rounds that were recorded with others are refused.
+        settings: of the run, as JSON has them.
+        of_samples: the names of settings on which a round's samples depend; the others decide what is trained on them.
         reader: makes the pixels of recorded pictures, for a model that reads images.
     """
 
     def __init__(
-        self, run_dir: str | Path, rank: int, settings: Mapping[str, Any], reader: ImageReader | None = None
+        self,
+        run_dir: str | Path,
+        rank: int,
+        settings: Mapping[str, Any],
+        reader: ImageReader | None = None,
+        of_samples: Collection[str] = (),
     ) -> None:
-        self.folder, self.rank, self.reader = Path(run_dir) / FOLDER, rank, reader
+        self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # why the last records aren't on the disk, for people
         self.warning = ""  # an oddity of the round's records, for people
         self.bytes, self.seconds = 0, 0.0  # written, and spent on it
         self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # recorded groups of the round, by position
+        self._unscored: dict[int, bytes] = {}  # groups of the round that are scored again
         self._round: Path | None = None  # the present one's folder
         self._open_files: dict[str, _OpenFile] = {}  # of the round (""), and of an evaluation by its name
         self._newest = ""  # of these, the one that `add` writes
@@ -89,27 +99,82 @@ class RolloutStore:
 
     # -- writing
 
-    def start(self, resumes: bool, step: int, is_writer: bool) -> str:
-        """Prepare for a run that starts at ``step``, with weights from the disk; returns a line for people.
+    def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
+        """Prepare for a run that goes on from ``step``, with weights from the disk; returns lines for people.
+
+        Rounds after the checkpoint that were recorded with other settings move aside, as they hold samples of weights
+        that this run won't have. The first one of them stays if its samples don't depend on these settings.
 
         Args:
-            resumes: the run goes on from its records; else these are put aside.
-            is_writer: this rank writes what its node writes once.
+            is_writer: this rank changes what its node has once.
+            rescore: the samples of the first round are scored again, if the reward functions have changed.
 
         Raises:
-            JournalError: the records were made with other settings.
+            JournalError: the reward functions have changed, and ``rescore`` isn't set.
         """
         self._weights_are_read = True
-        if not resumes:
-            moved = self.set_aside() if is_writer else None
-            return f"journal: what an earlier run recorded here is now in {moved}" if moved else ""
-        self.check_settings(step)
+        if not is_writer:
+            return []
+        lines = self._part_with_others(step, rescore)
         rounds = [recorded for recorded in self.rounds() if recorded >= step and self.has_groups(recorded)]
-        if not rounds:
-            return ""
+        if rounds:
+            lines.append(
+                f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups "
+                "are neither sampled nor scored again"
+            )
+        return lines
+
+    def _part_with_others(self, step: int, rescore: bool) -> list[str]:
+        lines, others, changed = [], [], dict[str, tuple[Any, Any]]()
+        for number, folder in self._folders():
+            if number < step or not (found := self._changed(folder)):
+                continue
+            rewards_changed = bool(found.keys() & {REWARD_CODE, REWARD_FUNCS})
+            if rewards_changed and not rescore:
+                raise JournalError(self._ask_about_rewards(folder, found))
+            changed |= found
+            if number == step and folder == self._folder_of(step, "") and not found.keys() & set(self.of_samples):
+                if rewards_changed:
+                    for path in folder.glob("rank-*.records"):
+                        path.rename(path.with_suffix(UNSCORED))
+                    lines.append(f"journal: the samples of {folder.name} are kept, and scored again (rescore)")
+            else:
+                others.append(folder)
+        if others:
+            aside = move_aside(self.folder.parent, others)
+            settings = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
+            lines.append(
+                f"journal: {len(others)} round(s) or evaluations after step {step} were recorded with other settings "
+                f"({settings}): they are in {aside} now, and are sampled anew"
+            )
+        return lines
+
+    def _changed(self, folder: Path) -> dict[str, tuple[Any, Any]]:
+        """Settings by name, as they were when a round was recorded and as they are; a file without a group is of a
+        start that failed, keeps nobody from changing settings, and is deleted."""
+        changed: dict[str, tuple[Any, Any]] = {}
+        for path, found, records in files_of(folder):
+            if differences := self._differences(found):
+                if next(records, None) is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    changed |= differences
+        return changed
+
+    def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
+        names = sorted(found.settings.keys() | self.settings.keys())
+        if REWARD_CODE not in found.settings:  # an older version recorded it
+            names = [name for name in names if name != REWARD_CODE]
+        pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
+        return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
+
+    def _ask_about_rewards(self, folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
+        was, now = changed.get(REWARD_CODE, ({}, {}))
+        names = [name for name in was.keys() | now.keys() if was.get(name) != now.get(name)]
         return (
-            f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups are "
-            "neither sampled nor scored again"
+            f"{folder} has rewards of functions that have changed since ({', '.join(sorted(names)) or 'their names'}): "
+            "rescore: true keeps the samples and scores them again, journal: off samples anew, and with the old code "
+            "the run goes on as it was."
         )
 
     def keep_recipe(self, recipe: str | None) -> str:
@@ -142,18 +207,21 @@ class RolloutStore:
         """
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found.clear()
+        self._unscored.clear()
         problem, self.problem, self.warning = self.problem, "", ""
         self.seconds = 0.0  # an evaluation's are no round's
         about, folder = About(step, weights, self.settings), self._folder_of(step, evaluation)
         self._round = self._round if evaluation else folder
         own: set[int] = set()
-        for path, found, records in _files(folder):
+        for path, found, records in files_of(folder):
             self._check_settings(found, path)
             self._check_weights(found, about, path)
             for record in records:
                 self._found.setdefault(record.position, record.content)
                 if path.name == self._file_name:
                     own.add(record.position)
+        for _, _, records in files_of(folder, UNSCORED):
+            self._unscored |= {record.position: record.content for record in records}
         self._weights_are_read = False
         self._open(folder, about, evaluation, own)
         return problem or self.problem or self.warning
@@ -276,18 +344,29 @@ class RolloutStore:
         Raises:
             JournalError: another prompt stood at that position.
         """
+        return self._recalled(prompts, self._found)
+
+    def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """The prompts' recorded groups whose rewards are made anew (`rescore`).
+
+        Raises:
+            JournalError: another prompt stood at that position.
+        """
+        return [recorded.group for recorded in self._recalled(prompts, self._unscored).values()]
+
+    def _recalled(self, prompts: Sequence[Prompt], contents: Mapping[int, bytes]) -> dict[int, RewardedGroup]:
         return {
-            prompt.position: group_of(self._found[prompt.position], prompt, self.reader)
+            prompt.position: group_of(contents[prompt.position], prompt, self.reader)
             for prompt in prompts
-            if prompt.position in self._found
+            if prompt.position in contents
         }
 
     def positions(self, step: int) -> set[int]:
-        return {record.position for _, _, records in _files(self._folder_of(step, "")) for record in records}
+        return {record.position for _, _, records in files_of(self._folder_of(step, "")) for record in records}
 
     def has_groups(self, step: int) -> bool:
         """Whether a group is recorded of a round; a start that failed leaves none."""
-        return any(next(records, None) is not None for _, _, records in _files(self._folder_of(step, "")))
+        return any(next(records, None) is not None for _, _, records in files_of(self._folder_of(step, "")))
 
     def rounds(self) -> dict[int, Path]:
         """The folders of rounds that can be trained again, by the step of their weights, in order."""
@@ -299,36 +378,10 @@ class RolloutStore:
 
     def recorded_settings(self) -> Mapping[str, Any]:
         """Of the first file; empty without one."""
-        files = (found for _, folder in self._folders() for _, found, _ in _files(folder))
+        files = (found for _, folder in self._folders() for _, found, _ in files_of(folder))
         return next((found.settings for found in files), {})
 
-    def check_settings(self, step: int) -> None:
-        """Check that the rounds from ``step`` on were recorded with this run's settings.
-
-        A file without a group is of a start that failed (by a reward that raised, say): it keeps nobody from changing
-        settings, and is deleted.
-
-        Raises:
-            JournalError: they weren't.
-        """
-        for number, folder in self._folders():
-            if number >= step:
-                for path, found, records in _files(folder):
-                    if found.settings != self.settings and next(records, None) is None:
-                        path.unlink(missing_ok=True)
-                    else:
-                        self._check_settings(found, path)
-
     # -- keeping
-
-    def set_aside(self) -> Path | None:
-        """Move the records of an earlier run to `ASIDE`, in the place of what was there; None: there are none."""
-        if not self._folders():
-            return None
-        aside = self.folder.with_name(ASIDE)
-        shutil.rmtree(aside, ignore_errors=True)
-        self.folder.rename(aside)
-        return aside
 
     def prune(self, before: int) -> None:
         """Delete the rounds before a step but the groups that are shown: checkpoints hold what came of them."""
@@ -359,9 +412,9 @@ class RolloutStore:
         return self.folder / f"step-{step:08d}{suffix}"
 
     def _check_settings(self, found: About, path: Path) -> None:
-        for name in sorted(found.settings.keys() | self.settings.keys()):
-            was, new = found.settings.get(name), self.settings.get(name)
-            if was != new:
+        """Check that samples were drawn with this run's settings; `start` has dealt with the others."""
+        for name, (was, new) in self._differences(found).items():
+            if name in self.of_samples:
                 raise JournalError(f"{path} was recorded with {name} {was!r}, but now it is {new!r}: {self._remedy}.")
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
@@ -402,9 +455,9 @@ def _problem(path: Path, error: Exception) -> str:
     )
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, About, Iterator[Record]]]:
+def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, About, Iterator[Record]]]:
     """A round's files, what each holds for, and its groups. A file that was torn before its `About` has none."""
-    for path in sorted(folder.glob("rank-*.records")):
+    for path in sorted(folder.glob(f"rank-*{suffix}")):
         records = read_records(path, lambda position: position >= ABOUT)
         with contextlib.suppress(FileNotFoundError):  # another rank deleted it
             if (head := next(records, None)) is not None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState
@@ -39,7 +40,10 @@ from ..policy import quantized
 from ..policy.images import load_weights
 from ..sharding.weight_files import load_mixture, stacked_masters
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
+from .recorded_settings import run_settings
 
+OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # settings of a group of parameters
+RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")
 PATIENCE = 10.0  # seconds that a checkpoint may take before the next one is left out instead of waiting for it
 
 
@@ -107,6 +111,8 @@ class Checkpointer(TrainerCallback):
         say, prompts = self.trainer.console.say, self.trainer.train_prompts
         if checkpoint is not None:
             say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
+            with on_all_ranks("the checkpoint's settings"):
+                self._compare_settings(checkpoint)
         if isinstance(prompts, PromptStream):
             skips = checkpoint is not None and not self.args.ignore_data_skip
             with on_all_ranks("the checkpoint's prompts"):
@@ -116,6 +122,24 @@ class Checkpointer(TrainerCallback):
                 f"checkpoints: the {self.args.layout.nodes} nodes share no file system, so each writes whole ones into "
                 f"its own {self.args.output_dir}, and goes on from the last that all of them have"
             )
+
+    def _compare_settings(self, checkpoint: str) -> None:
+        """Print the settings that differ from the checkpoint's: all of them hold from the next step on.
+
+        Raises:
+            ValueError: one can't be applied.
+        """
+        changed = folders.changed_settings(checkpoint, run_settings(self.args, self.trainer.rewards))
+        kind = str(self.args.lr_scheduler_type)
+        if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
+            was, now = changed["learning_rate"]
+            raise ValueError(
+                f"learning_rate is {now}, but {checkpoint} was trained with {was}, and the rate of lr_scheduler_type "
+                f"{kind} goes on from the checkpoint's: put it back, or choose a schedule that counts steps."
+            )
+        if changed:
+            listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
+            self.trainer.console.say(f"other settings than the checkpoint's hold from here on: {listed}")
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
@@ -261,6 +285,7 @@ class Checkpointer(TrainerCallback):
         state.save_to_json(str(folder / STATE_FILE))
         if names := self._weight_names(folder):
             folders.write_index(folder, names)
+        folders.write_settings(folder, run_settings(self.args, trainer.rewards))
         if isinstance(trainer.train_prompts, PromptStream):
             folders.write_prompts(folder, trainer.train_prompts.state)
 
@@ -428,10 +453,11 @@ class Checkpointer(TrainerCallback):
     def load_optimizer(self, checkpoint: str) -> None:
         """Load the optimizer and the schedule, written by any number of ranks and any sharding strategy.
 
-        A float32 checkpoint becomes split masters (see `adamw_split`) bit for bit, and the reverse.
+        A float32 checkpoint becomes split masters (see `adamw_split`) bit for bit, and the reverse. Rates and decays
+        are the recipe's, as it is now.
         """
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
-        with loading(checkpoint, "the optimizer's state"):
+        with loading(checkpoint, "the optimizer's state"), _own_settings(optimizer, self.trainer.lr_scheduler):
             if not sharding.load_optimizer(optimizer, folder):
                 # Through the CPU: transformers reads it on the device, which torch refuses on several ranks of a CPU.
                 optimizer.load_state_dict(_read(checkpoint, OPTIMIZER_NAME))
@@ -444,6 +470,25 @@ class Checkpointer(TrainerCallback):
                     names = dict.fromkeys(piece.name for piece in owned)
                     adopt_masters(optimizer, owned, stacked_masters(names, folder))
         sharding.gather_weights()
+
+
+@contextlib.contextmanager
+def _own_settings(optimizer: torch.optim.Optimizer, schedule: Any) -> Iterator[None]:
+    """Around the loading of an optimizer and its schedule: afterwards they have the settings that they were made with.
+
+    A schedule that counts steps computes its rate from these. Another one's rate is state, and stays as it was loaded.
+    """
+    made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
+    base_rates = getattr(schedule, "base_lrs", None)
+    yield
+    for group, own in zip(optimizer.param_groups, made_with, strict=True):
+        group |= own
+    if isinstance(schedule, LambdaLR):
+        schedule.base_lrs = base_rates
+        rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        schedule._last_lr = [base * factor(schedule.last_epoch) for base, factor in rates]
+        for group, rate in zip(optimizer.param_groups, schedule._last_lr, strict=True):
+            group["lr"] = rate
 
 
 def _read(checkpoint: str, name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from ..config import GRPOConfig
 from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
 from ..config.sampling import SamplingKnobs
 from ..data.images import ImageReader
-from ..rollout.store import RolloutStore
+from ..rewards.functions import RewardFunction, code_digest
+from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
 # A run with other values of these is another run: settings of a round's groups, and of the updates from them.
 OF_ROUNDS = (
@@ -26,14 +28,25 @@ OF_TRAINING = (
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 # The settings that a replay shares with the run.
-OF_GROUPS = frozenset((*OF_ROUNDS, *(field.name for field in dataclasses.fields(SamplingKnobs)), "reward_funcs"))
+OF_GROUPS = frozenset((*OF_ROUNDS, *(field.name for field in dataclasses.fields(SamplingKnobs)), REWARD_FUNCS))
 
 
-def store_of(args: GRPOConfig, reward_names: Sequence[str], reader: ImageReader | None = None) -> RolloutStore | None:
+def store_of(
+    args: GRPOConfig, rewards: Sequence[RewardFunction], reader: ImageReader | None = None
+) -> RolloutStore | None:
     """This rank's store; None without a journal, and on ranks that follow another one's engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
-    return RolloutStore(str(args.output_dir), args.layout.rank, settings_of(args, reward_names), reader)
+    return RolloutStore(
+        str(args.output_dir), args.layout.rank, run_settings(args, rewards), reader, OF_GROUPS - {REWARD_FUNCS}
+    )
+
+
+def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction]) -> dict[str, Any]:
+    """The settings of a run, as JSON has them, with the digests of its reward functions."""
+    settings = settings_of(args, [reward.name for reward in rewards])
+    settings[REWARD_CODE] = {reward.name: code_digest(reward.function) for reward in rewards}
+    return dict(json.loads(json.dumps(settings, default=str)))
 
 
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
@@ -41,4 +54,4 @@ def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
     if args.router_replay:  # else the records of runs from before this setting fit
         settings["router_replay"] = True
-    return settings | {"reward_funcs": list(reward_names)}
+    return settings | {REWARD_FUNCS: list(reward_names)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -132,10 +133,8 @@ class Recorder(TrainerCallback):
         self._advisor = Advisor(facts["settings"])
         if step:
             self._advisor.restore(events_of(self.args.output_dir), step)
-        self.file.begin(step)
+        self.file.close()
         self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
-        if not step and trainer.journal is None:
-            self._store.set_aside()
         self._is_open = True
         self.file.event(
             "start",
@@ -291,9 +290,9 @@ class Recorder(TrainerCallback):
             self.file.event("alarm", step=step, **dataclasses.asdict(alarm))
             if alarm.rule not in self._told:
                 self._told.add(alarm.rule)
-                self.trainer.console.warn(alarm.line())
+                self.trainer.console.say(alarm.line(), logging.INFO if alarm.severity == "note" else logging.WARNING)
                 text = f"{alarm.seen}. {alarm.why} {alarm.remedy} {alarm.source}"
-                self.trackers.alarm(step, alarm.rule, text, severe=alarm.severity == "severe")
+                self.trackers.alarm(step, alarm.rule, text, alarm.severity)
         for name in end:
             self.file.event("calm", step=step, rule=name)
 

@@ -4,7 +4,6 @@ the run's folder.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..data.images import ImageReader
 from ..parallel.ranks import on_all_ranks
 from ..rollout.figures import read_figures
 from ..rollout.sampler import Sampler
-from ..rollout.store import About, JournalError, RolloutStore
+from ..rollout.store import About, JournalError, RolloutStore, files_of
 from .recorded_settings import OF_GROUPS
 
 PROFILE_ROWS = 30  # of the table of operators
@@ -62,20 +61,26 @@ class ReplayStore(RolloutStore):
     def __init__(
         self, replay: Replay, rank: int, settings: Mapping[str, object], reader: ImageReader | None = None
     ) -> None:
-        super().__init__(replay.run, rank, _of_groups(settings), reader)
+        super().__init__(replay.run, rank, settings, reader, OF_GROUPS)
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:
-        """Check that every round from ``start`` to the replay's last step is recorded whole.
+        """Check that every round from ``start`` to the replay's last step is recorded whole, with these settings.
 
         Raises:
             JournalError: one isn't.
         """
+        self.check_settings(start)
         wanted = (args.prompts_per_step or 1) * (args.steps_per_generation or 1)
         for step in range(start, self.replay.last, args.round_length):
             found = len(self.positions(step))
             if found < wanted:
                 raise JournalError(self._lacking(start, steps_named(step + 1, step + args.round_length), found, wanted))
+
+    def check_settings(self, start: int) -> None:
+        for number, folder in self._folders():
+            for path, found, _ in files_of(folder) if number >= start else ():
+                self._check_settings(found, path)
 
     def _lacking(self, start: int, steps: str, found: int, wanted: int) -> str:
         is_there = f"has {found} of its {wanted} groups" if found else "isn't recorded"
@@ -95,9 +100,6 @@ class ReplayStore(RolloutStore):
         """Opens nothing: `add` then does nothing."""
         self._round = None
 
-    def _check_settings(self, found: About, path: Path) -> None:
-        super()._check_settings(dataclasses.replace(found, settings=_of_groups(found.settings)), path)
-
     def _check_weights(self, found: About, now: About, path: Path) -> None:
         """Other settings of the training make other weights: a line."""
         self._weights_are_read = False
@@ -111,10 +113,6 @@ class ReplayStore(RolloutStore):
     @property
     def _remedy(self) -> str:
         return "a replay trains the groups as they were recorded, so leave it as it was"
-
-
-def _of_groups(settings: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in settings.items() if name in OF_GROUPS}
 
 
 class Comparison:

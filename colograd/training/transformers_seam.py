@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint import folders, search
+from ..checkpoint.earlier_run import set_aside
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
 from ..engine.queue_order import LengthHistory
@@ -79,7 +80,7 @@ class SeamTrainer(Trainer):
         if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
             return finished
         self.checkpointer.begin(checkpoint)
-        self._open_journal(checkpoint, resume_from_checkpoint)
+        self._open_records(checkpoint, search.is_wanted(resume_from_checkpoint))
         with self.checkpointer.during_training():
             output = super().train(checkpoint, *args, **kwargs)
         self._end_records()
@@ -97,19 +98,26 @@ class SeamTrainer(Trainer):
         self._load_optimizer_and_scheduler(checkpoint)
         self._load_rng_state(checkpoint)
         self.state = state
-        self.console.say(f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train")
+        self.console.say(search.nothing_left(checkpoint, max_steps))
         return TrainOutput(state.global_step, 0.0, {})
 
     # -- the rollout log
 
-    def _open_journal(self, checkpoint: str | None, wanted: str | bool | None) -> None:
-        line, problem, resumes = "", "", search.is_wanted(wanted)
+    def _open_records(self, checkpoint: str | None, resumes: bool) -> None:
+        """Go on with the records of this run, or move those of an earlier one aside. A collective."""
+        args: GRPOConfig = self.args
+        lines, problem = [], ""
+        with on_all_ranks("the run's folder"):
+            goes_on = checkpoint is not None or (resumes and self.journal is not None and bool(self.journal.rounds()))
+            aside = set_aside(str(args.output_dir), self.policy.path) if args.should_save and not goes_on else None
+            if aside is not None:
+                lines.append(f"an earlier run's files in {os.path.relpath(args.output_dir)} are now in {aside}")
         with on_all_ranks("the journal"):
             if self.journal is not None:
                 step = folders.step_of(checkpoint) if checkpoint else 0
-                line = self.journal.start(resumes, step, self.args.should_save)
-                problem = self.journal.keep_recipe(self.facts.get("settings")) if self.args.should_save else ""
-        if line:
+                lines += self.journal.start(step, args.should_save, args.rescore)
+                problem = self.journal.keep_recipe(self.facts.get("settings")) if args.should_save else ""
+        for line in lines:
             self.console.say(line)
         self.console.warn_of_all(gather(problem))
 

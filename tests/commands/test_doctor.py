@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,18 +61,21 @@ def test_a_good_recipe_is_well_and_nothing_is_written(recipe: Path) -> None:
     assert "cores" in found["processor"] and "memory of a rank" in found
     assert "  KV cache" in done.stdout and "adamw_torch" in found["policy"]
     results = [line for line in done.stdout.splitlines() if line.endswith(": ok")]
-    assert [line.split(":")[0].split(",")[0] for line in results[-4:]] == [
+    assert [line.split(":")[0].split(",")[0] for line in results[-5:]] == [
         "memory",
         "weights",
         "sampler/trainer",
         "packed rows/the model's own forward",
+        "rewards",
     ]
+    assert "vowels 0." in found["rewards"] and "4 of 4 groups have differences" in found["rewards"]
+    assert "Completions, of 64 tokens at most" in done.stdout
     assert done.stdout.splitlines()[-1] == "all is well"
     assert not (recipe.parent / "out").exists()
 
 
 @pytest.mark.engine
-def test_weights_that_the_engine_has_otherwise_fail_with_a_remedy(
+def test_other_weights_and_a_reward_that_raises_fail_with_a_remedy(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     publish = GRPOTrainer.publish
@@ -82,7 +86,8 @@ def test_weights_that_the_engine_has_otherwise_fail_with_a_remedy(
             next(self.engine.model.parameters()).add_(0.05)
 
     monkeypatch.setattr(GRPOTrainer, "publish", wrong)
-    assert cli.main(["doctor", "--config", str(recipe), "--weights", "copied"]) == 1
+    flags = ["--weights", "copied", "--reward_funcs", "tiny:vowels", "reward_cases:raising"]
+    assert cli.main(["doctor", "--config", str(recipe), *flags]) == 1
     said = capfd.readouterr().out
     found = lines(said)
     assert "1 parameters differ" in found["weights"] and "FAILED. Report the model" in found["weights"]
@@ -90,7 +95,9 @@ def test_weights_that_the_engine_has_otherwise_fail_with_a_remedy(
     sampler = next(line for line in said.splitlines() if line.startswith("sampler/trainer"))
     assert "FAILED. Compare with --dtype float32 --bf16 false" in sampler
     assert found["packed rows/the model's own forward"].endswith(": ok"), "the trainer's side is right"
-    assert said.splitlines()[-1] == "2 checks FAILED"
+    assert "FAILED. reward function 'raising', prompt 0: it raised KeyError" in found["rewards"]
+    assert re.search(r"\(reward_cases\.py:\d+\)", found["rewards"]) and "Traceback" not in said
+    assert said.splitlines()[-1] == "3 checks FAILED"
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,17 @@ class MadeUp:
                 "remedy": "Lower max_grad_norm or learning_rate.",
                 "source": "",
             }
+            yield {
+                "kind": "alarm",
+                "time": self.time(self.steps),
+                "step": self.steps,
+                "rule": "solved",
+                "severity": "note",
+                "seen": "80% of the groups have no reward difference: the task is nearly solved",
+                "why": "These prompts have little left to teach.",
+                "remedy": "Stop here.",
+                "source": "",
+            }
         if self.ended:
             yield {
                 "kind": "end",

@@ -81,8 +81,10 @@ def test_what_a_run_recorded_is_read(made_up: Path) -> None:
         "seen": 0,
         "recorded": True,
     }
-    assert [alarm["rule"] for alarm in found["alarms"]] == ["entropy-collapse", "all-truncated", "gradient-spike"]
-    assert ["until" in alarm for alarm in found["alarms"]] == [False, True, False]
+    rules = ["entropy-collapse", "all-truncated", "gradient-spike", "solved"]
+    assert [alarm["rule"] for alarm in found["alarms"]] == rules
+    assert ["until" in alarm for alarm in found["alarms"]] == [False, True, False, False]
+    assert [alarm["severity"] for alarm in found["alarms"]] == ["severe", "warning", "warning", "note"]
     step = of_step(run, 5, 10**9)
     assert [rollout["rank"] for rollout in step["rollouts"]] == [0, 1] and step["rollouts"][0]["tools"]
     assert len(step["completions"]) == 16 and len(step["prompts"]) == 2 and len(step["groups"]) == 4

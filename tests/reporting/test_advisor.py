@@ -71,9 +71,19 @@ def rollouts(count: int = 3, **changes: Any) -> list[dict[str, Any]]:
 FULL = {"waiting": [[0, 9], [1, 8]], "kv": [[0, 0.97], [1, 0.99]]}
 
 RISING, FALLING = ([{"reward": start + slope * n} for n in range(40)] for start, slope in ((0.3, 0.01), (0.5, -0.01)))
+SOLVED: list[dict[str, Any]] = [
+    *[{"reward": 0.3}] * 5,
+    *[{"reward": 0.95}] * 5,
+    *[{"reward": 0.95, "frac_reward_zero_std": 0.8}] * 5,
+]
 # rule -> a log that raises it (severity, what is in the alarm), and logs that are near and don't
 RAISED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no-reward-difference": ("severe", {"steps": [{"frac_reward_zero_std": 1.0}] * 3}, "100% .* a mean reward of 0.5"),
+    "solved": (
+        "note",
+        {"steps": SOLVED},
+        "70% .* at a mean reward of 0.95: the task is nearly solved",
+    ),
     "constant-reward": (
         "severe",
         {"steps": [{"rewards/right/mean": 1.0, "rewards/right/std": 0.0}] * 3},
@@ -132,7 +142,11 @@ ALSO = {
     "engine-waits": {"steps": [{}], "rollouts": rollouts(**FULL)},
 }
 NOT_RAISED: dict[str, list[dict[str, Any]]] = {
-    "no-reward-difference": [{"steps": [{"frac_reward_zero_std": share} for share in (1.0, 0.2, 0.3, 1.0)]}],
+    "no-reward-difference": [
+        {"steps": [{"frac_reward_zero_std": share} for share in (1.0, 0.2, 0.3, 1.0)]},
+        {"steps": SOLVED},
+    ],
+    "solved": [{"steps": [{"frac_reward_zero_std": 0.8}] * 5}, {"steps": [{"reward": 0.95}] * 9}],
     "constant-reward": [
         {"steps": [{"rewards/right/mean": number / 3, "rewards/right/std": 0.0} for number in range(3)]},
         {"steps": [{"rewards/right/mean": 1.0, "rewards/right/std": 0.0}] * 2},

@@ -66,13 +66,11 @@ def test_what_json_cannot_say_becomes_its_text() -> None:
 def test_a_torn_line_is_left_alone_and_the_next_begins_anew(tmp_path: Path) -> None:
     """A run that was killed in the middle of a line, and goes on."""
     record = EventLog(tmp_path, pytest.fail)
-    record.begin(0)
     record.event("start", step=0)
     record.close()
     with open(tmp_path / FOLDER / EVENTS, "ab") as file:
         file.write(b'{"kind":"log","st')
     again = EventLog(tmp_path, pytest.fail)
-    again.begin(1)
     again.event("start", step=1)
     assert [event["step"] for event in events_of(tmp_path)] == [0, 1]
 
@@ -89,26 +87,19 @@ def test_readers_pass_over_what_is_no_entry(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_makes_void_what_it_takes_again(tmp_path: Path) -> None:
     record = EventLog(tmp_path, pytest.fail)
-    record.begin(0)
     record.event("start", step=0)
     for step in (1, 2, 3):
         record.event("log", step=step, metrics={"reward": step})
-    record.begin(2)
     record.event("start", step=2)
     record.event("log", step=3, metrics={"reward": 30})
     found = [event["metrics"]["reward"] for event in events_of(tmp_path) if event["kind"] == "log"]
     assert found == [1, 2, 30]
-    record.begin(0)
-    record.event("start", step=0)
-    assert len(events_of(tmp_path)) == 1, "a run that starts anew moves the older one aside"
-    assert len(list(entries(tmp_path / "_report.old" / EVENTS))) == 6
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("in the way")
     said: list[str] = []
     record = EventLog(tmp_path, said.append)
-    record.begin(0)
     for step in range(3):
         record.event("log", step=step)
     assert len(said) == 1 and "report: _report/ can't be written" in said[0] and "the run goes on" in said[0]

@@ -28,7 +28,7 @@ def fake_wandb(sent: list[Any]) -> Any:
         log=log,
         Table=lambda dataframe: list(dataframe.columns),
         Histogram=sorted,
-        AlertLevel=types.SimpleNamespace(ERROR="error", WARN="warn"),
+        AlertLevel=types.SimpleNamespace(ERROR="error", WARN="warn", INFO="info"),
         alert=lambda **given: sent.append(given),
     )
 
@@ -42,7 +42,8 @@ def test_only_trackers_that_run_and_are_asked_for_get_anything(monkeypatch: pyte
     for trackers in (asked, nobody):
         trackers.table("completions", {"prompt": ["p"], "right": [1.0]}, {})
         trackers.histograms(3, {"train/rewards": [1.0, float("nan"), 0.0], "nothing": [float("nan")]})
-        trackers.alarm(3, "all-truncated", "too long", severe=True)
+        trackers.alarm(3, "all-truncated", "too long", severity="severe")
+        trackers.alarm(4, "solved", "all is well", severity="note")
         trackers.overview("| |")
         trackers.traces([])
         trackers.flush()
@@ -50,10 +51,11 @@ def test_only_trackers_that_run_and_are_asked_for_get_anything(monkeypatch: pyte
         {"completions": ["prompt", "right"]},
         {"train/rewards": [0.0, 1.0]},
         {"title": "all-truncated", "text": "Step 3: too long", "level": "error"},
+        {"title": "solved", "text": "Step 4: all is well", "level": "info"},
     ]
     wandb.run = None
     asked.histograms(4, {"train/rewards": [1.0]})
-    assert len(sent) == 3, "its run has ended"
+    assert len(sent) == 4, "its run has ended"
 
 
 def test_a_tracker_that_fails_is_said_once_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import math
 import pickle
 import sys
@@ -30,7 +31,7 @@ from colograd.rewards import (
     weighted_sum,
 )
 from colograd.rewards.calling import check_columns_for
-from colograd.rewards.functions import is_async
+from colograd.rewards.functions import code_digest, is_async
 from colograd.rollout.rounds import SampledStep, unscored
 from colograd.rollout.tool_format import with_messages
 
@@ -503,3 +504,22 @@ def test_built_ins_agree_with_trl(name: str) -> None:
         "solution": [*SOLUTIONS, "$1$"],
     }
     assert BUILTIN_REWARDS[name](**keywords) == function(**keywords)
+
+
+def test_a_digest_follows_the_code_that_a_function_uses(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = (
+        "import os\nWORDS = ['a']\nRANK = os.getpid()\nOTHER = 1\n\n\ndef helper(text):\n    return text in WORDS\n\n\n"
+    )
+    source += "def reward(completions, **kwargs):\n    return [float(helper(c) + RANK * 0) for c in completions]\n"
+    edits = {
+        "WORDS = ['a']": "WORDS = ['b']",
+        "text in": "text not in",
+        "+ RANK * 0": "* 2",
+        "OTHER = 1": "# a comment",
+    }
+    digests = []
+    for number, edited in enumerate([source, *(source.replace(*edit) for edit in edits.items())]):
+        (tmp_path / f"digest_{number}.py").write_text(edited)
+        digests.append(code_digest(importlib.import_module(f"digest_{number}").reward))
+    assert digests[0] == digests[4] and len(set(digests)) == 4

@@ -15,8 +15,9 @@ import transformers
 from shown_rows import as_before_training, samples_of
 
 from colograd import GRPOTrainer
+from colograd.checkpoint import earlier_run
 from colograd.rollout.record_file import RecordFile
-from colograd.rollout.store import ASIDE, FOLDER, JournalError, RolloutStore
+from colograd.rollout.store import FOLDER, JournalError, RolloutStore
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +34,9 @@ class Counting(GRPOTrainer):
         yield from super().generate(prompts)
 
 
-def train(model: Path, folder: Path, resume: Any = None, dataset: Any = None, **changes: Any) -> dict[str, Any]:
+def train(
+    model: Path, folder: Path, resume: Any = None, dataset: Any = None, edited: bool = False, **changes: Any
+) -> dict[str, Any]:
     scored = []
 
     def reward(completions: list[Any], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
@@ -42,9 +45,17 @@ def train(model: Path, folder: Path, resume: Any = None, dataset: Any = None, **
         log_metric("share", 0.5)
         return tiny.vowels(completions)
 
+    function = reward
+    if edited:
+
+        def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+            scored.extend(completions)
+            return [1.0 - value for value in tiny.vowels(completions)]
+
+        function = reward
     settings: dict[str, Any] = {"journal": "keep", "max_steps": 4, **changes}
     config = tiny.config(folder, **settings)
-    trainer = Counting(str(model), reward, config, dataset or tiny.prompts(), eval_dataset=tiny.prompts(3))
+    trainer = Counting(str(model), function, config, dataset or tiny.prompts(), eval_dataset=tiny.prompts(3))
     try:
         trainer.train(resume_from_checkpoint=resume)
         return {
@@ -95,7 +106,7 @@ def test_evaluations_in_between_are_neither_sampled_nor_scored_again(tiny_model,
 def test_no_push_takes_it_along() -> None:
     """By what transformers leaves out of an upload."""
     source = inspect.getsource(transformers.Trainer.push_to_hub)
-    assert 'ignore_patterns=["_*", ' in source and FOLDER.startswith("_") and ASIDE.startswith("_")
+    assert 'ignore_patterns=["_*", ' in source and FOLDER.startswith("_") and earlier_run.FOLDER.startswith("_")
 
 
 def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny_model, tmp_path) -> None:
@@ -113,17 +124,33 @@ def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny
     assert train(tiny_model, tmp_path, resume="auto")["sampled"] == [], "what was cut is whole again"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"temperature": 0.5}, r"recorded with temperature 1\.0, but now it is 0\.5: put it back, or move .*journal"),
-        ({"seed": 8}, "recorded with seed 7, but now it is 8"),
-    ],
-)
-def test_another_recipe_s_journal_is_an_error(whole, tiny_model, tmp_path, changes, said) -> None:
+def test_a_recipe_s_other_settings_hold_from_the_checkpoint_on(whole, tiny_model, tmp_path, capfd) -> None:
+    """Recorded rounds stay where their samples are of the weights and the settings that this run has."""
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
-    with pytest.raises(JournalError, match=said):
-        train(tiny_model, tmp_path, resume="auto", **changes)
+    again = train(tiny_model, tmp_path, resume="auto", learning_rate=2e-3)
+    assert len(again["sampled"]) == 12, "the first round's samples don't depend on the rate, the others' weights do"
+    assert not same(again["weights"], whole[1]["weights"])
+    assert (
+        "3 round(s) or evaluations after step 0 were recorded with other settings (learning_rate"
+        in capfd.readouterr().out
+    )
+    assert len(train(tiny_model, tmp_path, resume="auto", learning_rate=2e-3, seed=8)["sampled"]) == 16
+    moved = [path.parent.name for path in (tmp_path / earlier_run.FOLDER).glob("*/_journal/step-*/rank-*.records")]
+    assert sorted(moved) == [f"step-{step:08d}" for step in (0, 1, 1, 2, 2, 3, 3)], "nothing is lost"
+
+
+def test_an_edited_reward_is_noticed_and_rescore_keeps_the_samples(whole, tiny_model, tmp_path) -> None:
+    shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
+    with pytest.raises(
+        JournalError, match=r"changed since \(reward\): rescore: true keeps .* journal: off samples anew"
+    ):
+        train(tiny_model, tmp_path, resume="auto", edited=True)
+    again = train(tiny_model, tmp_path, resume="auto", edited=True, rescore=True)
+    assert len(again["sampled"]) == 12 and again["scored"] == 64, "the first round is scored again"
+    fresh = train(tiny_model, tmp_path / "fresh", edited=True)
+    assert same(again["weights"], fresh["weights"]), "as if the new function had been there from the beginning"
+    resumed = train(tiny_model, tmp_path, resume="auto", edited=True)
+    assert resumed["sampled"] == [] and resumed["scored"] == 0 and same(resumed["weights"], fresh["weights"])
 
 
 def test_a_start_that_failed_before_its_first_group_binds_nobody(tmp_path) -> None:
@@ -131,7 +158,7 @@ def test_a_start_that_failed_before_its_first_group_binds_nobody(tmp_path) -> No
     failed.begin(0, "weights")
     failed.close()
     again = RolloutStore(tmp_path, 0, {"num_generations": 4})
-    again.check_settings(0)
+    assert again.start(0, is_writer=True) == []
     again.begin(0, "weights")
     assert not again.has_groups(0)
     again.close()
@@ -147,7 +174,7 @@ def test_other_weights_and_other_data_are_errors(whole, tiny_model, tiny_qwen, t
         train(tiny_model, tmp_path, resume="auto", dataset=rows)
 
 
-def test_a_fresh_start_puts_an_earlier_run_s_journal_aside(whole, tiny_model, tmp_path, capfd, monkeypatch) -> None:
+def test_a_fresh_start_moves_an_earlier_run_s_files_aside(whole, tiny_model, tmp_path, capfd, monkeypatch) -> None:
     """And what goes wrong in the last round is told, though no other one begins."""
 
     def full(self: RecordFile) -> None:
@@ -155,11 +182,18 @@ def test_a_fresh_start_puts_an_earlier_run_s_journal_aside(whole, tiny_model, tm
 
     monkeypatch.setattr(RecordFile, "flush", full)
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
+    earlier = [tmp_path / name for name in ("completions/completions_00009.parquet", "checkpoint-9/x", "README.md")]
+    for path in (*earlier, tmp_path / "config.json", tmp_path / "mine.py"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
     assert len(train(tiny_model, tmp_path, max_steps=1)["sampled"]) == 4
     said = capfd.readouterr().out
-    assert "journal: what an earlier run recorded here is now in" in said
+    assert "an earlier run's files in" in said and (tmp_path / "mine.py").is_file()
+    assert not any(path.exists() for path in (*earlier, tmp_path / "config.json")), "a run's, which no other mixes with"
+    (aside,) = (tmp_path / earlier_run.FOLDER).iterdir()
+    assert all((aside / path.relative_to(tmp_path)).is_file() for path in earlier)
     assert said.count("records can't be written (OSError: [Errno 28] No space left on device)") == 1
-    assert len(files(tmp_path)) == 1 and len(list((tmp_path / "_journal.old").glob("step-*"))) == 4
+    assert len(files(tmp_path)) == 1 and len(list((aside / FOLDER).glob("step-*"))) == 4
 
 
 def test_checkpoints_make_rounds_needless(tiny_model, tmp_path) -> None:

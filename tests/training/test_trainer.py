@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
+from colograd.checkpoint.search import finished_checkpoint
 from colograd.rewards import RewardError
 
 pytestmark = pytest.mark.engine
@@ -395,6 +396,17 @@ def test_a_finished_run_is_not_trained_further_by_resuming_it(tiny_model, tmp_pa
     for ours, theirs in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    first.save_state()
+    asked = "auto", str(tmp_path)
+    assert finished_checkpoint(*asked, 2) == str(tmp_path / "checkpoint-2"), "`colograd train` ends before it loads"
+    assert finished_checkpoint(*asked, 3) is finished_checkpoint(False, str(tmp_path), 2) is None
+
+    changes |= {"max_steps": 3, "learning_rate": 0.5, "adam_beta1": 0.5, "lr_scheduler_type": "constant"}
+    on = closing(make_trainer(tiny_model, tmp_path, **changes))
+    on.train(resume_from_checkpoint="auto")
+    assert on.state.log_history[-2]["learning_rate"] == 0.5, "a resumed run follows its recipe"
+    assert on.optimizer.param_groups[0]["betas"][0] == 0.5
+    assert "hold from here on: adam_beta1 0.9, now 0.5, learning_rate 0.001, now 0.5, lr" in capfd.readouterr().out
 
 
 def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(
