@@ -141,6 +141,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_rank_timeout()
         self._resolve_advantages()
         self._resolve_objective()
+        self.notes.extend(self._drop_biased_correction())
         self._check_reference()
         self._check_logs()
         self._resolve_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")
