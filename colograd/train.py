@@ -19,7 +19,6 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from colograd.runtime import process
-from colograd.runtime.importing import import_when_used
 
 if TYPE_CHECKING:
     from colograd import GRPOConfig, GRPOTrainer
@@ -60,7 +59,6 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
     try:
         process.prepare_ranks()
         process.follow_launcher()
-        import_when_used("bitsandbytes")  # peft imports it, which takes a second; few runs quantise
         with process.collector_at_rest():  # from the imports on
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:

@@ -119,6 +119,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         elif attempt() and torch.cuda.is_available():  # accelerate would find the addresses of the attempt before
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
+        self.disable_tqdm: bool = bool(self.disable_tqdm)  # transformers' default is its log level's, which we lower
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         for name, value in compiled.items():
@@ -140,6 +141,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_rank_timeout()
         self._resolve_advantages()
         self._resolve_objective()
+        self.notes.extend(self._drop_biased_correction())
         self._check_reference()
         self._check_logs()
         self._resolve_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")

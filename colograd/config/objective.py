@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..runtime.importing import is_import_path
 from .knob import at_least, knob, one_of
-from .sampling import SamplingKnobs
+from .sampling import SamplingKnobs, shaping
 
 
 @dataclass
@@ -164,12 +164,18 @@ class ObjectiveKnobs(SamplingKnobs):
                 f"vllm_importance_sampling_mode {mode!r} needs a bound: set vllm_importance_sampling_clip_max or "
                 "vllm_importance_sampling_clip_min."
             )
-        for name, value in self._shaping().items():
-            raise ValueError(
-                f"{name} is {value!r}: the sampler's probabilities are then of another distribution than the "
-                "trainer's, and the importance ratio between them is biased. Leave it at its default, or set "
-                "vllm_importance_sampling_correction: false."
-            )
+
+    def _drop_biased_correction(self) -> list[str]:
+        """Turn the sampler's correction off where its ratio would be of two distributions; returns a line on it."""
+        bent = shaping(vars(self))
+        if not bent or not self.vllm_importance_sampling_correction:
+            return []
+        self.vllm_importance_sampling_correction = False
+        named = ", ".join(f"{name} {value!r}" for name, value in bent.items())
+        return [
+            f"config: {named} changes the distribution that the sampler draws from, which would bias its correction: "
+            "vllm_importance_sampling_correction is off"
+        ]
 
 
 @dataclass

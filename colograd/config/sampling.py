@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +89,15 @@ class SamplingKnobs:
                 )
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in dropped]
 
-    def _shaping(self) -> dict[str, object]:
-        """The settings that change the distribution from the model's at the temperature."""
-        own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
-        given = {name: getattr(self, name) for name in own}
-        more = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
-        given |= {name: more[name] for name in SHAPING if name in more}
-        return {name: value for name, value in given.items() if value not in NEUTRAL.get(name, (None, 0, [], {}))}
+
+def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that change the distribution from the model's at the temperature."""
+    own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
+    given = {name: settings.get(name) for name in own}
+    more = settings.get("generation_kwargs")
+    given |= {name: more[name] for name in SHAPING if name in more} if isinstance(more, dict) else {}
+    neutral: dict[str, tuple[Any, ...]] = {name: (*NEUTRAL.get(name, (0, [], {})), None) for name in given}
+    return {name: value for name, value in given.items() if value not in neutral[name]}
 
 
 # Metrics that need the policy's forward.

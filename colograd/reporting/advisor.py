@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from ..config.sampling import shaping
+
 WINDOW = 5  # steps that a rule looks at together
 LEAST = 3  # steps without which it says nothing
 QUIET = 20  # steps without a finding that end an alarm
@@ -268,6 +270,8 @@ def gradient_spike(history: History) -> Seen | None:
 @rule
 def sampler_trainer_gap(history: History) -> Seen | None:
     name = "sampling/sampling_logp_difference/mean"
+    if shaping(history.settings):
+        return None  # the sampler's are of the tokens that it kept, so the difference has another cause
     before, now = history.at_first(name), history.recently(name)
     if before is None or now is None:
         return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from httpx import HTTPError
 from transformers import Trainer
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -59,6 +60,10 @@ class SeamTrainer(Trainer):
         self.recorder = Recorder(self, self.is_world_process_zero())
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # a notebook's table, as the others are gone
+            from ..reporting.notebook import RewardTable
+
+            self.add_callback(RewardTable())
         for callback in (self.checkpointer, self.console, self.recorder):
             self.add_callback(callback)
 

@@ -20,6 +20,7 @@ from colograd.config.parse import flags_help
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
 from colograd.parallel.layout import RankLayout
+from colograd.reporting.advisor import Advisor
 
 
 def config(**changes: Any) -> GRPOConfig:
@@ -353,6 +354,7 @@ NEW = {
     "log_completions_steps",
     "report",
     "report_groups",
+    "rescore",
     "verbose",
     "save_in_background",
     "save_failures",
@@ -640,3 +642,16 @@ def test_the_flags_of_all_groups_have_a_help() -> None:
     told = flags_help()
     assert all(f"--{name} " in told for name in ("num_generations", "dataset_name", "lora_r", "learning_rate"))
     assert "Completions per prompt" in " ".join(told.split())
+
+
+@pytest.mark.parametrize("bent", [{"top_p": 0.9}, {"top_k": 20}, {"generation_kwargs": {"min_tokens": 4}}])
+def test_a_bent_distribution_turns_the_sampler_s_correction_off_with_a_line(bent) -> None:
+    """TRL's scripts set them."""
+    found = config(**bent)
+    assert not found.vllm_importance_sampling_correction
+    assert any("vllm_importance_sampling_correction is off" in note for note in found.notes)
+    gap = {"reward": 0.5, "grad_norm": 0.5, "sampling/sampling_logp_difference/mean": 0.6}
+    for settings, raised in ((vars(found), set()), (vars(config()), {"sampler-trainer-gap"})):
+        advisor = Advisor(settings)
+        rules = {alarm.rule for step in range(1, 9) for alarm in advisor.look(step, gap)[0]}
+        assert rules & {"sampler-trainer-gap"} == raised

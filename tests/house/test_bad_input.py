@@ -408,18 +408,6 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "give its import path: package.module:Class",
     ),
     "greedy training": (lambda _: config(temperature=0), "temperature is 0", "must differ", "set it above 0"),
-    "a biased sampler correction": (
-        lambda _: config(top_p=0.9),
-        r"top_p is 0\.9",
-        "ratio between them is biased",
-        "vllm_importance_sampling_correction",
-    ),
-    "a biased sampler correction by generation_kwargs": (
-        lambda _: config(generation_kwargs={"min_tokens": 4}),
-        "min_tokens is 4",
-        "ratio between them is biased",
-        "vllm_importance_sampling_correction",
-    ),
     "several greedy completions in evaluation": (
         lambda _: config(temperature_eval=0.0, num_generations_eval=4),
         "num_generations_eval is 4",
