@@ -209,7 +209,7 @@ def test_without_gpus_of_its_own_a_machine_must_be_told_of_some(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     sizes = [types.SimpleNamespace(total_memory=size * GIB) for size in (80, 79)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
-    assert cli.main(["plan", "--model", str(qwen), "--lora-rank", "16"]) == 0
+    assert cli.main(["plan", "--model", str(qwen), "--context", "4096"]) == 0
     assert "on 2 GPU(s) of 79 GiB" in capsys.readouterr().out
 
 
