@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .runtime import process
-from .runtime.importing import MovedModules
+from .runtime.importing import MovedModules, import_when_used
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
@@ -32,6 +32,7 @@ OF_TRL = (
 )  # fmt: skip
 
 process.prepare_threads()
+import_when_used("bitsandbytes")  # peft imports it, which takes a second and warns of a CPU; few runs quantise
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints our messages
 sys.meta_path.append(MovedModules(MOVED))
 

@@ -19,7 +19,6 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from colograd.runtime import process
-from colograd.runtime.importing import import_when_used
 
 if TYPE_CHECKING:
     from colograd import GRPOConfig, GRPOTrainer
@@ -60,7 +59,6 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
     try:
         process.prepare_ranks()
         process.follow_launcher()
-        import_when_used("bitsandbytes")  # peft imports it, which takes a second; few runs quantise
         with process.collector_at_rest():  # from the imports on
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
@@ -138,6 +136,8 @@ def make_trainer(
 
 def run(trainer: GRPOTrainer) -> None:
     """Train, then save the model, the state and the card, and push them with ``push_to_hub``."""
+    from colograd.reporting.console import reward_ends
+
     config = trainer.args
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     state = trainer.state
@@ -154,11 +154,9 @@ def run(trainer: GRPOTrainer) -> None:
     else:
         trainer.create_model_card()
     rewards = [entry["reward"] for entry in state.log_history if "reward" in entry]
-    last = rewards[-5:]
-    ends = f", mean reward {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} at last" if rewards else ""
     folder = os.path.relpath(config.output_dir)
     report = f"; what it did is in {folder}/report.html" if config.report else ""
-    trainer.console.say(f"saved to {folder}{ends}{report}")
+    trainer.console.say(f"saved to {folder}{reward_ends(rewards)}{report}")
     trainer.close()
 
 

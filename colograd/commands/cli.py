@@ -15,7 +15,7 @@ COMMANDS = {
     "plan": ("--config recipes/X.yaml | --model M [--gpus N --gpu-memory GIB]", "show what fits GPUs", ".plan:main"),
     "export": ("CHECKPOINT FOLDER", "write its model as an ordinary folder, an adapter merged", ".export:main"),
     "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay:main"),
-    "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions", ".show:main"),
+    "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions, or search all steps", ".show:main"),
     "report": ("RUN [RUN2 ...] [--out report.html]", "write a run's page, or one of several runs", ".pages:report"),
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".pages:watch"),
     "version": ("", "print the version", ""),

@@ -38,7 +38,7 @@ def export(checkpoint: Path, folder: Path) -> tuple[Path, str]:
     Raises:
         ValueError: no checkpoint, a damaged one, or a folder that exists.
     """
-    from ..checkpoint.folders import STATE, check
+    from ..checkpoint.folders import STATE, check, open_to_readers
     from ..checkpoint.search import find_resume
 
     newest = find_resume("auto", str(checkpoint))
@@ -55,6 +55,7 @@ def export(checkpoint: Path, folder: Path) -> tuple[Path, str]:
         note = _merge(source, aside)
     else:
         shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*STATE))
+    open_to_readers(aside)
     aside.rename(folder)
     return source, note
 

@@ -11,10 +11,10 @@ import keyword
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 
@@ -32,8 +32,13 @@ PROMPTS = (
 )  # usual names of the column; the first wins
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
 READ = 50  # rows of the data
-ON_GPU = {"group": 8, "prompts": 32, "length": 512, "rate": "1.0e-6", "steps": 200}
-ON_CPU = {"group": 8, "prompts": 8, "length": 48, "rate": "2.0e-5", "steps": 30}
+# As recipes/grpo_qwen.yaml, for models from `LARGE` billions of parameters, and as recipes/grpo_smollm2_cpu.yaml.
+LARGE, QWEN = 1.0, {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
+QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
+RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # up to so many billions, the two recipes' at the ends
+LONGER = 4  # times the usual length is the most that the data ask for
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Choices:
     prompt: str  # column of the data
     answer: str  # column of the data
     reward: str  # `number`: the last number is the answer; `own`: a function that the user will change
-    has_gpu: bool
+    sizes: dict[str, Any]  # as `sizes_for` gives them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,35 +91,109 @@ def _parser() -> argparse.ArgumentParser:
 
 def choose(options: argparse.Namespace, asks: bool) -> Choices:
     """Take each choice from its flag, or else from the user's answer if ``asks``, or else its default."""
-    has_gpu = bool(gpus.nodes())
+    has_gpu, ask = bool(gpus.nodes()), functools.partial(_ask, asks)
     small = str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
     usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else small
-    model = options.model or _ask(asks, "Model (a Hub id or a folder)", usual)
-    data = options.data or _ask(asks, "Data (a file or a Hub id; empty: an example)", "")
-    rows = [{"prompt": "", "answer": "0"}] if not data else first_rows(Path(data))
-    prompt = _column(options.prompt_column, rows, PROMPTS, data, asks, "the prompt")
-    answer = _column(options.answer_column, rows, ANSWERS, data, asks, "what the reward compares with", but=prompt)
+    model = ask(options.model, "Model (a Hub id or a folder)", usual, _model)
+    data, rows = ask(options.data, "Data (a file or a Hub id; empty: an example)", "", lambda d: (d, first_rows(d)))
+    names = [*rows[0]] if rows else []
+    if asks and data and rows:
+        print("its columns:", *(f"  {name}: {str(value)[:80]!r}" for name, value in rows[0].items()), sep="\n")
+    free = [name for name in names if name not in (options.prompt_column, options.answer_column)]
+    check = functools.partial(_one_of, "--prompt-column", names)
+    prompt = ask(options.prompt_column, "Column that holds the prompt", _likely(free, PROMPTS, but=ANSWERS), check)
+    names = [name for name in names if name != prompt]
+    only = names[0] if len(names) == 1 else None
+    answer = ask(
+        options.answer_column or only, "Column that the reward compares with", _likely(names, ANSWERS),
+        lambda name: _parameter(_one_of("--answer-column", names, name)),
+    )  # fmt: skip
     likely = "number" if rows and all(_ends_in_number(row.get(answer)) for row in rows) else "own"
-    reward = options.reward or _ask(asks, "Reward: `number` (the last number is the answer) or `own`", likely)
-    if reward not in ("number", "own"):
-        raise ValueError(f"the reward is {reward!r}, but must be `number` or `own`.")
+    question = "Reward: `number` (the last number is the answer) or `own`"
+    reward = ask(options.reward, question, likely, functools.partial(_one_of, "--reward", ("number", "own")))
+    longest = max((len(str(row.get(name))) for row in rows for name in (prompt, answer)), default=0)
     # The recipe is read in FOLDER, the flags in the current directory.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
     model = str(Path(model).resolve()) if Path(model).exists() else model
-    return Choices(model, data, prompt, answer, reward, has_gpu)
+    return Choices(model, data, prompt, answer, reward, sizes_for(model, has_gpu, longest))
 
 
-def _ask(asks: bool, question: str, usual: str) -> str:
-    if not asks:
-        return usual
-    shown = f" [{usual}]" if usual else ""
-    return input(f"{question}{shown}: ").strip() or usual
+def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], T]) -> T:
+    """What ``accept`` makes of the flag's value or of what is usual; if ``asks``, of an answer, until it takes one."""
+    if given or not asks:
+        return accept(given or usual)
+    while True:
+        try:
+            return accept(input(f"{question}{f' [{usual}]' if usual else ''}: ").strip() or usual)
+        except ValueError as error:
+            print(error)
 
 
-def first_rows(path: Path) -> list[dict[str, Any]]:
-    """The first rows of a local file; none of a Hub id."""
+def _model(name: str) -> str:
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise ValueError(f"there is no folder {name}: give one that is there, or a Hub id.")
+    return name
+
+
+def _one_of(flag: str, names: Sequence[str], name: str) -> str:
+    """``name``, which is one of ``names`` unless these are unknown."""
+    if names and name not in names:
+        raise ValueError(f"{flag} is {name!r}, but must be one of {', '.join(map(repr, names))}.")
+    return name
+
+
+def _parameter(name: str) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"the column {name!r} can't be a parameter of a function: rename it in the data.")
+    return name
+
+
+def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ()) -> str:
+    """The first usual name among ``names``, or the only one that isn't in ``but``; empty: it can't be told."""
+    others = [name for name in names if name not in but]
+    return next((name for name in usual if name in names or not names), others[0] if len(others) == 1 else "")
+
+
+def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
+    """The recipe's numbers, by the model's size, the machine and the ``longest`` text of the data, in characters."""
+    billions = _billions(model) or (LARGE if has_gpu else 0.0)
+    sizes = dict(QWEN if has_gpu or billions >= LARGE else QUICKSTART)
+    # A longer question or answer wants longer completions; a token is some 3 characters.
+    wanted = 1 << (longest // 3).bit_length()
+    sizes["length"] = min(max(sizes["length"], wanted), LONGER * sizes["length"])
+    adapter = has_gpu and not _fits(model, 2 * sizes["length"])
+    rate = next(rate for most, rate in RATES if billions < most) * (10 if adapter else 1)
+    return sizes | {"rate": f"{rate:.1e}".replace("e-0", "e-"), "adapter": adapter}
+
+
+def _billions(model: str) -> float:
+    """A model's parameters, by its name or its files' size in 16 bits; 0: unknown."""
+    if found := re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE):
+        return float(found[1]) / (1 if found[2] in "bB" else 1000)
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2e9
+
+
+def _fits(model: str, length: int) -> bool:
+    """Whether this machine's GPUs can train all of the model's weights."""
+    from ..memory.choice import auto, fits
+    from . import plan
+
+    try:
+        run = plan.described(plan.parse(["--model", model, "--context", str(length)]))
+    except (OSError, ValueError):  # the start of a run says more
+        return True
+    return fits(run, auto(run))
+
+
+def first_rows(name: str) -> list[dict[str, Any]]:
+    """The first rows of a local file, or of the example without a name; none of a Hub id."""
+    if not name:
+        return [{"prompt": "", "answer": "0"}]
+    path = Path(name)
     suffix = path.suffix.lower()
     if suffix not in (".jsonl", ".json", ".csv", ".parquet"):
+        if path.is_file():
+            raise ValueError(f"{path} ends in {suffix!r}, but must be a .jsonl, .json, .csv or .parquet file.")
         return []
     if not path.is_file():
         raise ValueError(f"there is no file {path}: give a file that is there, or a Hub id.")
@@ -146,27 +225,6 @@ def _json_rows(text: str) -> list[Any]:
     return [json.loads(line) for line, _ in zip(lines, range(READ), strict=False)]
 
 
-def _column(
-    given: str | None,
-    rows: Sequence[dict[str, Any]],
-    usual: Sequence[str],
-    data: str,
-    asks: bool,
-    what: str,
-    but: str = "",
-) -> str:
-    """The name of the column that holds ``what``, other than ``but``; the first usual name if there are no rows."""
-    there = [name for name in (rows[0] if rows else {}) if name != but]
-    likely = next((name for name in usual if name in there), "" if there else usual[0])
-    name = given or (likely if likely and not asks else _ask(asks, f"Column that holds {what}", likely))
-    if there and name not in there:
-        raise ValueError(
-            f"{data} has no column {name!r} for {what}; it has {', '.join(map(repr, there))}"
-            f"{f' beside the prompt, {but!r}' if but else ''}: name one (--prompt-column, --answer-column)."
-        )
-    return name
-
-
 def _ends_in_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or str(value).strip().rstrip(".")[-1:].isdigit()
 
@@ -176,12 +234,8 @@ def write(folder: Path, choices: Choices) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     own = choices.reward == "own" or choices.answer != "answer"
     values = {"own": own, "chats": _chats(choices.model), "run": Path(choices.model).name}
-    files = {RECIPE: _filled("recipe.yaml.jinja", choices, **values, **(ON_GPU if choices.has_gpu else ON_CPU))}
+    files = {RECIPE: _filled("recipe.yaml.jinja", choices, **values, **choices.sizes)}
     if own:
-        if not choices.answer.isidentifier() or keyword.iskeyword(choices.answer):
-            raise ValueError(
-                f"the column {choices.answer!r} can't be a parameter of a function: rename it in the data."
-            )
         files[TASK] = _filled("mytask.py.jinja", choices, recipe=RECIPE)
     if choices.data == EXAMPLE:
         files[EXAMPLE] = "".join(

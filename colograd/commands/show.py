@@ -1,4 +1,4 @@
-"""``colograd show RUN --step N``: a step's completions; without ``log_completions`` the groups of the report."""
+"""``colograd show RUN``: completions of a step, or of all with a text; without ``log_completions`` the report's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..report.samples import Samples
@@ -17,6 +18,8 @@ MOST_BYTES = 2**28  # of a step's completions
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    if not options.run.is_dir():
+        raise ValueError(f"{options.run} is no folder: give the output_dir of a run.")
     logged, samples = logged_steps(options.run), Samples(options.run)
     samples.refresh(1)
     steps = sorted({*logged, *samples.stored})
@@ -24,25 +27,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"{options.run} holds no completions: train with log_completions: true, and give the run's output_dir."
         )
-    step = max(steps) if options.step is None else options.step
-    if step not in steps:
-        raise ValueError(f"step {step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
-    rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
-    found = chosen(rows, options)
+    if options.step not in (None, *steps):
+        raise ValueError(f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}.")
+    if options.step is not None:
+        steps = [options.step]
+    elif options.grep is None and options.group is None:
+        steps = steps[-1:]
+    found: list[tuple[CompletionRow, dict[str, float]]] = []  # with the rewards, of which each step may have others
+    total, groups = 0, set[int]()
+    for step in steps:
+        rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
+        total, groups = total + len(rows), groups | {row.position for row in rows}
+        found += [(row, dict(zip(names, row.rewards, strict=True))) for row in rows if _fits(row, options)]
+    which = f"step{'s' * (len(steps) > 1)} {_ranges(steps)}"
     if not found:
-        groups = sorted({row.position for row in rows})
-        raise ValueError(f"none of the {len(rows)} completions of step {step} fits; its groups are {_ranges(groups)}.")
-    limit = min(options.limit or len(found), len(found))
-    shown = f", {limit} of {len(rows)} completions" if limit < len(rows) else ""
-    print_table(found, names, f"Step {step}{shown}", limit, options.unique_prompts, options.width)
+        raise ValueError(f"none of the {total} completions of {which} fits; the groups are {_ranges(sorted(groups))}.")
+    names = list(dict.fromkeys(name for _, rewards in found for name in rewards))
+    rows = [replace(row, rewards=tuple(rewards.get(name, math.nan) for name in names)) for row, rewards in found]
+    if options.worst or options.best:  # an evaluation's have no advantage: the sum of their rewards stands for it
+        rows.sort(key=_merit, reverse=options.best)
+    limit = min(options.limit or len(rows), len(rows))
+    shown = f", {limit} of {total} completions" if limit < total else ""
+    print_table(rows, names, f"{which.capitalize()}{shown}", limit, options.unique_prompts, options.width)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="colograd show", description="Completions of one step of a run, as a table.")
+    parser = argparse.ArgumentParser(prog="colograd show", description="Completions of a run, as a table.")
     add = parser.add_argument
     add("run", type=Path, help="a run's output_dir")
-    add("--step", type=int, help="optimizer step, from 1; default: the last one logged")
+    add("--step", type=int, help="optimizer step, from 1; default: the last, of --grep and --group all")
     add("--group", type=int, help="one prompt's completions, by its place in the stream of prompts")
     add("--grep", type=_pattern, help="a regular expression that prompt or completion contains")
     order = parser.add_mutually_exclusive_group()
@@ -76,14 +90,12 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
     return rows, names
 
 
-def chosen(rows: Sequence[CompletionRow], options: argparse.Namespace) -> list[CompletionRow]:
-    """The rows of a group, or with a pattern; by advantage if ``worst`` or ``best``, else in their order."""
-    found = [row for row in rows if options.group in (None, row.position)]
-    if (pattern := options.grep) is not None:
-        found = [row for row in found if pattern.search(row.completion) or pattern.search(prompt_text(row.prompt))]
-    if options.worst or options.best:  # an evaluation's have no advantage: the sum of their rewards stands for it
-        found.sort(key=_merit, reverse=options.best)
-    return found
+def _fits(row: CompletionRow, options: argparse.Namespace) -> bool:
+    """Whether a row is of the group, and has the pattern, that were asked for."""
+    if options.group not in (None, row.position):
+        return False
+    pattern = options.grep
+    return pattern is None or any(map(pattern.search, (row.completion, prompt_text(row.prompt))))
 
 
 def _merit(row: CompletionRow) -> float:

@@ -121,6 +121,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         elif attempt() and torch.cuda.is_available():  # accelerate would find the addresses of the attempt before
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
+        self.disable_tqdm: bool = bool(self.disable_tqdm)  # transformers' default is its log level's, which we lower
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         for name, value in compiled.items():

@@ -72,7 +72,8 @@ def page(runs: Sequence[RecordedRun]) -> str:
     data, blocks = [], []
     for place, run in enumerate(runs):
         found = overview(run)
-        steps, chosen, found["texts"] = _packed_steps(run, len(runs))
+        steps, chosen, texts = _packed_steps(run, len(runs))
+        found["texts"] = texts | found.get("texts", {})
         recorded = sum(has for _, has in found["held"])
         found["held"] = [[step, chosen[step]] for step in sorted(chosen)]
         found["chosen"] = [sum(chosen.values()), recorded]  # steps with completions here, of so many recorded

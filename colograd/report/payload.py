@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .reading import RecordedRun
+from .reading import BEGINNING, RecordedRun
 from .untrusted import mapping, number, text, whole
 
 POINTS = 2000  # of a curve: beyond, each point is the mean of several steps
@@ -15,7 +15,6 @@ MOST_SPREADS = 400  # steps with histograms
 MOST_PROMPTS = 300  # with a history on the page: the ones with the most reward difference
 FLAT = 1e-6  # a spread of rewards below which a group has no reward difference
 STEP_GROUPS = 256
-BEGINNING = 160  # characters of a prompt where it is named in a line
 
 
 def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
@@ -49,6 +48,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     if any(change > after for change in run.touched["groups"].values()):
         found["groups"] = groups_over_time(run)
         found["prompts"] = prompt_histories(run)
+        found["texts"] = _texts(run, (row[0] for row in found["prompts"]["shown"]))
     held = {step: 0 for kind in ("rollouts", "groups") for step, change in run.touched[kind].items() if change > after}
     held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
     found["held"] = sorted([step, has] for step, has in held.items())  # steps to ask for; 1: with completions
@@ -90,6 +90,7 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
         "step": step,
         "rollouts": run.rollouts_of(step),
         "groups": groups,
+        "texts": _texts(run, (group[0] for group in groups)),
         "prompts": prompts,
         "completions": completions,
         "left_out": left_out,
@@ -99,9 +100,14 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
 def prompt_beginning(prompt: Any) -> str:
     """A prompt's text, or its last user message's, short enough for a line."""
     if isinstance(prompt, list):
-        asked = [message for message in prompt if message.get("role") == "user"] or prompt[-1:]
-        prompt = asked[-1].get("content") if asked else ""
+        asked = [message for message in map(mapping, prompt) if message.get("role") == "user"] or prompt[-1:]
+        content = mapping(asked[-1]).get("content") if asked else ""
+        prompt = " ".join(text(mapping(part).get("text")) for part in content) if isinstance(content, list) else content
     return text(prompt, BEGINNING)
+
+
+def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
+    return {key: run.texts[key] for key in keys if key in run.texts}
 
 
 def pass_mark(run: RecordedRun) -> float:

@@ -29,6 +29,7 @@ MOST_PROMPTS = 200_000  # whose history is kept
 MOST_ALARMS = 500
 MOST_LIMITS = 64  # reward functions of a step
 MOST_KNOBS = 2000
+BEGINNING = 160  # characters of a prompt where it is named in a line
 GROUP_WIDTH = 7  # numbers of a group: prompt, position, G, mean reward, spread, truncated share, carries signal
 TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # one of them marks a training step's entry
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -85,6 +86,7 @@ class RecordedRun:
         self.spreads: dict[int, dict[str, Any]] = {}
         self.groups: dict[int, array[float]] = {}  # GROUP_WIDTH numbers each
         self.prompts: dict[str, int] = {}  # keys, numbered
+        self.texts: dict[str, str] = {}  # beginnings of prompts, by key
         self.alarms: list[dict[str, Any]] = []
         self.last_time: float | None = None
         self.touched: dict[str, dict[int, int]] = defaultdict(dict)  # kind of event -> step -> change
@@ -175,6 +177,8 @@ class RecordedRun:
                 if len(self.prompts) >= MOST_PROMPTS:
                     continue
                 known = self.prompts[text(row[0][:64])] = len(self.prompts)
+            if len(row) > GROUP_WIDTH and (beginning := text(row[GROUP_WIDTH], BEGINNING)):
+                self.texts[text(row[0][:64])] = beginning
             numbers = [number(value) for value in row[1:GROUP_WIDTH]]
             found.extend([known, *(math.nan if value is None else value for value in numbers)])
         self.groups[step] = found

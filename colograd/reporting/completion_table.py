@@ -35,18 +35,20 @@ def completions_table(
     unique_prompts: bool,
     width: int = DEFAULT_WIDTH,
 ) -> Table:
-    """A table of completions with their rewards and advantages.
+    """A table of completions with their rewards and advantages, and their steps where these differ.
 
     Args:
         limit: rows at most, one of each group before the second of any; None is all.
         unique_prompts: one completion per group.
         width: characters. Long texts are shortened in the middle to fit.
     """
-    extra = extra_names(rows)
+    extra, several = extra_names(rows), len({row.step for row in rows}) > 1
     # A column of numbers takes its header and a border; the text columns share the rest 1 : 2.
-    room = max(width - 40 - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
+    room = max(width - (48 if several else 40) - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
     prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
     table = Table(title=title, width=width, show_lines=True)
+    if several:
+        table.add_column("Step", justify="right", no_wrap=True)
     table.add_column("Prompt", ratio=1, overflow="fold")
     table.add_column("Completion", ratio=2, overflow="fold")
     for name in [*reward_names, *extra]:
@@ -55,6 +57,7 @@ def completions_table(
         table.add_column(name, justify="right", no_wrap=True)
     for row in chosen_rows(rows, limit, unique_prompts):
         table.add_row(
+            *([str(row.step)] if several else []),
             Text(_shorten(prompt_text(row.prompt, row.sizes), prompt_limit)),
             Text(_shorten(row.completion, completion_limit)),
             *(_number_text(value) for value in row.rewards),

@@ -225,7 +225,6 @@ def quiet_logs(verbose: bool) -> None:
     if verbose:
         return
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not gpus.nodes():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed warns that it looked for a GPU
@@ -237,3 +236,11 @@ def quiet_logs(verbose: bool) -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
     for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # A script has imported torch and transformers already, which read their variables then.
+    given, theirs = os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error"), logging.getLogger("transformers")
+    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # as transformers leaves it
+        theirs.setLevel(logging.ERROR)
+    if (torch := sys.modules.get("torch")) is not None:
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            read_log_level = "_ZN3c1011initLoggingEv"  # c10::initLogging()
+            ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__ or ""), "lib", "libc10.so"))[read_log_level]()

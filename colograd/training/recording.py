@@ -26,6 +26,7 @@ from ..memory.table import GIB
 from ..parallel.ranks import rank, world_size
 from ..policy.packing import has_signal
 from ..report import write_report
+from ..report.payload import prompt_beginning
 from ..reporting.advisor import Advisor
 from ..reporting.event_log import EventLog, events_of, histogram, plain
 from ..reporting.group_views import TokenTexts, chosen_groups, shown_notes
@@ -81,6 +82,7 @@ class Recorder(TrainerCallback):
         self._store: RolloutStore
         self._advisor = Advisor({})
         self._told: set[str] = set()  # rules whose alarms were said
+        self._named: set[str] = set()  # keys of prompts whose text is in the record
 
     def give_up(self, error: Exception) -> None:
         self.records = self.writes = self._is_open = False
@@ -134,6 +136,7 @@ class Recorder(TrainerCallback):
         if step:
             self._advisor.restore(events_of(self.args.output_dir), step)
         self.file.close()
+        self._named.clear()
         self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
         self._is_open = True
         self.file.event(
@@ -208,8 +211,13 @@ class Recorder(TrainerCallback):
             if note["rollout"] is not None:
                 self.file.event("rollout", step=step, **note["rollout"])
                 self._advisor.rollout({"step": step, **note["rollout"]})
-        rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])
-        self.file.event("groups", step=step, groups=rows[:MOST_GROUPS])
+        rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])[:MOST_GROUPS]
+        for row in rows:
+            if row[0] in self._named or not self.args.report_groups:
+                row.pop()
+            else:
+                self._named.add(row[0])
+        self.file.event("groups", step=step, groups=rows)
         spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
         self.file.event("spread", step=step, **spread, functions=self._limits(whole))
 
@@ -331,13 +339,14 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
-    """A group's line in a "groups" event."""
+    """A group's line in a "groups" event, with the prompt's beginning: the record has it once for each prompt."""
     group, totals = scored.group, combine(scored.rewards)
     size = len(group.rollouts)
     truncated = sum(rollout.finish_reason.value == "length" for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)
     spread, signal = round(float(group_std(totals)), 4), int(has_signal(scored))
-    return [group.rollouts[0].input.key, group.position, size, mean, spread, round(truncated / size, 4), signal]
+    key, beginning = group.rollouts[0].input.key, prompt_beginning(group.example.get("prompt"))
+    return [key, group.position, size, mean, spread, round(truncated / size, 4), signal, beginning]
 
 
 def run_facts(trainer: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from httpx import HTTPError
 from transformers import Trainer
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -59,6 +60,10 @@ class SeamTrainer(Trainer):
         self.recorder = Recorder(self, self.is_world_process_zero())
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # a notebook's table, as the others are gone
+            from ..reporting.notebook import RewardTable
+
+            self.add_callback(RewardTable())
         for callback in (self.checkpointer, self.console, self.recorder):
             self.add_callback(callback)
 
@@ -178,6 +183,7 @@ class SeamTrainer(Trainer):
                 state_dict = state_dict_on_host(self.model, self.checkpointer.weight_places())
         with self.checkpointer.saving_model():
             super()._save(output_dir, state_dict)
+        folders.open_to_readers(output_dir or self.args.output_dir)
         if self.policy.quantization is not None:
             self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
 

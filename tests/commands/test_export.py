@@ -39,6 +39,7 @@ def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, 
         "trainer_state.json",
     }
     assert (out / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     assert AutoTokenizer.from_pretrained(out).chat_template
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
 

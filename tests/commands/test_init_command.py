@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import large
 import pytest
+import torch
 import yaml
+from paths import RECIPES
 
+from colograd.commands import init
 from colograd.commands.cli import main
 from colograd.config import parse_arguments
 from colograd.rewards.functions import resolve_rewards
+from colograd.runtime import gpus
 
 
 def written(folder: Path) -> dict:
@@ -59,13 +66,16 @@ def test_columns_are_found_and_the_reward_works(
     [
         (["--data", "gone.jsonl"], "there is no file gone.jsonl"),
         (["--data", "bad.jsonl"], "bad.jsonl can't be read as jsonl"),
-        (["--data", "rows.jsonl", "--prompt-column", "text"], "no column 'text' for the prompt; it has 'a', 'b'"),
-        (["--data", "rows.jsonl"], "no column ''"),
+        (["--data", "rows.jsonl", "--prompt-column", "text"], "--prompt-column is 'text', but must be one of 'a', 'b'"),
+        (["--data", "rows.jsonl"], "--prompt-column is '', but must be one of 'a', 'b'"),
+        (["--data", "rows.txt"], "rows.txt ends in '.txt'"),
+        (["--model", "./gone"], "there is no folder ./gone"),
     ],
 )
 def test_what_can_t_be_is_refused_and_nothing_is_written(arguments, said, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text("{no json")
+    Path("rows.txt").write_text("a")
     Path("rows.jsonl").write_text('{"a": 1, "b": 2}')
     assert main(["init", "new", "--yes", *arguments]) == 2
     assert said in capsys.readouterr().err
@@ -78,6 +88,73 @@ def test_what_can_t_be_is_refused_and_nothing_is_written(arguments, said, tmp_pa
 def test_a_chat_model_gets_conversations(model: str, chats: bool, tmp_path: Path) -> None:
     assert main(["init", str(tmp_path), "--model", model, "--yes"]) == 0
     assert ("system_prompt" in written(tmp_path)) == chats
+
+
+FIELDS = ("num_generations", "prompts_per_step", "max_completion_length", "learning_rate", "warmup_steps")
+
+
+@pytest.mark.parametrize(
+    ("model", "has_gpu", "source", "changes"),
+    [
+        ("Qwen/Qwen2.5-1.5B-Instruct", True, "grpo_qwen", {}),
+        ("Qwen/Qwen2.5-1.5B-Instruct", False, "grpo_qwen", {}),  # a CPU doesn't train it: the recipe is for elsewhere
+        ("org/SmolLM2-135M-Instruct", False, "grpo_smollm2_cpu", {}),
+        ("org/SmolLM2-135M-Instruct", True, "grpo_qwen", {"learning_rate": 2e-5}),
+        ("org/Qwen3-0.6B", True, "grpo_qwen", {"learning_rate": 5e-6}),
+        ("org/no-size", True, "grpo_qwen", {}),
+    ],
+)
+def test_size_and_machine_choose_the_recipe(
+    model: str, has_gpu: bool, source: str, changes: dict, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(gpus, "nodes", lambda: ["/dev/nvidia0"] * has_gpu)
+    monkeypatch.setattr(init, "_fits", lambda model, length: True)
+    assert main(["init", str(tmp_path), "--model", model, "--yes"]) == 0
+    recipe, expected = written(tmp_path), yaml.safe_load((RECIPES / f"{source}.yaml").read_text()) | changes
+    assert {field: recipe[field] for field in FIELDS} == {field: expected[field] for field in FIELDS}
+    assert "use_peft" not in recipe
+
+
+def test_an_adapter_is_trained_where_all_weights_don_t_fit(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gpus, "nodes", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30, name="H100")
+    )
+    model = large.folder(tmp_path / "Qwen2.5-7B")
+    assert main(["init", str(tmp_path / "task"), "--model", str(model), "--yes"]) == 0
+    recipe = written(tmp_path / "task")
+    assert recipe["use_peft"] and recipe["learning_rate"] == 1e-5
+    parse_arguments(["--config", str(tmp_path / "task" / "recipe.yaml"), "--use_cpu"])
+
+
+def test_long_texts_get_longer_completions(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "why " * 80, "answer": "so"}))
+    assert main(["init", str(tmp_path), "--data", str(tmp_path / "a.jsonl"), "--model", "m", "--yes"]) == 0
+    assert written(tmp_path)["max_completion_length"] == 128
+
+
+def test_the_wizard_asks_again_and_takes_the_one_column_that_is_left(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "2 + 2?", "gold": "4", "topic": "sums"}')
+    (tmp_path / "b.jsonl").write_text('{"text": "2 + 2?", "gold": "4"}')
+    monkeypatch.chdir(tmp_path)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    answers = ["./gone", "m", "gone.jsonl", "a.jsonl", "txt", "text", "golden", "gold", "numbers", "number"]
+    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(answers)))
+    assert main(["init", "one"]) == 0
+    said = capsys.readouterr().out
+    assert "text: '2 + 2?'" in said and "topic: 'sums'" in said
+    assert (tmp_path / "one" / "mytask.py").exists() and written(tmp_path / "one")["dataset_prompt_column"] == "text"
+    monkeypatch.setattr(sys, "stdin", Terminal("m\nb.jsonl\ntext\n\n"))  # the reward's default, and no other question
+    assert main(["init", "two"]) == 0
+    assert "right(completions, gold," in (tmp_path / "two" / "mytask.py").read_text()
+    (tmp_path / "c.jsonl").write_text('{"answer": "4", "text": "2 + 2?"}')
+    assert main(["init", "three", "--yes", "--data", "c.jsonl"]) == 0
+    assert written(tmp_path / "three")["dataset_prompt_column"] == "text"
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys) -> None:

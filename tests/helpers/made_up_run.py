@@ -374,7 +374,16 @@ class MadeUp:
             right = sum(draw.random() < chance for _ in range(self.size))
             mean = right / self.size
             rows.append(
-                [self.key(position), position, self.size, mean, math.sqrt(mean * (1 - mean)), 0.1, int(0 < mean < 1)]
+                [
+                    self.key(position),
+                    position,
+                    self.size,
+                    mean,
+                    math.sqrt(mean * (1 - mean)),
+                    0.1,
+                    int(0 < mean < 1),
+                    f"What is {position} + 0?",
+                ]
             )
         return rows
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,9 +32,33 @@ def test_there_is_one_for_each_stage_and_pages_link_them() -> None:
         assert all(f"notebooks/{stage}.ipynb" in text for stage in STAGES), page.name
 
 
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The HTML that is shown from now on, as in a notebook."""
+
+    def show(html: str, **kwargs: Any) -> SimpleNamespace:
+        pages.append(html)
+        return SimpleNamespace(update=pages.append)
+
+    pages: list[str] = []
+    display: Any = ModuleType("IPython.display")
+    display.HTML, display.display = str, show
+    package: Any = ModuleType("IPython")
+    package.display = display
+    monkeypatch.setitem(sys.modules, "IPython", package)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    notebook = importlib.import_module("transformers.utils.notebook")
+    monkeypatch.setattr(notebook, "disp", display)  # it may have been imported in an earlier test
+    for module in ("transformers.trainer", "colograd.training.transformers_seam"):
+        monkeypatch.setattr(f"{module}.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
+    return pages
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs(
+    path: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLOGRAD_MODEL", str(tiny_model))
     monkeypatch.setenv("COLOGRAD_STEPS", "2")
@@ -46,6 +73,9 @@ def test_a_notebook_runs(path: Path, tiny_model: Path, tmp_path: Path, monkeypat
     assert names["trainer"].state.global_step == 2
     replaced = [name for name in STAGES if name in vars(type(names["trainer"]))]
     assert replaced == [path.stem]
+    logged = [entry["reward"] for entry in names["trainer"].state.log_history if "reward" in entry]
+    table = [page for page in shown if "<th>Training Reward</th>" in page][-1]
+    assert len(logged) == 2 and all(f"<td>{reward:.6f}</td>" in table for reward in logged)
 
 
 @pytest.mark.engine

@@ -94,7 +94,7 @@ def test_what_a_run_recorded_is_read(made_up: Path) -> None:
 
 
 def test_groups_are_solved_unsolved_or_mixed(tmp_path: Path) -> None:
-    rows = [["a", 0, 4, 1.0, 0.0, 0.0, 0], ["b", 1, 4, 0.5, 0.5, 0.0, 1], ["c", 2, 4, 0.0, 0.0, 1.0, 0]]
+    rows = [["a", 0, 4, 1.0, 0.0, 0.0, 0], ["b", 1, 4, 0.5, 0.5, 0.0, 1, "x" * 200], ["c", 2, 4, 0.0, 0.0, 1.0, 0]]
     append(tmp_path, "events.jsonl", {"kind": "groups", "time": 1.0, "step": 3, "groups": rows})
     append(
         tmp_path, "events.jsonl", {"kind": "groups", "time": 1.0, "step": 9, "groups": [["b", 7, 4, 1.0, 0.0, 0.0, 0]]}
@@ -109,6 +109,7 @@ def test_groups_are_solved_unsolved_or_mixed(tmp_path: Path) -> None:
         "signal": [1, 0],
     }
     assert found["prompts"]["shown"][0] == ["b", 0.5, [[3, 0.5, 0.5, 0], [9, 1, 0, 0]]]
+    assert found["texts"] == of_step(read(tmp_path), 9, 0)["texts"] == {"b": "x" * 160 + " …"}, "as once recorded"
     assert found["prompts"] | {"shown": 0} == {"total": 3, "visits": 4, "half": 1, "shown": 0}
 
 

@@ -113,12 +113,19 @@ def test_show_prints_a_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["show", str(tmp_path), "--step", "2", "--grep", r"said 2\.[12]$"]) == 0
     shown = capsys.readouterr().out
     assert "said 2.1" in shown and "said 2.2" in shown and "said 2.0" not in shown and "2 of 3 completions" in shown
+    assert main(["show", str(tmp_path), "--grep", r"said [13]\.2$"]) == 0
+    shown = capsys.readouterr().out
+    assert "said 1.2" in shown and "said 3.2" in shown and "2 of 12 completions" in shown, "of all steps"
     assert main(["show", str(tmp_path), "--group", "99"]) == 2
-    assert "none of the 3 completions" in capsys.readouterr().err
+    assert "none of the 12 completions" in capsys.readouterr().err
     assert main(["show", str(tmp_path), "--step", "5"]) == 2
     assert "step 5 isn't in the log" in (said := capsys.readouterr().err) and "1-3, 7" in said
-    assert main(["show", str(tmp_path / "elsewhere")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["show", str(tmp_path / "empty")]) == 2
     assert "log_completions: true" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "nosuch")]) == 2
+    said = capsys.readouterr().err
+    assert "output_dir" in said and "log_completions" not in said and said.count("\n") == 1, "the folder is the error"
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:

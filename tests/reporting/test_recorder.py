@@ -380,6 +380,11 @@ def test_groups_and_histograms_are_of_all_completions(recorded: Any) -> None:
         assert truncated == pytest.approx(metrics["completions/clipped_ratio"], abs=1e-3)
         assert sum(spread["rewards"]["counts"]) == sum(spread["lengths"]["counts"]) == 16
         assert spread["lengths"]["edges"][-1] == metrics["completions/max_length"]
+    named = [row[7] for event in groups for row in event["groups"] if len(row) > 7]
+    keys = {row[0] for event in groups for row in event["groups"]}
+    assert len(named) == len(keys) and set(named) <= {row["prompt"][0]["content"] for row in tiny.prompts()}, (
+        "each text once"
+    )
 
 
 @pytest.mark.engine

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -207,3 +208,20 @@ def test_logs_are_quiet_unless_asked(environment: dict[str, str]) -> None:
     environment["VLLM_LOGGING_LEVEL"] = "INFO"
     process.quiet_logs(verbose=False)
     assert environment["VLLM_LOGGING_LEVEL"] == "INFO" and environment["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_a_script_that_has_imported_torch_and_transformers_is_quiet_too() -> None:
+    script = """
+import torch, transformers
+from colograd import GRPOTrainer, GRPOConfig
+from colograd.training.task import prepared_config
+prepared_config(GRPOConfig(output_dir="unused", report_to="none"), "model")
+import bitsandbytes
+bitsandbytes.functional
+transformers.logging.get_logger("transformers.trainer").warning("There were missing keys")
+torch.ops.aten.searchsorted(torch.arange(4), torch.arange(8).view(4, 2)[:, 0])  # C++ warns of its layout
+"""
+    dropped = ("TORCH_CPP_LOG_LEVEL", "TRANSFORMERS_VERBOSITY", *process.RANK_VARIABLES)
+    given = {name: value for name, value in os.environ.items() if name not in dropped}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=given)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
