@@ -26,6 +26,11 @@ MOVED = {
     "colograd.sampling": "colograd.engine.sampling",
 }
 
+# TRL's scripts import these beside the trainer.
+OF_TRL = (
+    "ModelConfig", "ScriptArguments", "TrlParser", "get_kbit_device_map", "get_peft_config", "get_quantization_config"
+)  # fmt: skip
+
 process.prepare_threads()
 import_when_used("bitsandbytes")  # peft imports it, which takes a second and warns of a CPU; few runs quantise
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints our messages
@@ -45,4 +50,8 @@ def __getattr__(name: str) -> Any:
         from .trainer import GRPOTrainer
 
         return GRPOTrainer
+    if name in OF_TRL:
+        from .runtime import trl_scripts
+
+        return getattr(trl_scripts, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,16 @@
+"""Names that TRL's scripts import beside the trainer and its configuration."""
+
+from __future__ import annotations
+
+import os
+
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+__all__ = [
+    "ModelConfig", "ScriptArguments", "TrlParser", "get_kbit_device_map", "get_peft_config", "get_quantization_config",
+]  # fmt: skip
+
+
+def get_kbit_device_map() -> dict[str, int]:
+    """The whole model on this process's GPU. Not in every version of TRL."""
+    return {"": int(os.environ.get("LOCAL_RANK", "0"))}
