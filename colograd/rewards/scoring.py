@@ -282,9 +282,9 @@ class Scorer:
             reward.name,
             groups[0].position,
             None,
-            f"it gave no answer within reward_timeout ({self.timeout or 0:g} s) on {sum(map(len, texts))} completions. It "
-            "runs in the trainer's process, where a call can't be ended alone, so the run ends: raise reward_timeout, or "
-            "set reward_workers or make it async, where a late call abstains and training goes on.",
+            f"it gave no answer within reward_timeout ({self.timeout or 0:g} s) on {sum(map(len, texts))} completions. "
+            "It runs in the trainer's process, where a call can't be ended alone, so the run ends: raise "
+            "reward_timeout, or set reward_workers or make it async, where a late call abstains and training goes on.",
         )
         try:
             with time_limit(self.timeout, str(late)):
