@@ -12,7 +12,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .runtime import process
+from .runtime import process, trl_scripts
 from .runtime.importing import MovedModules, import_when_used
 
 __version__ = "0.1.0"
@@ -25,11 +25,6 @@ MOVED = {
     "colograd.quickstart": "colograd.tasks.quickstart",
     "colograd.sampling": "colograd.engine.sampling",
 }
-
-# TRL's scripts import these beside the trainer.
-OF_TRL = (
-    "ModelConfig", "ScriptArguments", "TrlParser", "get_kbit_device_map", "get_peft_config", "get_quantization_config"
-)  # fmt: skip
 
 process.prepare_threads()
 import_when_used("bitsandbytes")  # peft imports it, which takes a second and warns of a CPU; few runs quantise
@@ -50,8 +45,6 @@ def __getattr__(name: str) -> Any:
         from .trainer import GRPOTrainer
 
         return GRPOTrainer
-    if name in OF_TRL:
-        from .runtime import trl_scripts
-
-        return getattr(trl_scripts, name)
+    if name in trl_scripts.NAMES:
+        return trl_scripts.find(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -136,8 +136,9 @@ MOVING = f"""# Coming from TRL
 from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 ```
 
-TRL's example scripts (gspo, grpo_vlm, grpo_2048, grpo_agent) run with `trl` changed to `colograd` in their imports and nothing else:
-`TrlParser`, `ModelConfig`, `ScriptArguments`, `get_peft_config`, `get_quantization_config` and `get_kbit_device_map` are there too.
+TRL's example scripts (gspo, grpo_vlm, grpo_2048, grpo_agent) run with `trl` changed to `colograd` in their imports and
+nothing else: `TrlParser`, `ModelConfig`, `ScriptArguments`, `get_peft_config`, `get_quantization_config` and
+`get_kbit_device_map` are there too.
 
 The same seed asks for the same prompts at each step. The same rollouts leave the same weights: whole runs of TRL and
 Colograd, with clipping, schedule and AdamW, are compared in the tests. Learning curves therefore differ by what is
