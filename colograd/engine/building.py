@@ -26,7 +26,28 @@ from .whole_pictures import whole_of_known_features, whole_on_cpu
 TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.27,<0.33"
 
+OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError)
 _kernels_found = False  # by an engine of this process, see `kernels_found_once`
+
+
+@contextlib.contextmanager
+def told_of_vllm(model: str) -> Iterator[None]:
+    """Name the model, and vLLM, in an error of vLLM's code: it lists models that its build for a device can't run.
+
+    Raises:
+        RuntimeError: in the place of such an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        of_torch = isinstance(error, RuntimeError) and type(error).__module__ == "builtins"
+        if not of_torch and not isinstance(error, OF_CODE):
+            raise
+        line = next(iter(str(error).strip().splitlines()), "")
+        raise RuntimeError(
+            f"vLLM can't run {model} on this machine ({type(error).__name__}: {line}): choose another model, or "
+            f"another version of vLLM ({PIN})."
+        ) from error
 
 
 def check_vllm() -> None:

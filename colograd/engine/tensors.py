@@ -44,8 +44,8 @@ class VLLMTensors:
         found = mapper.apply_list([name])
         return found[0] if found else name
 
-    def written_through(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        ends = name.rpartition(".")[2], self.renamed(name).rpartition(".")[2]
+    def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
         return FUNCTIONS.get(ends)
 
     def expert_layout(self, name: str) -> str:

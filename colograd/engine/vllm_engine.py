@@ -24,7 +24,7 @@ from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
-from .building import buffers_stay, build_conditions, check_vllm, untested_vllm, usual_algorithms
+from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .images import (
     check_expanded,
@@ -116,7 +116,8 @@ class VLLMEngine:
             if self._reads_images:
                 find_gemma3()
             while_built.enter_context(classes_apart(lambda: self.model))
-            self.llm: Any = LLM(**kwargs)
+            with told_of_vllm(model_path):
+                self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             leads = self._lockstep is None or self._lockstep.leads
             self._routed = RouterLog(self.core, not config.on_cpu) if config.router_replay and leads else None
@@ -426,7 +427,7 @@ class VLLMEngine:
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
         request = self._enqueue(prompt, params)
         outputs: list[Any] = []
-        with usual_algorithms():
+        with usual_algorithms(), told_of_vllm(self.vllm_config.model_config.model):
             while self.core.has_unfinished_requests():
                 outputs += self.core.step()
         del self._open[request]

@@ -56,8 +56,15 @@ def num_experts(model_config: Any) -> int:
     """Experts of a layer among which routers choose; 0: it is no mixture."""
     text = model_config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    found = max((int(getattr(text, name, None) or 0) for name in names), default=0)
-    return found if getattr(text, "num_experts_per_tok", None) or found > 1 else 0
+    found = max(int(getattr(text, name, None) or 0) for name in names)
+    return found if experts_per_token(model_config) or found > 1 else 0
+
+
+def experts_per_token(model_config: Any) -> int:
+    """0: the configuration doesn't say."""
+    text = model_config.get_text_config()
+    names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+    return max(int(getattr(text, name, None) or 0) for name in names)
 
 
 def active_parameters(model: Any) -> int:
@@ -65,7 +72,7 @@ def active_parameters(model: Any) -> int:
     total, experts = int(model.num_parameters()), num_experts(model.config)
     if not experts:
         return total
-    idle = 1 - model.config.get_text_config().num_experts_per_tok / experts
+    idle = 1 - (experts_per_token(model.config) or experts) / experts
     return total - int(idle * sum(p.numel() for name, p in model.named_parameters() if ".experts." in name))
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from ..engine.protocol import EngineTensors
 from ..policy.images import in_tower
@@ -101,7 +102,7 @@ def map_parameters(
     for name, buffer in policy.named_buffers():  # what the engine has as a parameter: a router's correction, say
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], own_names[base] = buffer, name
-    slices, missing = [], []
+    slices, missing, others = [], [], dict[str, str]()
     for name, source in sources.items():
         if (experts := _experts(name, targets, engine)) is not None:
             own = own_names[name]
@@ -113,6 +114,10 @@ def map_parameters(
             slices += [Slice(own, source, *part) for part in parts]
             continue
         found = _whereabouts(name, sources, targets, engine)
+        module = policy.get_submodule(own_names[name].rpartition(".")[0])
+        if found and isinstance(module, Conv1D) and source.dim() == 2:  # as GPT-2's projections
+            slices.append(Slice(own_names[name], source, found[0].detach().mT))
+            continue
         if found and ranks > 1 and name.split(".")[-2] in engine.fusions:
             if in_tower(name):
                 slices += [Slice(own_names[name], source, *part) for part in _thirds(found[0], source, place, ranks)]
@@ -120,16 +125,56 @@ def map_parameters(
             found = None  # fused in the checkpoint already: where its parts end, no shape tells
         split = found and _split(*found, place, ranks)
         if not split:
-            missing.append(f"{name} {tuple(source.shape)}")
+            missing.append(name)
         else:
             slices.append(Slice(own_names[name], source, *split))
     if missing:
-        raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {', '.join(missing[:4])}.")
+        free = {name: targets[name] for name in _uncovered(slices, targets)}
+        others = {name: _alike(name, sources, missing, free) for name in missing}
+        slices += [Slice(own_names[n], sources[n], _within(free[other], sources[n])) for n, other in others.items()]
     bare = sorted(_uncovered(slices, targets))
     if bare:
         raise UnmappedParameter(f"The policy has no source for {len(bare)} engine tensors: {', '.join(bare[:4])}.")
-    functions = {own: engine.written_through(name) for name, own in own_names.items() if name is not None}
+    functions = {
+        own: engine.written_through(name, others.get(name)) for name, own in own_names.items() if name is not None
+    }
     return [dataclasses.replace(p, packed=packed.get(p.name), through=functions.get(p.name)) for p in slices]
+
+
+def _alike(
+    name: str, sources: Mapping[str, torch.Tensor], missing: Sequence[str], free: Mapping[str, torch.Tensor]
+) -> str:
+    """The engine's other name for a parameter: that of the only tensor left of its layer and its shape, but for a
+    filled-up vocabulary. (That it holds the parameter's value and is read, the proof shows as of any.)
+
+    Raises:
+        UnmappedParameter: there is none, or more than one.
+    """
+
+    source = sources[name]
+
+    def fits(tensor: torch.Tensor) -> bool:
+        sizes, own = ([size for size in each.shape if size > 1] for each in (tensor, source))
+        return sizes == own or (len(own) == 2 and not _layer_of(name) and sizes[1:] == own[1:] and sizes[0] > own[0])
+
+    def like(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return [each for each in names if _layer_of(each) == _layer_of(name) and fits(tensors[each])]
+
+    found, rivals = like(free, free), like(missing, sources)
+    if len(found) != 1 or len(rivals) != 1:
+        every = ", ".join(f"{each} {tuple(sources[each].shape)}" for each in missing[:4])
+        raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {every}.")
+    return found[0]
+
+
+def _within(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The view of an engine's tensor that holds a parameter of another number of dimensions, or of fewer rows."""
+    target = target.detach()
+    return target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
+
+
+def _layer_of(name: str) -> str:
+    return next((part for part in name.split(".") if part.isdecimal()), "")
 
 
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

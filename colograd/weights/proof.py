@@ -129,9 +129,9 @@ def _check_differences(found: torch.Tensor, engine: Engine, where: str = "") -> 
     error, most = float(found.abs().mean()), allowed(engine.dtype)
     if not error <= most:
         raise RuntimeError(
-            f"With the quantised base's values the engine differs from the policy by {error:.2g} nats on average"
-            f"{where}, where {most:g} is rounding: this architecture's weights are laid out in a way that isn't known "
-            "yet. Take the model without quantisation."
+            f"With the policy's values the engine differs from it by {error:.2g} nats on average{where}, where "
+            f"{most:g} is rounding: vLLM computes this architecture otherwise, or has its weights in a way that isn't "
+            "known yet. Choose another model; or this one without quantisation, if it is quantised."
         )
 
 

@@ -166,6 +166,13 @@ def weight_sync(
     if packed or served:
         _dequantise(slices if engine.blank else packed, policy, engine, device, seen)
     sides = Sides(policy, engine, slices, device, equal and not packed, seen)
+    found = _chosen(wanted, sides, adapter, cut)
+    if sides.equal:
+        proof.check_same(policy, engine)  # the architecture, too, is one for both
+    return found
+
+
+def _chosen(wanted: str, sides: Sides, adapter: Adapter | None, cut: bool) -> WeightSync:
     with_slots = check_choice(wanted, adapter, cut)
     if is_import_path(wanted):
         return _own(wanted, sides)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tiny
 from paths import ROOT
-from transformers import JetMoeConfig, LlamaConfig, LlavaConfig, MixtralConfig
+from transformers import LlamaConfig, LlavaConfig, MixtralConfig
 
 import colograd
 from colograd.runtime.importing import import_when_used
@@ -73,7 +73,6 @@ def test_a_command_answers_before_anything_large_is_imported(module: str) -> Non
 def test_a_model_that_cant_be_trained_is_refused_before_anything_large_is_imported(tmp_path: Path) -> None:
     """From its configuration alone: neither vLLM, nor the trainer, nor the dataset's rows are there when it is said."""
     refused = {
-        "another family": (JetMoeConfig(), "jetmoe is a mixture of experts that wasn't tried"),
         "noise": (MixtralConfig(router_jitter_noise=0.1), "mixtral has router_jitter_noise 0.1"),
         "sees otherwise": (LlavaConfig(), "llava reads more than text"),
         "packed otherwise": (LlamaConfig(quantization_config={"quant_method": "gptq"}), "gptq"),
