@@ -579,7 +579,7 @@ def test_a_tensor_parallel_size_that_divides_ranks_and_machines_is_taken(monkeyp
 
 def test_overlong_prompts_are_dropped_and_counted() -> None:
     prompts = tokenize([ROW, {"prompt": "a b c d e f", "answer": ""}, ROW], limit=5)
-    assert (len(prompts), prompts.num_dropped, prompts.longest) == (2, 1, 4)
+    assert (len(prompts), prompts.dropped, prompts.longest) == (2, {1: 6}, 4)
 
 
 def test_none_abstains() -> None:

@@ -131,6 +131,12 @@ def test_the_list_of_pages_has_every_page() -> None:
     assert "(docs/contents.md)" in (ROOT / "README.md").read_text()
 
 
+def test_who_follows_readme_and_quickstart_has_a_folder_for_each_run() -> None:
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md")]
+    named = [name for text in texts for name in re.findall(r"(?:GRPOConfig\(\"|--output_dir )(runs/[\w-]+)", text)]
+    assert len(named) == len(set(named)) >= 3, named
+
+
 def test_the_architecture_names_files_that_are_there() -> None:
     """And each of the five features that it has a place for takes at most three files."""
     text = (ROOT / "docs" / "architecture.md").read_text()
