@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..batch import ScoredGroup
+from ..runtime.sizes import size_of
 from .ranks import gather, rank
 
 Place = tuple[int, int]  # (the rank that sampled a group, its index there)
@@ -19,9 +20,8 @@ MIN_GAIN = 0.1  # of the slowest rank's cost: below, nothing moves
 def pair_cost(config: Any, num_parameters: int) -> float:
     """What one query-key pair costs, in tokens: 4 * heads * head_dim FLOPs per layer against a token's 2 per parameter
     (forward; the backward doubles both)."""
-    text = config.get_text_config()
-    layers, heads = getattr(text, "num_hidden_layers", 0), getattr(text, "num_attention_heads", 0) or 0
-    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(heads, 1)
+    layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
+    size = size_of(config, "head_dim") or size_of(config, "hidden_size") // max(heads, 1)
     return 2.0 * layers * heads * size / max(num_parameters, 1)
 
 

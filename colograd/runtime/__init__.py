@@ -2,5 +2,5 @@
 
 `process` sets threads, rank variables and quiet logs; `gpus` looks for GPUs without torch; `importing` finds what a
 user names by import path, and puts off what others import in vain; `hub` asks whether a model's or a
-dataset's name leads anywhere; `trl_scripts` has what TRL's scripts import beside the trainer.
+dataset's name leads anywhere; `sizes` reads those of a model's configuration; `trl_scripts` has what TRL's scripts import beside the trainer.
 """

@@ -1,8 +1,4 @@
-"""`copied`: the engine has its own copy of the weights; a publish is one in-place pass over the bytes.
-
-The plan (which view goes to which slice) is made once. Publishing then is one multi-tensor copy that also casts: no
-name look-ups, no per-tensor loader.
-"""
+"""`copied`: the engine has its own copy of the weights; a publish is one planned copy, which also casts."""
 
 from __future__ import annotations
 
@@ -37,12 +33,7 @@ class Copies:
 
 
 class CopiedWeights(PlannedSync):
-    """Copies the policy into the engine, cast to the engine's dtype.
-
-    Args:
-        policy, engine: both hold the weights; ``slices`` pairs them.
-        why: why the memory isn't shared, for the user.
-    """
+    """Copies the policy into the engine, cast to the engine's dtype; ``why`` says why the memory isn't shared."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)

@@ -1,7 +1,6 @@
 """`copied` for an adapter that vLLM can't serve: the engine's tensors are W + scaling * B A, computed out of place.
 
-The policy is never merged and unmerged (which drifts in bfloat16): each publish computes the matrices of the adapted
-layers in float32, one layer at a time, and rounds them once into the engine's tensors.
+Each publish computes these in float32, a layer at a time, and rounds them once: merging the policy itself would drift.
 """
 
 from __future__ import annotations
@@ -19,13 +18,8 @@ from .sync import PlannedSync
 
 
 class MergedWeights(PlannedSync):
-    """Publishes a PeftModel as the weights it amounts to.
-
-    Args:
-        policy: a PeftModel, on its device; what isn't trained of its base is copied at the first publish only.
-        engine: without the adapter; ``slices`` pairs its weights with those of the base.
-        why: why the adapter isn't served, for the user.
-    """
+    """Publishes a PeftModel as the weights it amounts to; what isn't trained of its base only once. ``why`` says why
+    the adapter isn't served."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)

@@ -49,10 +49,8 @@ def _move(policy: torch.nn.Module, device: torch.device) -> None:
 
 
 def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
-    """The adapter that the engine is to have slots for; None: there is none, or it is merged on its way.
-
-    Args:
-        cut: a rank will hold a part of the policy's weights only.
+    """The adapter that the engine is to have slots for; None: there is none, or it is merged on its way. With ``cut`` a
+    rank will hold a part of the policy's weights only.
 
     Raises:
         ValueError: what ``weights`` forces can't be had.
@@ -110,9 +108,8 @@ def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice
 def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
     """Whether the policy will share the engine's memory, as far as can be known before both are there."""
     adapter, dtype = policy.adapter, policy.model.dtype
-    if config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged):
-        return False
-    if config.cuts_weights:
+    copied = config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged)
+    if copied or config.cuts_weights:
         return False
     return engine_dtype(config, dtype) == dtype and config.vllm_tensor_parallel_size == 1
 
@@ -133,9 +130,8 @@ def weight_sync(
     cut: bool = False,
     seen: ModelInput | None = None,
 ) -> WeightSync:
-    """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
-
-    The policy comes on the CPU or wherever the user put it; the accelerator never holds two copies of what is shared.
+    """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it. The
+    device never holds two copies of what is shared.
 
     Args:
         wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a class (a
@@ -191,14 +187,9 @@ def _chosen(wanted: str, sides: Sides, adapter: Adapter | None, cut: bool) -> We
 
 
 def _dequantise(
-    slices: Sequence[Slice],
-    policy: torch.nn.Module,
-    engine: Engine,
-    device: torch.device,
-    seen: ModelInput | None,
+    slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, device: torch.device, seen: ModelInput | None
 ) -> None:
-    """Write a quantised base into the engine, which then is shown to say what the policy does: of text, and behind a
-    prompt with images, where there is one. Without one no layer that sees computes anything.
+    """Write a quantised base into the engine, which then is shown to say what the policy does.
 
     Raises:
         RuntimeError: it doesn't, or doesn't use some of the packed weights that it was given.
@@ -215,7 +206,6 @@ def _dequantise(
 
 
 def _own(path: str, sides: Sides) -> WeightSync:
-    """The user's class."""
     sides.place_policy()
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return find_weight_sync(path)(sides.policy, sides.engine, sides.slices)
@@ -231,12 +221,8 @@ def _gathered(sides: Sides) -> GatheredWeights:
 
 
 def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
-    """Shared or copied: a policy's own weights, or a LoRA's base.
-
-    Args:
-        constant: equal now and for good. Then they are right wherever the engine reads them from, and equality is proof
-            enough.
-    """
+    """Shared or copied: a policy's own weights, or a LoRA's base. ``constant``: equal now and for good, which is proof
+    enough, wherever the engine reads them from."""
     obstacles = {part.name: reason for part in sides.slices if (reason := shared.obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
@@ -280,7 +266,6 @@ def _adapter(wanted: str, sides: Sides) -> AdapterWeights:
 
 
 def _merged(sides: Sides, why: str) -> MergedWeights:
-    """LoRA that is merged into the engine's copy on its way."""
     sides.place_policy()
     merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
     moving = merged.moving if sides.equal else sides.slices
