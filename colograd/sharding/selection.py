@@ -19,7 +19,6 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
 
 
 def strategy_name(config: GRPOConfig) -> str:
-    """The strategy's name: one rank has nobody to share with."""
     return config.sharding if config.world_size > 1 else "none"
 
 
@@ -29,13 +28,9 @@ def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Refuse what can't be shared out.
-
-    Args:
-        optimizer: the one that the trainer was given, if any.
-
+    """
     Raises:
-        ValueError: its state might be made for whole parameters.
+        ValueError: the state of the optimizer that the trainer was given might be made for whole parameters.
     """
     if optimizer is not None and config.sharding != "none":
         raise ValueError(
