@@ -142,10 +142,7 @@ def _given_overrides(given: Any) -> dict[str, Any]:
 
 
 def check_split(config: GRPOConfig, model_config: Any) -> None:
-    """
-    Raises:
-        ValueError: ``vllm_tensor_parallel_size`` doesn't divide a size of the model.
-    """
+    """Raise a ValueError if ``vllm_tensor_parallel_size`` doesn't divide a size of the model."""
     check_parts(model_config, config.vllm_tensor_parallel_size, config.world_size)
 
 

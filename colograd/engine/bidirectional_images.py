@@ -33,7 +33,6 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         return metadata
 
     def _pictures(self, step: Any) -> Pictures | None:
-        """Those of a step, as vLLM describes it."""
         starts, ends = step.query_start_loc_cpu.tolist(), step.seq_lens.tolist()
         tokens, rows, counts, seen = list[int](), list[int](), list[int](), list[int]()
         for row, ranges in (step.mm_req_doc_ranges or {}).items():

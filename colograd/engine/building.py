@@ -28,10 +28,7 @@ _kernels_found = False  # by an engine of this process, see `kernels_found_once`
 
 
 def check_vllm() -> None:
-    """
-    Raises:
-        RuntimeError: there is no vLLM that works, as far as is known.
-    """
+    """Raise a RuntimeError if there is no vLLM that works, as far as is known."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
     try:
         from vllm import __version__ as found
@@ -48,10 +45,7 @@ def check_vllm() -> None:
 
 
 def check_experts(experts: int, on_cpu: bool) -> None:
-    """
-    Raises:
-        RuntimeError: a mixture's ``experts`` would be packed away, out of reach of a publish.
-    """
+    """Raise a RuntimeError if a mixture's ``experts`` would be packed away, out of reach of a publish."""
     if not experts or not on_cpu:
         return
     try:

@@ -68,10 +68,7 @@ def _written_placeholders(asked: ModelInput) -> list[int]:
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
-    """
-    Raises:
-        RuntimeError: vLLM didn't read the very tokens that the trainer's row has.
-    """
+    """Raise a RuntimeError if vLLM didn't read the very tokens that the trainer's row has."""
     if asked.images is None or tuple(found) == asked.ids:
         return
     token = asked.ids[asked.images.places[0]]
@@ -84,10 +81,7 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
 
 
 def check_same_processor(model_config: Any, processor: Any) -> None:
-    """
-    Raises:
-        ValueError: a setting of vLLM's image processor isn't that of the trainer's.
-    """
+    """Raise a ValueError if a setting of vLLM's image processor isn't that of the trainer's."""
     from vllm.transformers_utils.processor import cached_processor_from_config
 
     theirs = cached_processor_from_config(model_config).image_processor.to_dict()
@@ -108,10 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
-    """
-    Raises:
-        RuntimeError: this vLLM's attention on a CPU can't be told which tokens of a picture see each other.
-    """
+    """Raise a RuntimeError if this vLLM's attention on a CPU can't be told which tokens of a picture see each other."""
     if not (on_cpu and getattr(core.vllm_config.model_config, "is_mm_prefix_lm", False)):
         return
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -126,10 +117,7 @@ def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
 
 
 def check_forgets(core: Any) -> None:
-    """
-    Raises:
-        RuntimeError: this vLLM keeps features of older weights, or takes no prompts whose pictures it has read.
-    """
+    """Raise a RuntimeError if this vLLM keeps features of older weights, or takes no prompts that it has read."""
     if not (hasattr(core, "reset_encoder_cache") and hasattr(getattr(core, "renderer", None), "render_cmpl")):
         from vllm import __version__ as found
 

@@ -24,7 +24,6 @@ class LengthHistory:
         self._means: dict[str, float] = {}  # by `ModelInput.key`
 
     def add(self, prompt: Prompt, group: Group) -> None:
-        """Note how many tokens the model wrote for a prompt, as it was asked."""
         lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
         self._means[prompt.input.key] = sum(lengths) / len(lengths)
 

@@ -172,7 +172,6 @@ class RouterLog:
 
 
 def _expert_layers(model: torch.nn.Module) -> list[Any]:
-    """vLLM's layers of experts, in their order."""
     try:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
     except ImportError:  # a vLLM that has them elsewhere

@@ -19,8 +19,6 @@ RESERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn."""
-
     n: int  # G: completions per prompt
     max_tokens: int
     temperature: float
@@ -83,10 +81,7 @@ def request_seed(seed: int, position: int, purpose: str = "train") -> int:
 
 
 def check_sampling(config: GRPOConfig) -> None:
-    """
-    Raises:
-        ValueError: ``generation_kwargs`` has a name that vLLM doesn't know, or that the trainer sets itself.
-    """
+    """Raise a ValueError if ``generation_kwargs`` has names that vLLM doesn't know, or that the trainer sets itself."""
     from vllm import SamplingParams
 
     known = inspect.signature(SamplingParams).parameters

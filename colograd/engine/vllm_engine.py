@@ -52,7 +52,6 @@ class VLLMEngine:
 
     Args:
         model_path: folder or Hub id that vLLM loads.
-        config: the run's configuration.
         dtype: the policy's dtype; the engine's unless ``vllm_engine_kwargs`` says otherwise.
         context: tokens that one sequence may need, prompt and completion together; None: the model's own.
         kv_bytes: of the KV cache; 0: on a GPU what ``vllm_gpu_memory_utilization`` leaves for it.
@@ -133,12 +132,10 @@ class VLLMEngine:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model that samples, in this process."""
         return self.core.model_executor.driver_worker.worker.model_runner.model
 
     @property
     def vllm_config(self) -> Any:
-        """The settings that vLLM arrived at."""
         return self.core.vllm_config
 
     def describe(self) -> str:

@@ -155,7 +155,6 @@ class FailureDetector:
 
     @contextlib.contextmanager
     def body(self, what: str) -> Iterator[None]:
-        """See `ends_together`."""
         if self._inside:
             watchdog.progress(what)
             yield
@@ -360,8 +359,7 @@ class _Coordinator:
         """Rank 0 is done. The others go on without being told of failures."""
         with self._lock:
             for caller in self._callers:
-                with contextlib.suppress(OSError):
-                    caller.connection.sendall(_line(bye=True))
+                self._send(caller, bye=True)
         self._stop.close()
 
     def _spread(self, fault: Fault) -> None:

@@ -51,7 +51,6 @@ class RankLayout:
 
     @property
     def engine_group(self) -> tuple[int, ...]:
-        """The ranks of this rank's engine."""
         first = self.rank - self.engine_place
         return tuple(range(first, first + self.ranks_per_engine))
 
@@ -62,7 +61,6 @@ class RankLayout:
 
     @property
     def node(self) -> int:
-        """The machine."""
         return self.rank // self.ranks_per_node
 
     @property
@@ -97,10 +95,7 @@ class Place:
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """
-    Raises:
-        ValueError: the ranks don't lie on nodes as `RankLayout` counts them, or not each on a device of its own.
-    """
+    """Raise a ValueError if ranks don't lie on nodes as `RankLayout` counts them, each on a device of its own."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}
@@ -131,10 +126,7 @@ def check_places(places: Sequence[Place]) -> None:
 
 
 def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
-    """
-    Raises:
-        ValueError: on all ranks, naming the first engine whose ranks are on several machines.
-    """
+    """Raise a ValueError if an engine's ranks are on several machines, on all ranks alike."""
     size, on_node = layout.ranks_per_engine, layout.ranks_per_node
     for first in range(0, layout.world_size if size > 1 else 0, size):
         shared = places[first : first + size]

@@ -33,7 +33,6 @@ class Lockstep:
         dist.broadcast_object_list([message], self._leader, self._group)
 
     def listen(self) -> Any:
-        """Wait for the leader's next message."""
         message: list[Any] = [None]
         dist.broadcast_object_list(message, self._leader, self._group)
         watchdog.progress("a step of the engine")

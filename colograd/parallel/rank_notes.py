@@ -50,7 +50,6 @@ class RankNotes:
         return json.loads(store.get(key))
 
     def clear(self, subject: str) -> None:
-        """Remove this rank's note."""
         if world_size() == 1:
             self._own.pop(subject, None)
         else:

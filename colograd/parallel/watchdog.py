@@ -44,7 +44,6 @@ def set_limit(seconds: float | None) -> None:
 
 
 def limit() -> float | None:
-    """In seconds; see `set_limit`."""
     return _limit
 
 
@@ -61,7 +60,6 @@ def progress(stage: str = "") -> None:
 
 
 def finish(work: dist.Work) -> None:
-    """Wait for an exchange that is under way."""
     work.wait()
     progress()
 
@@ -103,7 +101,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="colograd-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look; does nothing where it has begun."""
         if self._thread.ident is None:
             self._thread.start()
 

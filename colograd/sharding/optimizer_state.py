@@ -185,7 +185,6 @@ def _in_files(paths: Sequence[Path], files: contextlib.ExitStack) -> tuple[State
 
 
 def _has(stored: State, piece: Owned) -> bool:
-    """Whether all of a part's state is there."""
     of_parameter = stored.get(piece.name, {})
     wanted = range(piece.start, piece.stop)
     found = {

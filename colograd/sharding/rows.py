@@ -47,7 +47,6 @@ class Cut:
         return self.shape[1:].numel()
 
     def rows_of(self, owner: int) -> range:
-        """The rows that a rank has."""
         return range(min(owner * self.share, self.shape[0]), min((owner + 1) * self.share, self.shape[0]))
 
     @property

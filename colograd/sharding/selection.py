@@ -23,15 +23,11 @@ def strategy_name(config: GRPOConfig) -> str:
 
 
 def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
-    """The strategy's class, once ``auto`` is resolved."""
     return STRATEGIES[strategy_name(config)]
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """
-    Raises:
-        ValueError: the state of the optimizer that the trainer was given might be made for whole parameters.
-    """
+    """Raise a ValueError if the given optimizer's state might be made for whole parameters."""
     if optimizer is not None and config.sharding != "none":
         raise ValueError(
             f"sharding is {config.sharding!r} and an optimizer is given ({type(optimizer).__name__}), but each rank's "
