@@ -87,6 +87,7 @@ def build_conditions(
     with contextlib.ExitStack() as while_built:
         enter = while_built.enter_context
         enter(usual_algorithms())
+        enter(output_with_a_descriptor())
         # vLLM reseeds python, numpy and torch; the user's seed must still mean something afterwards.
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
@@ -140,6 +141,17 @@ def rank_variables_of(device: torch.device) -> Iterator[None]:
         yield
     finally:
         os.environ.update(launched)
+
+
+@contextlib.contextmanager
+def output_with_a_descriptor() -> Iterator[None]:
+    """While the context lasts, standard output has the file descriptor that vLLM asks for; Colab's has none."""
+    with contextlib.ExitStack() as while_built:
+        try:
+            sys.stdout.fileno()
+        except (OSError, AttributeError):
+            while_built.enter_context(contextlib.redirect_stdout(sys.__stdout__))
+        yield
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import re
 import sys
@@ -64,8 +66,9 @@ def test_a_notebook_runs(
     monkeypatch.setenv("COLOGRAD_STEPS", "2")
     names: dict[str, Any] = {}
     try:
-        for source in cells(path):
-            exec(compile(source, f"{path.name}", "exec"), names)
+        with contextlib.redirect_stdout(io.StringIO()):  # without a file descriptor, as Colab's
+            for source in cells(path):
+                exec(compile(source, f"{path.name}", "exec"), names)
     except BaseException:
         if "trainer" in names and hasattr(names["trainer"], "weights"):
             names["trainer"].close()
