@@ -69,10 +69,7 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
-        """
-        Raises:
-            ValueError: there is no such loss.
-        """
+        """Raise a ValueError if there is no such loss."""
         correction = None
         if config.vllm_importance_sampling_correction:
             bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
@@ -104,7 +101,6 @@ class Objective:
         return self.entropy_bonus and batch.step_constants.coefficient != 0
 
     def denominator(self, step: StepBatch) -> float:
-        """What the step's sum is divided by."""
         return self.loss.denominator(step)
 
     def __call__(
