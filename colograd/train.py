@@ -18,7 +18,9 @@ if __name__ == "__main__" and not __package__:
     # Run as a file, Python puts colograd/ first on the path, where our modules would shadow others of the same name.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from colograd import __version__
 from colograd.runtime import process
+from colograd.runtime.waiting import Waiting
 
 if TYPE_CHECKING:
     from colograd import GRPOConfig, GRPOTrainer
@@ -59,13 +61,21 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
     try:
         process.prepare_ranks()
         process.follow_launcher()
-        with process.collector_at_rest():  # from the imports on
+        first = f"colograd {__version__}: loading the libraries"
+        shown = os.environ.get("RANK", "0") == "0"
+        with process.collector_at_rest(), Waiting(first, _stage, shown):  # from the imports on
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if "--verbose" in argv:
             raise
         print(f"colograd: error: {error}", file=sys.stderr)
         return None
+
+
+def _stage() -> str:
+    """What the start is at, as soon as the module is there that knows it."""
+    stage = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
+    return "" if stage is None else str(stage())
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:

@@ -1,7 +1,6 @@
 """What the routers of a mixture of experts did with a row: how its tokens were spread, and the gradient of that.
 
-A completion is counted with its prompt, so a prompt that a row holds once counts once per completion: as if each
-sequence had a row of its own.
+A prompt that a row holds once counts once per completion: as if each sequence had a row of its own.
 """
 
 from __future__ import annotations
@@ -28,17 +27,15 @@ class Routing:
 
     @property
     def balance_loss(self) -> torch.Tensor:
-        """E times the sum over experts of the share of tokens that each got and its mean probability: K for K experts
-        per token and an even spread. All layers are pooled, as transformers' `load_balancing_loss_func` has it.
-
-        Switch Transformer, arXiv 2101.03961, equations 4 to 6. Differentiable by the probabilities.
-        """
+        """E times the sum over experts of each one's share of tokens times its mean probability, of all layers pooled:
+        K for K experts per token and an even spread. Switch Transformer, arXiv 2101.03961, equations 4 to 6, as in
+        transformers' `load_balancing_loss_func`. Differentiable by the probabilities."""
         rows = self._rows
         return self.loads.shape[1] * (self.loads.sum(0) / rows * self.probabilities / rows).sum()
 
     @property
     def largest_load(self) -> torch.Tensor:
-        """() of a layer's experts, the load of the one that got the most by their mean; the layers' mean. 1: even."""
+        """() the largest load of a layer's experts by their mean load, averaged over layers; 1: even."""
         loads = self.loads
         return (loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)).mean()
 
@@ -77,11 +74,7 @@ def tells_routing(model: Any) -> bool:
 
 
 def routing_of(router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch) -> Routing:
-    """
-    Args:
-        router_logits: of each layer with experts, (T, E), in the packed row's order.
-        chosen: experts per token.
-    """
+    """From each layer's ``router_logits`` (T, E), in the packed row's order, with ``chosen`` experts per token."""
     weights = token_weights(micro_batch)
     loads, probabilities, entropy = [], [], []
     for logits in router_logits:
@@ -89,9 +82,8 @@ def routing_of(router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: 
         of_experts = logprobs.exp()
         probabilities.append(weights @ of_experts)
         with torch.no_grad():
-            picked = of_experts.topk(chosen, dim=-1).indices
-            counts = torch.zeros_like(of_experts[0]).index_add(0, picked.flatten(), weights.repeat_interleave(chosen))
-            loads.append(counts)
+            picked = of_experts.topk(chosen, dim=-1).indices.flatten()
+            loads.append(torch.zeros_like(of_experts[0]).index_add(0, picked, weights.repeat_interleave(chosen)))
             entropy.append(weights @ torch.special.entr(of_experts).sum(-1))
     return Routing(weights.sum(), torch.stack(loads), torch.stack(probabilities).sum(0), torch.stack(entropy).sum())
 

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ PHASES = (
 )  # fmt: skip
 
 COLUMNS = 120  # of a step's line, at most
+LONG = 10.0  # seconds after which the first step says how far it is
 SHORTEST = 0.005  # seconds of a phase that is shown
 RECENT = 20  # steps from which the end of a run is predicted
 
@@ -36,6 +37,7 @@ class Console(TrainerCallback):
         self.enabled = enabled
         self.bars = enabled and bars and sys.stderr.isatty()
         self._training: Any = tqdm(disable=True)
+        self._first = True  # no step has ended
         self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # when the last steps ended, and their numbers
 
     def say(self, line: str, level: int = logging.INFO) -> None:
@@ -53,10 +55,13 @@ class Console(TrainerCallback):
         for line in sorted({line for line in lines if line}):
             self.warn(line)
 
-    def generation(self, groups: int, name: str = "generate") -> GenerationBar:
-        return GenerationBar(groups, name, self.bars)
+    def progress(self, total: int, name: str, unit: str) -> Progress:
+        """Shows how far a part of a step is: as a bar, or in the first step, which nobody knows yet, in a few lines."""
+        first = self.enabled and not self.bars and self._first
+        return Progress(total, name, unit, self.bars, self.say if first else lambda line: None)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
+        self._first = False
         if not self.enabled:
             return
         reward = f"{metrics['reward']:.3f}" if metrics.get("reward") is not None else "-"
@@ -136,16 +141,37 @@ def until(seconds: float, now: datetime | None = None) -> str:
     return then.strftime("%H:%M" if then.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
-class GenerationBar:
-    def __init__(self, groups: int, name: str, shown: bool) -> None:
-        self._bar = tqdm(total=groups, unit="group", desc=name, leave=False, disable=not shown)
-        self._started, self._tokens = time.perf_counter(), 0
+class Progress:
+    """How far a part of a step is.
+
+    Args:
+        tell: is told in a line after `LONG` seconds, and then after twice as many each time.
+    """
+
+    def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
+        self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
+        self._of, self._tell, self._next = f"of {total} {unit}s", tell, LONG
+        self._name, self._started = name, time.perf_counter()
+        self._done, self._tokens, self._is_sampled = 0, 0, False
+
+    def sampled(self, tokens: int) -> None:
+        """Take tokens of parts that aren't done; `update` counts none then."""
+        self._is_sampled = True
+        self._go_on(0, tokens)
 
     def update(self, tokens: int) -> None:
-        self._tokens += tokens
-        rate = self._tokens / max(time.perf_counter() - self._started, 1e-9)
-        self._bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
-        self._bar.update(1)
+        """Take a part that is done."""
+        self._go_on(1, 0 if self._is_sampled else tokens)
+
+    def _go_on(self, done: int, tokens: int) -> None:
+        self._done, self._tokens = self._done + done, self._tokens + tokens
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        rate = f"{self._tokens / seconds:,.0f} tok/s"
+        self._bar.set_postfix_str(rate, refresh=False)
+        self._bar.update(done)
+        if seconds >= self._next:
+            self._tell(f"{self._name}: {self._done} {self._of} in {seconds:.0f} s, {rate}")
+            self._next = 2 * seconds
 
     def close(self) -> None:
         self._bar.close()

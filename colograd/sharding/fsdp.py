@@ -1,11 +1,8 @@
 """FSDP2 (`fully_shard`): the policy itself is cut too. Its weights come together block by block, in each pass over it.
 
-torch gathers a block's weights before it computes, and sums its gradients afterwards. As in the other strategies
-gradients add up in their own precision, and the optimizer updates this rank's rows, plain tensors in the memory that
-torch gathers from.
-
-As ranks exchange inside a forward, all of them must go through it: one that fails takes part in what the others still
-wait for, and then all fail alike.
+As in the other strategies gradients add up in their own precision, and the optimizer updates this rank's rows, plain
+tensors in the memory that torch gathers from. As ranks exchange inside a forward, one that fails takes part in what the
+others still wait for, and then all fail alike.
 """
 
 from __future__ import annotations

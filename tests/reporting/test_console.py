@@ -63,3 +63,26 @@ def test_a_step_s_line_fits_a_terminal_with_the_phases_that_take_long(
     Console(enabled=True, bars=False).step(3, steps, metrics)
     (line,) = capsys.readouterr().out.splitlines()
     assert shown in line and len(line) <= 120
+
+
+def test_the_first_long_step_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    console = Console(enabled=True, bars=True)  # there is no terminal
+    for step in (1, 2):
+        progress = console.progress(8, "generate", "group")
+        for part in range(8):
+            clock[0] += 3
+            progress.sampled(30)  # each after as many seconds
+            clock[0] += 3
+            progress.sampled(30)
+            if part:
+                progress.update(60)
+        console.step(step, 2, {"train/packed_tokens": 1.0})
+    assert capsys.readouterr().out.splitlines()[:-2] == [
+        "generate: 0 of 8 groups in 12 s, 10 tok/s",
+        "generate: 2 of 8 groups in 24 s, 10 tok/s",
+        "generate: 6 of 8 groups in 48 s, 10 tok/s",
+    ]
