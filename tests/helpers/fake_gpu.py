@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,7 +46,7 @@ namespace at::accelerator {  // else autograd asks for streams
 __attribute__((visibility("default"))) bool isAccelerator(c10::DeviceType) { return false; }
 }
 """
-CAPABILITY = (9, 0)  # an H100's
+H100 = SimpleNamespace(name="fake", major=9, minor=0, total_memory=80 * 2**30)
 KERNELS = ("silu_backward",)  # without a kernel for CUDA autograd takes them apart, with temporaries of their own
 
 
@@ -128,7 +129,7 @@ class FakeGPU(TorchDispatchMode):
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> FakeGPU:
-        self._open.enter_context(mock.patch("torch.cuda.get_device_capability", lambda *of: CAPABILITY))
+        self._open.enter_context(mock.patch("torch.cuda.get_device_properties", lambda *of: H100))
         self._open.enter_context(mock.patch("torch.Tensor.pin_memory", lambda *of: self._pin(of[0])))
         self._open.enter_context(mock.patch("torch.Tensor.is_pinned", lambda *of: self._is_pinned(of[0])))
         kernels = self._open.enter_context(torch.library._scoped_library("aten", "IMPL", "CUDA"))
