@@ -38,10 +38,11 @@ class _Sequence:
             self.rows = rows
         self.rows[start:end] = chosen
 
-    def whole(self, tokens: int) -> torch.Tensor:
-        """[tokens, L, K] of its own."""
-        rows = self.rows[:tokens]
-        return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
+
+def _filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[tokens, L, K] of its own: the first rows, and UNKNOWN where there are fewer."""
+    rows = rows[:tokens]
+    return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 
 
 class RouterLog:
@@ -141,7 +142,7 @@ class RouterLog:
                 f"router_replay is true, but vLLM {self.version} stepped under another name than {request!r}, so that "
                 "its experts aren't known: set router_replay: false, or install vLLM 0.31."
             )
-        whole = seen.whole(tokens)
+        whole = _filled(seen.rows, tokens)
         digests = list(self._digests([*prompt, *ids])) if self._block else []
         for place, digest in enumerate(digests[: seen.cached // (self._block or 1)]):
             if (known := self._cached.get(digest)) is not None:
@@ -158,8 +159,7 @@ class RouterLog:
                 "false, or install vLLM 0.31."
             )
         layers = [int(layer.layer_id) for layer in self._layers]
-        chosen = torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype)
-        return torch.cat([chosen, chosen.new_full((tokens - len(chosen), *chosen.shape[1:]), UNKNOWN)])
+        return _filled(torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype), tokens)
 
     def drop(self, request: str) -> None:
         self._seen.pop(request, None)
@@ -186,9 +186,7 @@ def _split(whole: torch.Tensor, prompt: int) -> RoutedExperts:
 
 def as_written(experts: RoutedExperts, prompt: int, completion: int) -> RoutedExperts:
     """Those of a conversation's last turn, whose prompt was all before it, as of the whole conversation's."""
-    whole = torch.cat([experts.prompt, experts.completion])
-    missing = whole.new_full((max(0, prompt + completion - len(whole)), *whole.shape[1:]), UNKNOWN)
-    return _split(torch.cat([whole, missing])[: prompt + completion], prompt)
+    return _split(_filled(torch.cat([experts.prompt, experts.completion]), prompt + completion), prompt)
 
 
 def one_prompt(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:

@@ -160,10 +160,10 @@ class Objective:
 
     def _surprising(self, entropy: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """(N,) 1 for the tokens of highest entropy, else 0."""
-        threshold = batch.step_constants.threshold
+        threshold: float | torch.Tensor | None = batch.step_constants.threshold
         if threshold is None:
             counted = entropy.float().where(batch.loss_mask > 0, torch.nan)
-            return (entropy >= counted.nanquantile(1 - self.top_entropy_quantile)).to(batch.loss_mask.dtype)
+            threshold = counted.nanquantile(1 - self.top_entropy_quantile)
         return (entropy >= threshold).to(batch.loss_mask.dtype)
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,11 +41,10 @@ class Traffic:
     reduced: int = 0  # of gradients
     gathered: int = 0  # of weights, after the optimizer
     published: int = 0  # written into the engine's tensors beside that
-    _names: ClassVar[Sequence[str]] = ("reduced", "gathered", "published")
 
     def take(self) -> dict[str, float]:
         """As metrics; counting begins anew."""
-        taken = {f"sync/{name}_bytes": float(getattr(self, name)) for name in self._names}
+        taken = {f"sync/{name}_bytes": float(number) for name, number in asdict(self).items()}
         self.reduced = self.gathered = self.published = 0
         return taken
 
