@@ -18,11 +18,7 @@ FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class VLLMTensors:
-    """The tensors of a vLLM model.
-
-    Args:
-        model: the model; its class alone has the names.
-    """
+    """The tensors of a vLLM model; its class alone has the names."""
 
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model

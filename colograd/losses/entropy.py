@@ -78,7 +78,6 @@ class EntropyController(TrainerCallback):
 
     @property
     def applied(self) -> float:
-        """The coefficient in the next step."""
         if self.config.use_adaptive_entropy and self.last_entropy > self.config.entropy_target:
             return 0.0
         return self.coefficient

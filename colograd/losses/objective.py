@@ -69,10 +69,7 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
-        """
-        Raises:
-            ValueError: there is no such loss.
-        """
+        """Raise a ValueError if there is no such loss."""
         correction = None
         if config.vllm_importance_sampling_correction:
             bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
@@ -104,7 +101,6 @@ class Objective:
         return self.entropy_bonus and batch.step_constants.coefficient != 0
 
     def denominator(self, step: StepBatch) -> float:
-        """What the step's sum is divided by."""
         return self.loss.denominator(step)
 
     def __call__(
@@ -164,10 +160,10 @@ class Objective:
 
     def _surprising(self, entropy: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """(N,) 1 for the tokens of highest entropy, else 0."""
-        threshold = batch.step_constants.threshold
+        threshold: float | torch.Tensor | None = batch.step_constants.threshold
         if threshold is None:
             counted = entropy.float().where(batch.loss_mask > 0, torch.nan)
-            return (entropy >= counted.nanquantile(1 - self.top_entropy_quantile)).to(batch.loss_mask.dtype)
+            threshold = counted.nanquantile(1 - self.top_entropy_quantile)
         return (entropy >= threshold).to(batch.loss_mask.dtype)
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:

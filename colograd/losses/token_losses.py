@@ -80,10 +80,7 @@ class TokenLoss(ABC):
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Self:
-        """
-        Raises:
-            ValueError: a field is neither the configuration's nor has a default, or the class is no dataclass.
-        """
+        """Raise a ValueError if a field is neither the configuration's nor has a default, or it is no dataclass."""
         names: list[str] = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         try:
             return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})

@@ -252,7 +252,6 @@ FLASH_HEAD = 256  # its largest heads
 
 
 def _flash_takes(query: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's variable-length flash attention computes this, on this device."""
     return (
         query.is_cuda
         and query.dtype in FLASH_DTYPES
@@ -262,9 +261,7 @@ def _flash_takes(query: torch.Tensor, dropout: float) -> bool:
     )
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache
@@ -318,9 +315,7 @@ class _GatherPlan:
         self.max_queries, self.max_keys = max(layout.lengths), max(key_lengths)
 
 
-@functools.lru_cache(maxsize=16)
-def _gather_plan(layout: SegmentLayout, device: torch.device, sink: bool = False) -> _GatherPlan:
-    return _GatherPlan(layout, device, sink)
+_gather_plan = functools.lru_cache(maxsize=16)(_GatherPlan)
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:

@@ -27,7 +27,6 @@ PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_proje
 
 
 def takes_images(model_config: Any) -> bool:
-    """Whether it is a model of one of the families above."""
     return getattr(model_config, "model_type", None) in FAMILIES
 
 
@@ -203,7 +202,6 @@ Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids 
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
-    """The images of a sequence of segments."""
     found, at = [], 0
     for segment in chain:
         found += [(at, of) for of in (micro_batch.images or {}).get(segment, ())]

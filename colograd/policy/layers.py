@@ -27,10 +27,7 @@ class NotCompiled(ValueError):
 
 
 def check_compiled(config: GRPOConfig, why_padded: str) -> None:
-    """
-    Raises:
-        ValueError: layers are to be compiled, but rows are padded (``why_padded``).
-    """
+    """Raise a ValueError if layers are to be compiled, but rows are padded (``why_padded``)."""
     if config.torch_compile and why_padded:
         raise ValueError(
             f"torch_compile is true, but compiled layers take packed rows, and this model's are padded ({why_padded}): "
@@ -62,7 +59,6 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether packed rows go through compiled layers."""
     return any(_is_compiled(layer) for layer in decoder_layers(model))
 
 
@@ -108,10 +104,7 @@ def _compiled(forward: Callable[..., Any], backend: str, mode: str | None) -> Ca
 def _forward(
     own: Callable[..., Any], compiled: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """
-    Raises:
-        NotCompiled: with torch's reason and the remedy.
-    """
+    """Raise a NotCompiled if torch can't compile the layer."""
     if kwargs.get("layout") is None:
         return own(layer, *args, **kwargs)
     try:

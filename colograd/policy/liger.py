@@ -23,10 +23,7 @@ from .row_proof import allowed, own_sample_logprobs
 
 
 def check_liger(config: GRPOConfig) -> None:
-    """
-    Raises:
-        ValueError: no GPU, or no liger-kernel.
-    """
+    """Raise a ValueError if there is no GPU, or no liger-kernel."""
     if not config.use_liger_kernel:
         return
     if config.on_cpu:

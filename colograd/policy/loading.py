@@ -52,7 +52,6 @@ class Policy:
 
     @property
     def image_token(self) -> int:
-        """The token whose embeddings are replaced by an image's features."""
         return int(self.model.config.image_token_id)
 
     @property
@@ -103,12 +102,14 @@ class Policy:
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        every = config.checkpointing
+        layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
         share = f", {trained / 1e6:,.2f} M trained (LoRA)" if self.adapter else ""
         lines = [
             f"policy: {self.model.num_parameters() / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
             f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
-            f"{_recomputed(config.checkpointing)}"
+            f"activations of {layers} computed twice"
         ]
         if self.quantization is not None:
             packed = packed_weights(self.model).values()
@@ -133,11 +134,6 @@ class Policy:
                 f"policy: it trains with dropout (up to {dropout:g}, from its configuration) and samples without, so "
                 "its log-probabilities differ from the sampler's: `disable_dropout: true` turns it off"
             )
-
-
-def _recomputed(every: int) -> str:
-    layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
-    return f"activations of {layers} computed twice"
 
 
 def load_policy(

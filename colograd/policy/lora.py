@@ -158,10 +158,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def check_lora_config(peft_config: Any) -> None:
-    """
-    Raises:
-        ValueError: it isn't a LoRA that only adds to the base.
-    """
+    """Raise a ValueError if it isn't a LoRA that only adds to the base."""
     import peft
 
     if not isinstance(peft_config, peft.PeftConfig):

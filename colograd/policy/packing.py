@@ -104,7 +104,6 @@ class PackedSequence(NamedTuple):
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """The completions of a row, in its order."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), [], 0
     ids = iter(row.rollouts)
     images = row.images or {}

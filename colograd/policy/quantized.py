@@ -21,8 +21,6 @@ FILE = "base_quantization.json"  # beside a saved adapter, whose base must be lo
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a policy's base is quantised."""
-
     settings: Mapping[str, Any]  # as in a checkpoint's config.json
     in_checkpoint: bool  # what vLLM would load is packed already
 
@@ -48,10 +46,7 @@ def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
 
 
 def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
-    """
-    Raises:
-        ValueError: the adapter in the folder was trained on a base of another precision.
-    """
+    """Raise a ValueError if the adapter in the folder was trained on a base of another precision."""
     noted = beside(folder)
     then = "as it is" if noted is None else f"quantised to {name_of(noted[0])}"
     now = "as it is" if quantization is None else f"quantised to {quantization.name}"
@@ -126,10 +121,7 @@ def saved_in(model_config: Any) -> dict[str, Any] | None:
 
 
 def check_method(settings: Mapping[str, Any], where: str) -> None:
-    """
-    Raises:
-        ValueError: it isn't bitsandbytes'.
-    """
+    """Raise a ValueError if it isn't bitsandbytes'."""
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "mxfp4":
         raise ValueError(

@@ -160,10 +160,7 @@ def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> tor
 
 
 def check_reference(config: GRPOConfig, policy: Policy) -> None:
-    """
-    Raises:
-        ValueError: the reference is to follow, and there is no second model that could.
-    """
+    """Raise a ValueError if the reference is to follow, and there is no second model that could."""
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
             "sync_ref_model is true and sharding is 'fsdp', but a rank has a part of the policy only and can't mix it "

@@ -4,7 +4,6 @@ configuration alone, before weights are read."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig
@@ -50,7 +49,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
 def check_planned(model_config: Any, ranks: int) -> None:
     """`check_supported` of what a plan names; ``ranks`` share an engine."""
     if images.has_tower(model_config):
-        _check_family(model_config, {})
+        _check_family(model_config)
     if num_experts(model_config):
         _check_experts_split(model_config, ranks)
 
@@ -89,7 +88,7 @@ def _check_experts_split(model_config: Any, ranks: int) -> None:
 
 def _check_images(model_config: Any, config: GRPOConfig) -> None:
     kind = model_config.model_type
-    _check_family(model_config, {})
+    _check_family(model_config)
     tokens = getattr(model_config, "mm_tokens_per_image", 0)
     window = getattr(model_config.get_text_config(), "sliding_window", None)
     if kind in images.BOTH_WAYS and window and tokens > window:
@@ -109,19 +108,16 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
         "use_liger_kernel": config.use_liger_kernel,
         "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,
     }
-    _check_family(model_config, settings)
-
-
-def _check_family(model_config: Any, settings: Mapping[str, bool]) -> None:
-    """``settings``: what isn't available for models that read images, by name, and whether it is set."""
-    kind = model_config.model_type
-    if not images.takes_images(model_config):
-        raise ValueError(
-            f"{kind} reads more than text, in a way that isn't known in this version: choose a vision-language model "
-            f"of the types {', '.join(images.FAMILIES)}, or a text model."
-        )
     if asked := [name for name, is_set in settings.items() if is_set]:
         raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
+
+
+def _check_family(model_config: Any) -> None:
+    if not images.takes_images(model_config):
+        raise ValueError(
+            f"{model_config.model_type} reads more than text, in a way that isn't known in this version: choose a "
+            f"vision-language model of the types {', '.join(images.FAMILIES)}, or a text model."
+        )
 
 
 def _configuration(model: Any, config: GRPOConfig) -> Any:

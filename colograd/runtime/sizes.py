@@ -7,7 +7,7 @@ from typing import Any
 
 def size_of(model_config: Any, *names: str) -> int:
     """The largest of the sizes that a configuration of transformers has by these names, in any layer; 0 without one."""
-    config, found = model_config.get_text_config(), []
+    config, found = model_config.get_text_config(), list[Any]()
     for name in names:
         try:
             values = getattr(config, name, None)

@@ -157,7 +157,6 @@ def _holder_and_part(layer: AdaptedLayer, engine: EngineTensors) -> tuple[Any, i
 
 
 def _fits(slot: Slot) -> bool:
-    """Whether the slot is as wide as the tensor, and its rank at least as large."""
     stack, (rows, columns) = slot.stack.shape, slot.source.shape
     if slot.kind == "lora_A":
         return stack[-1] == columns and stack[-2] >= rows
@@ -166,10 +165,7 @@ def _fits(slot: Slot) -> bool:
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """
-    Raises:
-        RuntimeError: random numbers that vLLM loads lie elsewhere than planned, or beside anything but zeros.
-    """
+    """Raise a RuntimeError if random numbers that vLLM loads lie elsewhere than planned, or other values do."""
     generator = torch.Generator().manual_seed(0)
     probes = [torch.rand(slot.source.shape, generator=generator) + 0.5 for slot in slots]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:

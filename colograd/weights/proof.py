@@ -98,10 +98,11 @@ def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None 
             logits = policy(tokens).logits[0, :-1].float()
         ours = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
         _check_differences(ours - theirs, engine)
-    room = 0 if seen is None else engine.context - len(seen) - 1
     if seen is None:
         return
-    if room < 1:  # completions of one token: what sees has computed at least, and is looked at in `check_read`
+    if (
+        room := engine.context - len(seen) - 1
+    ) < 1:  # completions of one token: what sees has computed at least, and is looked at in `check_read`
         engine.prompt_logprobs(seen)
         return
     behind = ids[: min(PROBE_TOKENS[0], room)]

@@ -19,10 +19,9 @@ from ..policy.quantized_layers import packed_weights
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
-from .copied import CopiedWeights, Copies
+from .copied import CopiedWeights, Copies, MergedWeights
 from .gathered import GatheredWeights
 from .mapping import Slice, map_parameters
-from .merged import MergedWeights
 from .shared import SharedWeights
 from .sync import WeightSync
 
@@ -37,10 +36,6 @@ class Sides:
     device: torch.device  # where the policy shall be
     equal: bool  # every slice was found to hold its parameter's value, as both sides loaded one checkpoint
     seen: ModelInput | None = None  # a prompt with images
-
-    def place_policy(self) -> None:
-        """Move what isn't on the device yet."""
-        _move(self.policy, self.device)
 
 
 def _move(policy: torch.nn.Module, device: torch.device) -> None:
@@ -206,7 +201,7 @@ def _dequantise(
 
 
 def _own(path: str, sides: Sides) -> WeightSync:
-    sides.place_policy()
+    _move(sides.policy, sides.device)
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return find_weight_sync(path)(sides.policy, sides.engine, sides.slices)
 
@@ -215,7 +210,7 @@ def _gathered(sides: Sides) -> GatheredWeights:
     """Until it is cut, the policy lies in the engine's memory where it can: the device never holds it twice."""
     if not any(shared.obstacle(part) for part in sides.slices):
         shared.bind(sides.slices)
-        sides.place_policy()  # its buffers
+        _move(sides.policy, sides.device)  # its buffers
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return GatheredWeights(sides.policy, sides.engine, sides.slices)
 
@@ -233,7 +228,7 @@ def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
     split = sides.engine.layout.ranks_per_engine > 1
     if wanted != "copied" and len(obstacles) < len(sides.slices) and not split:
         return _shared(sides, obstacles, constant)
-    sides.place_policy()
+    _move(sides.policy, sides.device)
     if not constant:
         proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     why = "as asked" if wanted == "copied" else next(iter(obstacles.values()), "")
@@ -247,7 +242,7 @@ def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> Share
     able = [part for part in sides.slices if part.name not in obstacles]
     rest = [(part, obstacles[part.name]) for part in sides.slices if part.name in obstacles]
     shared.bind(able)
-    sides.place_policy()  # what isn't bound: buffers, and the parameters that are copied
+    _move(sides.policy, sides.device)  # what isn't bound: buffers, and the parameters that are copied
     proved = [*able, *(part for part, _ in rest if part.packed is not None)]
     for part in [] if constant else proof.check_read(proved, sides.policy, sides.engine, sides.slices, seen=sides.seen):
         if part.packed is not None:
@@ -266,7 +261,7 @@ def _adapter(wanted: str, sides: Sides) -> AdapterWeights:
 
 
 def _merged(sides: Sides, why: str) -> MergedWeights:
-    sides.place_policy()
+    _move(sides.policy, sides.device)
     merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
     moving = merged.moving if sides.equal else sides.slices
     proof.check_read(moving, sides.policy, sides.engine, sides.slices, seen=sides.seen)

@@ -29,8 +29,8 @@ from colograd.policy.quantized_layers import packed_weights
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
 from colograd.weights import proof
+from colograd.weights.copied import MergedWeights
 from colograd.weights.mapping import UnmappedParameter, map_parameters
-from colograd.weights.merged import MergedWeights
 from colograd.weights.shared import SharedWeights
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
