@@ -82,7 +82,8 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     """The plan of one rank with micro-batches of ``tokens``, before its KV cache is sized."""
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
     device, joined = "cuda" if devices.on_gpu else "cpu", run.lengths.joined_keys(tokens)
-    activations = activation_bytes(run.shape, tokens, itemsize, run.checkpointing, device, joined)
+    trains_head = run.sizes.largest >= run.shape.vocabulary * run.shape.hidden
+    activations = activation_bytes(run.shape, tokens, itemsize, run.checkpointing, device, joined, trains_head)
     if run.tower is not None:
         activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     steps = run.samples and devices.on_gpu

@@ -28,6 +28,7 @@ class Shape:
     keys: int  # key-value heads * head size
     head: int  # size of one
     vocabulary: int
+    tied: bool = False  # the head's weight is the embedding's
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
@@ -48,6 +49,7 @@ class Shape:
             keys=size("num_key_value_heads", heads) * head,
             head=head,
             vocabulary=size("vocab_size", 0),
+            tied=bool(getattr(model_config, "tie_word_embeddings", False)),
         )
 
     def split(self, ranks: int) -> Shape:
@@ -101,27 +103,38 @@ def layer_bytes(shape: Shape, itemsize: int, joined: float = 1.0) -> float:
     return norms + itemsize * (3 * shape.queries + (2 + 2 * joined) * shape.keys + 4 * shape.intermediate)
 
 
-def _kept_by_layers(shape: Shape, itemsize: int, checkpointing: int, joined: float = 1.0) -> float:
-    """Bytes that all layers keep, per token: of each ``checkpointing``-th layer its input, and one layer in full."""
+def _kept_by_layers(shape: Shape, itemsize: int, checkpointing: int, joined: float = 1.0) -> tuple[float, float]:
+    """Bytes per token that all layers keep, and of the layer that is computed again: each ``checkpointing``-th keeps
+    its input only."""
     layer = layer_bytes(shape, itemsize, joined)
-    again = -(-shape.layers // checkpointing) if checkpointing else 0  # layers that are computed again
-    return (shape.layers - again) * layer + again * shape.hidden * itemsize + (layer if again else 0)
+    again = -(-shape.layers // checkpointing) if checkpointing else 0
+    return (shape.layers - again) * layer + again * shape.hidden * itemsize, layer if again else 0.0
 
 
 def activation_bytes(
-    shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, joined: float = 1.0
+    shape: Shape,
+    tokens: int,
+    itemsize: int,
+    checkpointing: int,
+    device: str,
+    joined: float = 1.0,
+    trains_head: bool = True,
 ) -> int:
-    """Estimated peak of one forward and backward beside weights and gradients.
+    """Estimated peak of one forward and backward beside weights and gradients: the largest of three moments.
 
-    To the layers' activations come the gradients inside one layer, the final norm, the head's input and its gradient,
-    two float32 tiles of logits (`logprobs`), and the gradient of the head's weight. SmolLM2-135M in bfloat16 on a CPU:
-    964 and 1,757 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with checkpointing 248 for 1,024 (272).
+    In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of
+    logits (`logprobs`), and the gradient of the head's weight. In the last layer: its gradients instead, beside the
+    head's if that waits for the embedding's, whose weight it is. In the embedding: its gradient in its dtype and in
+    float32; if tied, both and their sum in float32. Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py).
+    SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
+    checkpointing 325 for 1,024 (272).
     """
-    kept = _kept_by_layers(shape, itemsize, checkpointing, joined)
-    head = shape.hidden * (8 + 3 * itemsize)
-    tiles = 2 * 4 * TILE_ELEMENTS.get(device, 2**24)
-    inside = _gradients_inside(shape, itemsize, device, joined)
-    return int(tokens * (kept + inside + head)) + tiles + 4 * shape.vocabulary * shape.hidden
+    kept, again = _kept_by_layers(shape, itemsize, checkpointing, joined)
+    weight = 4 * shape.vocabulary * shape.hidden if trains_head else 0
+    head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
+    inside = tokens * (again + _gradients_inside(shape, itemsize, device, joined)) + (weight if shape.tied else 0)
+    embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
+    return int(max(tokens * kept + max(head, inside), embedding))
 
 
 def _gradients_inside(shape: Shape, itemsize: int, device: str, joined: float) -> float:
@@ -164,7 +177,7 @@ class Tower:
     def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
         """Estimated activations of a row of ``tokens``, as if all prompt tokens were image tokens."""
         patches = self.patches * tokens * lengths.prompts_share(tokens)
-        return int(patches * _kept_by_layers(self.shape, itemsize, checkpointing))
+        return int(patches * sum(_kept_by_layers(self.shape, itemsize, checkpointing)))
 
 
 def _patches(config: Any) -> float:

@@ -37,7 +37,7 @@ def test_a_7b_policy_that_sleeps_and_offloads_does_not_fit_one_gpu(qwen: Path) -
     run = large.run(qwen, ranks=1, sleeps=True, offloads=True)
     plan = best_plan(run, "none")
     assert plan.room > 40 * GIB and plan.remains("sampling") > 0
-    assert plan.remains("training") < -45 * GIB and not fits(run, "none")
+    assert plan.remains("training") < -43 * GIB and not fits(run, "none")
 
 
 def test_every_way_fits_as_much_as_the_next_or_less(qwen: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_one_error_with_what_would(qwen: Path) -> None:
     plan = dataclasses.replace(best_plan(run, "none"), remedies=remedies(run, "none"))
     said, head, *table = too_large(run, plan).splitlines()
     assert said.startswith("Training takes ") and " GiB more than the 80.00 GiB of a GPU; what would fit: " in said
-    assert "use_peft: true (LoRA, rank 16)" in said and "4 ranks with sharding: optimizer" in said
+    assert "use_peft: true (LoRA, rank 16)" in said and "2 ranks with sharding: gradients" in said
     assert "vllm_max_model_length" not in said, "weights, gradients and state alone are too large"
     assert head.split()[-2:] == list(PHASES) and table[-1].split()[0] == "remains"
 

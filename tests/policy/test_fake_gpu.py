@@ -33,9 +33,14 @@ def check_on_the_gpu(case: FIGURES) -> None:
     assert case["waits"] == [], "the host would wait for the device"
 
 
+def check_plan(case: FIGURES) -> None:
+    assert 0.9 < case["plan"] / case["peak"] < 1.1, (case["plan"] / 2**20, case["peak"] / 2**20)
+
+
 @pytest.mark.parametrize("name", ["dense_tied", "dense_untied"])
 def test_forward_and_backward(name: str, cases: dict[str, FIGURES]) -> None:
     case = found(cases, name)
     check_on_the_gpu(case)
     assert case["flash"] == {"forward": LAYERS, "backward": LAYERS}
     assert case["outputs"] == case["gradients"] == ["cuda torch.float32"]
+    check_plan(case)
