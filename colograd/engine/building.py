@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import random
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -38,6 +40,10 @@ def told_of_vllm(model: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if lacking := _not_inspected(str(error)):
+            raise RuntimeError(
+                f"vLLM's code for {model} can't be imported ({lacking}): install that package."
+            ) from error
         of_torch = isinstance(error, RuntimeError) and type(error).__module__ == "builtins"
         if not of_torch and not isinstance(error, OF_CODE):
             raise
@@ -46,6 +52,19 @@ def told_of_vllm(model: str) -> Iterator[None]:
             f"vLLM can't run {model} on this machine ({type(error).__name__}: {line}): choose another model, or "
             f"another version of vLLM ({PIN})."
         ) from error
+
+
+def _not_inspected(message: str) -> str:
+    """Why a module of vLLM's models can't be imported, where that is behind an error; else empty."""
+    found = re.search(r"architectures \['(\w+)'\] failed to be inspected", message)
+    if found:
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        try:
+            importlib.import_module(ModelRegistry.models[found[1]].module_name)
+        except ImportError as error:
+            return str(error)
+    return ""
 
 
 def check_vllm() -> None:

@@ -63,8 +63,11 @@ class Slice:
         return part if self.through is None else self.through(part)
 
     def equal(self) -> bool:
-        """Whether the engine holds the policy's value, cast to its dtype, bit for bit."""
-        return torch.equal(self.destination, self.held.to(self.destination))
+        """Whether the engine holds the policy's value, cast to its dtype, bit for bit; of one that it keeps in a wider
+        dtype, as checkpoints have it, whether it rounds to the policy's."""
+        held, found = self.held, self.destination
+        narrow = held.dtype if held.element_size() < found.element_size() else found.dtype
+        return torch.equal(found.to(narrow), held.to(narrow))
 
 
 class UnmappedParameter(ValueError):
@@ -116,6 +119,7 @@ def map_parameters(
         free = {name: targets[name] for name in _uncovered(slices, targets)}
         others = {name: _alike(name, sources, missing, free) for name in missing}
         slices += [Slice(own_names[n], sources[n], _within(free[other], sources[n])) for n, other in others.items()]
+    slices += _of_buffers(policy, {name: targets[name] for name in _uncovered(slices, targets)})
     bare = sorted(_uncovered(slices, targets))
     if bare:
         raise UnmappedParameter(f"The policy has no source for {len(bare)} engine tensors: {', '.join(bare[:4])}.")
@@ -149,6 +153,15 @@ def _alike(
         every = ", ".join(f"{each} {tuple(sources[each].shape)}" for each in missing[:4])
         raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {every}.")
     return found[0]
+
+
+def _of_buffers(policy: torch.nn.Module, free: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
+    """What the engine has as a parameter and the policy as a buffer of another name: a router's correction, say."""
+    buffers = {name: b for name, b in policy.named_buffers() if b.is_floating_point() and _layer_of(name)}
+    for place, target in free.items():
+        found = [n for n, b in buffers.items() if b.shape == target.shape and _layer_of(n) == _layer_of(place)]
+        if len(found) == 1:
+            yield Slice(found[0], buffers[found[0]], target.detach())
 
 
 def _within(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

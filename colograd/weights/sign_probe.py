@@ -65,7 +65,7 @@ def _signs_of(name: str, stream: torch.Tensor, of_norms: Signs, norms: bool) -> 
         return stream[None]
     if kind in READERS and is_bias:
         return all_of_it if kind in NEGATED else None
-    if kind in READERS or kind == HEAD:
+    if kind in READERS or (kind == HEAD and not is_bias):
         block = re.match(r".*\.\d+\.", name)
         before = f"{block.group()}{READERS[kind]}" if block and kind in READERS else _last_norm(of_norms)
         signs = stream * of_norms.get(f"{before}.weight", 1.0)

@@ -47,25 +47,27 @@ SIZES: dict[str, Any] = {
     "sliding_window": 8,
 }
 WINDOWS = ("sliding_attention", "full_attention")
+GATED_DELTA = {"num_hidden_layers": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 # What a family needs beside them.
 OWN: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 0},
     "deepseek_v3": {"topk_method": "noaux_tc"},
-    "glm4_moe_lite": {"topk_method": "noaux_tc"},
-    "falcon": {"num_kv_heads": 1, "multi_query": True},
+    "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
+    "falcon": {"num_kv_heads": 1, "multi_query": True, "ffn_hidden_size": 256},
     "gemma3n_text": {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "layer_types": list(WINDOWS)},
     "gemma4_text": {"num_experts": None},
+    "glm4_moe": {"head_dim": 32},
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 32},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 32, "expand": 2},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
     "mimo_v2_flash": {"layer_types": ["full_attention", "full_attention"], "num_key_value_heads": 2},
-    "qwen3_next": {"num_hidden_layers": 4},
-    "qwen3_5_text": {"num_hidden_layers": 4},
-    "qwen3_5_moe_text": {"num_hidden_layers": 4},
+    "phi": {"intermediate_size": 256},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), GATED_DELTA),
     "qwen4_exp_text": {"num_hidden_layers": 4, "ngram_vocab_size_base": 512},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
 }  # fmt: skip
