@@ -9,10 +9,14 @@ import copy
 import dataclasses
 from typing import Any
 
+import decoder_families
+import image_cases
 import pytest
+import tiny
 import torch
 from row_cases import RECURRENT, make, make_groups
 
+from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Rollout, RolloutId, ScoredGroup, SegmentLayout
 from colograd.policy import attention
 from colograd.policy.layers import decoder_layers
@@ -22,6 +26,7 @@ from colograd.policy.recurrent import mixers_of
 from colograd.policy.row_proof import choose_rows
 
 CPU = torch.device("cpu")
+BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_split"}
 
 
 def packed_model(kind: str) -> Any:
@@ -93,3 +98,32 @@ def test_turns_go_on_from_one_another(kind: str) -> None:
         with torch.no_grad():
             alone = model.base_model(input_ids=ids[:, sequence], use_cache=False).last_hidden_state
         assert (packed.last_hidden_state[:, sequence] - alone).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [
+        ("lfm2", "lfm2"),
+        ("granitemoehybrid", "granitemoehybrid"),
+        pytest.param("qwen3_5_text", "qwen3_5", marks=image_cases.needs("torchvision")),
+        pytest.param("qwen3_5_moe_text", "qwen3_5_moe", marks=image_cases.needs("torchvision")),
+    ],
+)
+def test_a_hybrid_learns(model_type: str, family: str, tmp_path: Any, closing: Any, tried: Any) -> None:
+    """From random weights to small letters, in packed rows. On a CPU vLLM has Gated DeltaNet in bfloat16 alone."""
+    changes = {
+        "max_steps": 80, "learning_rate": 3e-3, "num_generations": 8, "prompts_per_step": 8, "disable_dropout": True,
+        "max_completion_length": 16, "lr_scheduler_type": "constant",
+    } | (BFLOAT16 if "qwen" in family else {})  # fmt: skip
+    model = decoder_families.make_model(tmp_path / "model", model_type)
+    trainer = closing(
+        GRPOTrainer(str(model), tiny.small_letters, tiny.config(tmp_path / "run", **changes), tiny.prompts())
+    )
+    trainer.train()
+    rewards = [step["reward"] for step in trainer.state.log_history if "reward" in step]
+    first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
+    print(f"{family}: {first:.2f} -> {last:.2f}")
+    assert trainer.policy.why_padded == "" and first < 0.3 and last > 0.7
+    tried(family, "learns")
