@@ -17,6 +17,7 @@ from colograd.report import write_report
 from colograd.report.serving import Server
 
 ASSETS = Path(colograd.report.__file__).parent / "assets"
+SCREENS = pytest.mark.parametrize(("width", "dark"), [(1400, False), (1400, True), (390, False), (390, True)])
 VIEWS = ("overview", "time", "completions", "groups", "advisor", "settings")
 
 pytestmark = [
@@ -70,6 +71,13 @@ def count(page: browser.Browser, selector: str) -> int:
     return page.run(f"document.querySelectorAll({json.dumps(selector)}).length")
 
 
+def colour(page: browser.Browser, selector: str, name: str) -> list[float]:
+    """Red, green and blue of an element's style."""
+    return page.run(
+        f"getComputedStyle(document.querySelector({json.dumps(selector)})).{name}.match(/[\\d.]+/g).map(Number)"
+    )[:3]
+
+
 def no_wider(page: browser.Browser) -> bool:
     """Whether the page needs no scrolling to the side."""
     return page.run("document.documentElement.scrollWidth <= window.innerWidth")
@@ -89,6 +97,17 @@ def test_every_view_opens_by_a_click(page: browser.Browser, one: str, width: int
     assert "pass@k" in shown["overview"] and "Model FLOP utilisation" in shown["time"]
     assert "optimizer state" in shown["time"] and "Raise max_completion_length" in shown["advisor"]
     assert "learning_rate" in shown["settings"] and "Half of all reward difference" in shown["groups"]
+
+
+@SCREENS
+def test_a_solved_task_is_a_green_note(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, dark=dark)
+    lines = texts(page, ".alarm-line")
+    assert len(lines) == 3 and "Solved" in lines[-1] and "✓" in lines[-1], "after the alarms"
+    red, green, blue = colour(page, ".alarm-line[data-severity=note] .icon", "backgroundColor")
+    assert green > 1.3 * max(red, blue)
+    red, green, blue = colour(page, ".alarm-line[data-severity=note]", "backgroundColor")
+    assert green > max(red, blue)
 
 
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
