@@ -110,6 +110,25 @@ def test_a_solved_task_is_a_green_note(page: browser.Browser, one: str, width: i
     assert green > max(red, blue)
 
 
+@SCREENS
+def test_prompts_are_named_by_their_text(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one + "#view=groups&step=20", width, dark=dark)
+    page.wait("document.querySelectorAll('table.prompts button.open').length === 20")
+    names = texts(page, "table.prompts button.open")
+    assert all(name.startswith("What is ") for name in names)
+    page.click("table.prompts button.open")
+    assert texts(page, ".history h4") == names[:1]
+    drawing = "[aria-label^='Mean rewards of']"
+    page.wait(f"document.querySelector({json.dumps(drawing)})")
+    page.run(
+        f"((e) => {{ const {{left, top}} = e.getBoundingClientRect(); "
+        f"const at = {{bubbles: true, clientX: left + 56, clientY: top + 40}}; "
+        f"e.dispatchEvent(new MouseEvent('mousemove', at)); }})(document.querySelector({json.dumps(drawing)}))"
+    )
+    assert "What is" in texts(page, "#tip")[0]
+    assert no_wider(page)
+
+
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
     page.open(one)
     page.wait("document.querySelectorAll('.u-over').length > 2")
