@@ -78,6 +78,17 @@ def colour(page: browser.Browser, selector: str, name: str) -> list[float]:
     )[:3]
 
 
+def contrast(*colours: list[float]) -> float:
+    """As WCAG has it: from 1 to 21; text is readable from 4.5 on."""
+
+    def light(channels: list[float]) -> float:
+        linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(light, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
 def no_wider(page: browser.Browser) -> bool:
     """Whether the page needs no scrolling to the side."""
     return page.run("document.documentElement.scrollWidth <= window.innerWidth")
@@ -108,6 +119,17 @@ def test_a_solved_task_is_a_green_note(page: browser.Browser, one: str, width: i
     assert green > 1.3 * max(red, blue)
     red, green, blue = colour(page, ".alarm-line[data-severity=note]", "backgroundColor")
     assert green > max(red, blue)
+
+
+@SCREENS
+def test_the_advisors_tab_counts_the_open_alarms(
+    page: browser.Browser, one: str, two: str, width: int, dark: bool
+) -> None:
+    page.open(one, width, dark=dark)
+    assert texts(page, "[data-view=advisor]") == ["Advisor 2"], "neither a note nor an alarm that is over"
+    assert contrast(colour(page, ".badge", "color"), colour(page, ".badge", "backgroundColor")) > 4.5
+    page.open(two, width, dark=dark)
+    assert texts(page, "[data-view=advisor]") == ["Advisor"]
 
 
 @SCREENS

@@ -36,12 +36,12 @@ function progressBar(run) {
 }
 
 const tabs = new Map();
-let stepSlider, stepText, main;
+let stepSlider, stepText, alarmCount, main;
 
 function bar() {
   const list = el("div.tabs", { role: "tablist", "aria-label": "Views" });
   for (const view of VIEWS) {
-    const tab = el("button", { role: "tab", id: `tab-${view.name}`, "data-view": view.name, "aria-controls": "main", onclick: () => change({ view: view.name }) }, view.title);
+    const tab = el("button", { role: "tab", id: `tab-${view.name}`, "data-view": view.name, "aria-controls": "main", onclick: () => change({ view: view.name }) }, view.title, view === advisorView && [" ", (alarmCount = el("span.badge"))]);
     tabs.set(view.name, tab);
     list.append(tab);
   }
@@ -78,6 +78,11 @@ function marks() {
   const place = state.step === null ? -1 : steps.indexOf(nearest(steps, state.step));
   stepSlider.value = place < 0 ? steps.length - 1 : place;
   stepText.textContent = state.step === null ? "no step opened" : `step ${state.step}`;
+  const alarms = openAlarms().filter(([, alarm]) => !isNote(alarm));
+  alarmCount.hidden = !alarms.length;
+  alarmCount.textContent = alarms.length;
+  alarmCount.title = plural(alarms.length, "open alarm");
+  alarmCount.dataset.severity = alarms.length ? alarms[0][1].severity : "";
   for (const [name, tab] of tabs) {
     tab.setAttribute("aria-selected", String(name === state.view));
     tab.tabIndex = name === state.view ? 0 : -1;
