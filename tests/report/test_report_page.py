@@ -151,6 +151,19 @@ def test_prompts_are_named_by_their_text(page: browser.Browser, one: str, width:
     assert no_wider(page)
 
 
+@SCREENS
+def test_settings_that_were_set_come_first(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one + "#view=settings", width, dark=dark)
+    run = MadeUp().start()["run"]
+    names = "#main > :first-child table.settings td.name"
+    assert texts(page, names) == sorted(run["changed"]), "they alone, at first"
+    page.fill("select[aria-label='Which settings']", "all")
+    assert texts(page, names) == [*sorted(run["changed"]), *sorted({*run["settings"]} - {*run["changed"]})]
+    weights = page.run(f"[...document.querySelectorAll('{names} code')].map((e) => getComputedStyle(e).fontWeight)")
+    assert weights == ["700"] * 4 + ["400"] * (len(weights) - 4)
+    assert no_wider(page)
+
+
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
     page.open(one)
     page.wait("document.querySelectorAll('.u-over').length > 2")
