@@ -164,6 +164,28 @@ def test_settings_that_were_set_come_first(page: browser.Browser, one: str, widt
     assert no_wider(page)
 
 
+@SCREENS
+def test_the_worst_completion_is_open_at_first(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one + "#view=completions&step=30", width, dark=dark)
+    page.wait("document.querySelector('article.one .tokens')")
+    rows = "table.list tbody tr:not(.group)"
+    rewards = page.run(f"[...document.querySelectorAll('{rows}')].map((r) => r.completion.reward)")
+    opened = "[...document.querySelectorAll('tr.chosen')].map((r) => r.completion.reward)"
+    assert page.run(opened) == [min(rewards)] and texts(page, ".why-open") == ["The lowest reward"]
+    assert page.run("window.scrollY") == 0, "what stands above isn't scrolled away"
+    page.click("button.open", rewards.index(max(rewards)))
+    assert page.run(opened) == [max(rewards)] and count(page, ".why-open") == 0
+    page.click("[aria-label='Next step']")
+    page.wait("document.querySelector('#main').innerText.includes('Step 31: 16') && document.querySelector('.tokens')")
+    rewards = page.run(f"[...document.querySelectorAll('{rows}')].map((r) => r.completion.reward)")
+    assert page.run(opened) == [min(rewards)], "of the next step, too"
+    page.click(".detail [aria-label=Close]")
+    page.click("[aria-label='Next step']")
+    page.wait("document.querySelector('#main').innerText.includes('Step 32: 16')")
+    assert count(page, "article.one") == 0, "what was closed stays closed"
+    assert no_wider(page)
+
+
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
     page.open(one)
     page.wait("document.querySelectorAll('.u-over').length > 2")

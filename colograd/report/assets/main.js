@@ -127,7 +127,7 @@ function arrived(news, reached) {
   arrived.known = news.change;
   head();
   if (state.view === "completions") {
-    if (state.step === null && !completionsView.opened.length && !completionsView.filters.all) completionsView.load();
+    if (state.step === null && !completionsView.chosen && !completionsView.filters.all) completionsView.load();
   } else {
     const top = window.scrollY;
     const open = [...main.querySelectorAll("details")].map((each) => each.open);
