@@ -186,6 +186,31 @@ def test_the_worst_completion_is_open_at_first(page: browser.Browser, one: str, 
     assert no_wider(page)
 
 
+@SCREENS
+def test_numbers_have_their_units(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one + "#view=overview&step=20", width, dark=dark)
+    units = {"Completion length": "tokens", "Entropy": "nats", "Sampler and trainer": "nats", "pass@k": "%"}
+    for title, unit in units.items():
+        said = page.run(f"document.querySelector('[aria-label^=\"{title}\"]').ariaLabel")
+        assert said.count(f" {unit}") == said.count(",") + 1, said
+        place = texts(page, ".card h3").index(f"{title}, {unit}")
+        page.run(f"document.querySelectorAll('.card h3')[{place}].scrollIntoView()")
+        legend = f"document.querySelectorAll('.card h3')[{place}].closest('.card').querySelector('.u-legend')"
+        page.wait(f"{legend}?.innerText.includes(' {unit}')")
+    names, facts = texts(page, ".step-panel dt"), texts(page, ".step-panel dd")
+    ends = {"Length": "tokens", "Truncated": "%", "Entropy": "nats", "Sampler–trainer": "nats", "Time": "s"}
+    assert all(dict(zip(names, facts, strict=True))[name].endswith(f" {unit}") for name, unit in ends.items())
+    page.open(one + "#view=time&step=20", width, dark=dark)
+    cells = texts(page, "table.numbers td:nth-child(n + 2)")
+    assert len(cells) == 11 and all(cell.endswith(" GiB") for cell in cells)
+    assert {"Speed, tokens/s", "Model FLOP utilisation, %", "Measured memory, GiB"} <= {*texts(page, ".card h3")}
+    page.open(one + "#view=completions&step=20", width, dark=dark)
+    page.wait("document.querySelector('.token')")
+    page.click(".token")
+    assert " nats (" in texts(page, ".told")[0]
+    assert no_wider(page)
+
+
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
     page.open(one)
     page.wait("document.querySelectorAll('.u-over').length > 2")

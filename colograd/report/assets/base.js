@@ -40,6 +40,17 @@ function fmt(value, digits = 3) {
 
 const percent = (share) => (isNumber(share) ? `${fmt(100 * share, 3)} %` : "–");
 
+// A metric's unit, by its name; shares, whose unit is %, are shown a hundredfold.
+const UNITS = [
+  ["s", /^time\/|(^|[/_])seconds$|^step_time$|runtime$/],
+  ["GiB", /^memory\//],
+  ["tokens", /tokens$|^(eval_.*)?completions\/.*_length$/],
+  ["nats", /^(eval_.*)?(entropy|kl)$|logp_difference\//],
+  ["%", /_share$|_frequency$|pass@\d+$|^mfu$|^(eval_.*)?(clip_ratio\/|completions\/(clipped_ratio|duplicates)$|frac_)/],
+];
+const unitOf = (name) => (UNITS.find(([, pattern]) => pattern.test(name)) || [""])[0];
+const measured = (value, unit, digits) => (!isNumber(value) ? "–" : unit === "%" ? percent(value) : unit ? `${fmt(value, digits)} ${unit}` : fmt(value, digits));
+
 function duration(seconds) {
   if (!isNumber(seconds) || seconds < 0) return "–";
   if (seconds < 100) return `${fmt(seconds, 3)} s`;

@@ -84,7 +84,7 @@ const groupsView = {
     this.step = el("div");
     this.prompts = el("div");
     this.history = el("div");
-    const over = run.groups.steps.length ? curves("Groups that carry a signal", "Prompts of each step whose completions are trained on.", [{ label: "with a signal", steps: run.groups.steps, values: run.groups.signal, colour: several() ? runColour(run.index) : seriesColour(0) }]) : null;
+    const over = run.groups.steps.length ? curves("Groups that carry a signal", "Prompts of each step whose completions are trained on.", [{ label: "with a signal", steps: run.groups.steps, values: run.groups.signal, colour: several() ? runColour(run.index) : seriesColour(0) }], { unit: "groups" }) : null;
     add(container, runPicker(), el("div.cards", {}, this.chart, over, card("Groups of the step", "Bars: mean rewards, from the highest to the lowest; a pale bar carries no signal.", this.step)));
     const { total, visits, half, shown } = run.prompts;
     if (shown.length) {
