@@ -211,6 +211,45 @@ def test_numbers_have_their_units(page: browser.Browser, one: str, width: int, d
     assert no_wider(page)
 
 
+@SCREENS
+def test_tabs_that_are_out_of_sight_have_a_cue(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    def cues() -> list[str]:
+        style = "getComputedStyle(document.querySelector('.tabs-box'), '::{}').content"
+        return [page.run(style.format(name)).strip('"') for name in ("before", "after")]
+
+    page.open(one, width, height=844, dark=dark)
+    page.wait("document.querySelector('.tabs-box').dataset.after")
+    assert cues() == (["none", "›"] if width < 700 else ["none", "none"])
+    page.click("[data-view=settings]")
+    page.wait("document.querySelector('.tabs-box').dataset.after === 'false'")
+    assert cues() == (["‹", "none"] if width < 700 else ["none", "none"])
+    assert no_wider(page)
+
+
+@SCREENS
+def test_the_head_leaves_room_for_the_page(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, height=844, dark=dark)
+    assert count(page, ".alarm-line") == 3
+    assert page.run("document.querySelector('#main').getBoundingClientRect().top") < 0.4 * 844
+
+
+@SCREENS
+def test_help_is_said_by_a_touch(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, dark=dark)
+    press = page.tap if width < 700 else page.click
+    press(".help")
+    page.wait("!document.querySelector('#tip').hidden")
+    assert texts(page, "#tip") == [page.run("document.querySelector('.help').title")]
+    left, right = page.run("((b) => [b.left, b.right])(document.querySelector('#tip').getBoundingClientRect())")
+    assert 0 <= left < right <= width
+    assert contrast(colour(page, "#tip", "color"), colour(page, "#tip", "backgroundColor")) > 4.5
+    press(".tile")
+    page.wait("document.querySelector('#tip').hidden")
+    page.run("document.querySelector('.help').click()")
+    page.key("Escape")
+    page.wait("document.querySelector('#tip').hidden")
+
+
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
     page.open(one)
     page.wait("document.querySelectorAll('.u-over').length > 2")

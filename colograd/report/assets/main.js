@@ -61,8 +61,15 @@ function bar() {
     if (steps.length) change({ step: steps[next] });
   };
   const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, id: "smoothing", "aria-label": "Smoothing", oninput: () => change({ smoothing: Number(smoothing.value) }) });
+  const box = el("div.tabs-box", {}, list);
+  const cue = () => {
+    box.dataset.before = list.scrollLeft > 2;
+    box.dataset.after = list.scrollLeft + list.clientWidth < list.scrollWidth - 2;
+  };
+  list.addEventListener("scroll", cue);
+  watchWidth(list, cue);
   document.getElementById("bar").append(
-    list,
+    box,
     el("div.controls", {}, el("div.stepper", {}, el("button", { "aria-label": "Step before", onclick: () => go(-1) }, "‹"), stepSlider, el("button", { "aria-label": "Next step", onclick: () => go(1) }, "›"), stepText), el("label.smooth", {}, "Smoothing ", smoothing)),
   );
 }
@@ -77,7 +84,7 @@ function marks() {
   stepSlider.disabled = steps.length < 2;
   const place = state.step === null ? -1 : steps.indexOf(nearest(steps, state.step));
   stepSlider.value = place < 0 ? steps.length - 1 : place;
-  stepText.textContent = state.step === null ? "no step opened" : `step ${state.step}`;
+  stepText.textContent = state.step === null ? "no step" : `step ${state.step}`;
   const alarms = openAlarms().filter(([, alarm]) => !isNote(alarm));
   alarmCount.hidden = !alarms.length;
   alarmCount.textContent = alarms.length;
