@@ -250,6 +250,17 @@ def test_help_is_said_by_a_touch(page: browser.Browser, one: str, width: int, da
     page.wait("document.querySelector('#tip').hidden")
 
 
+@SCREENS
+def test_legends_of_charts_are_readable(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, dark=dark)
+    page.run("document.querySelector('.plot').scrollIntoView()")
+    page.wait("document.querySelector('.plot .u-series:not(:first-child):not(.edge)')")
+    row, card = ".plot .u-series:not(:first-child):not(.edge)", colour(page, ".card:has(.plot)", "backgroundColor")
+    assert contrast(colour(page, f"{row} .u-label", "color"), card) > 7
+    assert contrast(colour(page, f"{row} .u-value", "color"), card) > 7
+    assert contrast(colour(page, f"{row} .u-marker", "backgroundColor"), card) > 4.5, "it is filled"
+
+
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:
     page.open(one)
     page.wait("document.querySelectorAll('.u-over').length > 2")

@@ -94,7 +94,7 @@ function drawCurves(chart) {
         { ...axis, size: 46, gap: 4, values: (_, splits) => splits.map((value) => (chart.options.unit === "%" ? percent(value) : fmt(value, 4))) },
       ],
       cursor: { sync: { key: "steps", setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
-      legend: { live: true },
+      legend: { live: true, markers: { width: () => 0, fill: (plot, place) => plot.series[place].stroke(plot, place) } },
       hooks: { ready: [(plot) => opensSteps(plot)], setScale: [() => placeMarker(chart)], setSize: [() => placeMarker(chart)] },
     },
     data,
