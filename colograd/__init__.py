@@ -12,7 +12,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .runtime import process
+from .runtime import process, trl_scripts
 from .runtime.importing import MovedModules, import_when_used
 
 __version__ = "0.1.0"
@@ -45,4 +45,6 @@ def __getattr__(name: str) -> Any:
         from .trainer import GRPOTrainer
 
         return GRPOTrainer
+    if name in trl_scripts.NAMES:
+        return trl_scripts.find(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,9 @@ if __name__ == "__main__" and not __package__:
     # Run as a file, Python puts colograd/ first on the path, where our modules would shadow others of the same name.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from colograd import __version__
 from colograd.runtime import process
+from colograd.runtime.waiting import Waiting
 
 if TYPE_CHECKING:
     from colograd import GRPOConfig, GRPOTrainer
@@ -59,13 +61,21 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
     try:
         process.prepare_ranks()
         process.follow_launcher()
-        with process.collector_at_rest():  # from the imports on
+        first = f"colograd {__version__}: loading the libraries"
+        shown = os.environ.get("RANK", "0") == "0"
+        with process.collector_at_rest(), Waiting(first, _stage, shown):  # from the imports on
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if "--verbose" in argv:
             raise
         print(f"colograd: error: {error}", file=sys.stderr)
         return None
+
+
+def _stage() -> str:
+    """What the start is at, as soon as the module is there that knows it."""
+    stage = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
+    return "" if stage is None else str(stage())
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
@@ -136,6 +146,8 @@ def make_trainer(
 
 def run(trainer: GRPOTrainer) -> None:
     """Train, then save the model, the state and the card, and push them with ``push_to_hub``."""
+    from colograd.reporting.console import reward_ends
+
     config = trainer.args
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     state = trainer.state
@@ -152,11 +164,9 @@ def run(trainer: GRPOTrainer) -> None:
     else:
         trainer.create_model_card()
     rewards = [entry["reward"] for entry in state.log_history if "reward" in entry]
-    last = rewards[-5:]
-    ends = f", mean reward {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} at last" if rewards else ""
     folder = os.path.relpath(config.output_dir)
     report = f"; what it did is in {folder}/report.html" if config.report else ""
-    trainer.console.say(f"saved to {folder}{ends}{report}")
+    trainer.console.say(f"saved to {folder}{reward_ends(rewards)}{report}")
     trainer.close()
 
 

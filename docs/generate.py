@@ -136,6 +136,10 @@ MOVING = f"""# Coming from TRL
 from colograd import GRPOConfig, GRPOTrainer  # was: from trl import GRPOConfig, GRPOTrainer
 ```
 
+TRL's example scripts (gspo, grpo_vlm, grpo_2048, grpo_agent) run with `trl` changed to `colograd` in their imports and
+nothing else: `TrlParser`, `ModelConfig`, `ScriptArguments`, `get_peft_config`, `get_quantization_config` and
+`get_kbit_device_map` are there too.
+
 The same seed asks for the same prompts at each step. The same rollouts leave the same weights: whole runs of TRL and
 Colograd, with clipping, schedule and AdamW, are compared in the tests. Learning curves therefore differ by what is
 sampled alone ([performance.md](performance.md#learning-curves-against-trl)).
@@ -173,9 +177,9 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
 - **`evaluate` computes a loss**, as TRL's does, unless `loss_eval: false` saves its forward, or `temperature_eval`
   differs from `temperature`. `temperature_eval` and `max_completion_length_eval` are its own, and it reports pass@k.
 - **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`, and what
-  constrains it, as `vllm_structured_outputs_regex` does) are refused together with
-  `vllm_importance_sampling_correction`, whose ratio they would bias: set that to false beside them. In TRL it is on by
-  default, and the regular expression is taken beside it.
+  constrains it, as `vllm_structured_outputs_regex` does) turn `vllm_importance_sampling_correction` off, and a line at
+  start says so: the ratio would be biased, as the sampler's probabilities are those of the tokens that it kept. TRL
+  leaves it on.
 - **`loss_type: vespo`** wants `vllm_importance_sampling_mode: token_truncate` or `token_mask`, or no correction; the
   default mode is an error. That is TRL's rule for generation with vLLM, which here is always.
 - **`generation_kwargs`** has vLLM's names. Those of transformers (`do_sample: true`, `num_beams: 1`, `max_new_tokens`

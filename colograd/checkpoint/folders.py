@@ -200,6 +200,15 @@ def float32_weights(checkpoint: str | Path) -> Iterator[tuple[str, Any]]:
                     yield name, weights.get_tensor(name)
 
 
+def open_to_readers(folder: str | Path) -> None:
+    """Give a folder's safetensors files the mode of any new file: the library makes them their owner's alone."""
+    probe = Path(folder, f".mode-{os.getpid()}")
+    probe.touch()  # as the umask can't be read without setting it, for all threads
+    for file in Path(folder).glob("*.safetensors"):
+        file.chmod(probe.stat().st_mode)
+    probe.unlink()
+
+
 def flush(path: Path) -> None:
     """Have a file or a folder on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

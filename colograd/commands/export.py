@@ -1,20 +1,22 @@
 """``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint.
 
 A checkpoint's weights are whole, however its run was sharded, and are copied. An adapter is merged into its base, and a
-quantised base is dequantised.
+quantised base is dequantised; with ``--no-merge`` it is copied as it is. ``--push REPO`` brings the folder to the Hub.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..runtime import process
 
 ADAPTER = "adapter_config.json"
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # of a run, beside the model in its folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,23 +24,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="colograd export", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint-N, or a run's output_dir for its newest one")
     parser.add_argument("folder", type=Path, help="where the model goes; it must not be there yet")
+    parser.add_argument(
+        "--merge",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="merge an adapter into its base, which is the default; --no-merge: the adapter's own files",
+    )
+    parser.add_argument(
+        "--push", metavar="REPO", help="then bring the folder to this model on the Hub (NAME or ME/NAME)"
+    )
+    parser.add_argument("--private", action="store_true", help="a model that --push makes on the Hub is a private one")
     options = parser.parse_args(argv)
     process.quiet_logs(verbose=False)
-    source, note = export(options.checkpoint, options.folder)
-    print(f"exported {source} to {options.folder}{note and f' ({note})'}")
+    source, folder = source_of(options.checkpoint, options.folder), options.folder
+    repo = _repo(options.push, options.private) if options.push else ""  # before the work: it may not be allowed
+    note = export(source, folder, options.merge)
+    print(f"exported {source} to {folder}{note and f' ({note})'}")
+    if repo:
+        import huggingface_hub as hub
+
+        with _on_the_hub(f"{folder} can't be pushed to {repo}"):
+            print(f"pushed to {hub.upload_folder(repo_id=repo, folder_path=folder).repo_url}")
     return 0
 
 
-def export(checkpoint: Path, folder: Path) -> tuple[Path, str]:
-    """Write the model of a checkpoint, or of a run's newest checkpoint, into a new folder, whole or not at all.
+def _repo(name: str, private: bool) -> str:
+    """The full name of a model on the Hub, made if it isn't there."""
+    import huggingface_hub as hub
 
-    Returns:
-        The checkpoint, and a note on the precision of a merge (empty: the weights were copied).
+    with _on_the_hub(f"the model {name!r} can't be made on the Hub"):
+        return str(hub.create_repo(name, private=private or None, exist_ok=True).repo_id)
+
+
+@contextlib.contextmanager
+def _on_the_hub(problem: str) -> Iterator[None]:
+    """An error in one line: no connection, no token, no right to push there."""
+    from httpx import HTTPError
+
+    try:
+        yield
+    except (OSError, ValueError, HTTPError) as error:
+        raise ValueError(
+            f"{problem} ({type(error).__name__}: {' '.join(str(error).split())}). It needs a connection and a token "
+            "that may write (`hf auth login`, or HF_TOKEN). Without, leave --push out, and push later with `hf upload "
+            "REPO FOLDER`."
+        ) from None
+
+
+def source_of(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint, or the newest one of a run's folder, whole, which goes into a new ``folder``.
 
     Raises:
         ValueError: no checkpoint, a damaged one, or a folder that exists.
     """
-    from ..checkpoint.folders import STATE, check
+    from ..checkpoint.folders import check
     from ..checkpoint.search import find_resume
 
     newest = find_resume("auto", str(checkpoint))
@@ -48,15 +87,23 @@ def export(checkpoint: Path, folder: Path) -> tuple[Path, str]:
     if folder.exists():
         raise ValueError(f"{folder} is there already: name a folder that isn't.")
     check(source)
+    return source
+
+
+def export(source: Path, folder: Path, merge: bool = True) -> str:
+    """Write the model of a checkpoint into a new folder, whole or not at all; a note on a merge's precision, or ""."""
+    from ..checkpoint.folders import STATE, open_to_readers
+
     aside = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(aside, ignore_errors=True)
     note = ""
-    if (source / ADAPTER).is_file():
+    if merge and (source / ADAPTER).is_file():
         note = _merge(source, aside)
     else:
-        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*STATE))
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*STATE, *RECORD))
+    open_to_readers(aside)
     aside.rename(folder)
-    return source, note
+    return note
 
 
 def _merge(source: Path, folder: Path) -> str:

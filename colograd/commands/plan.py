@@ -5,7 +5,7 @@
 
 A recipe sets the other options, and an option on the command line wins. --gpus and --gpu-memory default to this
 machine's. Nothing is loaded: the model's ``config.json`` gives the parameters' shapes. A run's own table has the same
-figures (`colograd.memory`).
+figures (`colograd.memory`). The exit status is 0 if it fits, 1 if nothing does, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ GIB = 2**30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit status."""
+    from ..memory.choice import auto, fits
+
     process.quiet_logs(False)
     options = parse(argv)
-    print(*report(described(options), options), sep="\n")
-    return 0
+    run = described(options)
+    print(*report(run, options), sep="\n")
+    return 0 if fits(run, auto(run)) else 1
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,7 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         found, assumed = recipe_options(["--config", str(options.config), *flags])
         parser.set_defaults(**found)
         options, _ = parser.parse_known_args(argv)
-        options.notes = [line for name, line in assumed.items() if getattr(options, name) == found[name]]
+        options.notes = {name: line for name, line in assumed.items() if getattr(options, name) == found[name]}
     elif flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if not options.model_name_or_path:
@@ -49,7 +52,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.gpus is None or options.gpu_memory is None:
         _take_own_gpus(options)
     _check(options)
-    options.max_completion_length = options.max_completion_length or max(1, options.vllm_max_model_length // 2)
     options.checkpointing = int(options.gradient_checkpointing is not False)
     return options
 
@@ -151,15 +153,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
     parser.set_defaults(
         sequences_per_engine=64, weights="auto", beta=0.0, offload_reference=False, fsdp_reshard_after_forward=True,
-        fsdp_offload_params=False, vllm_engine_kwargs={}, vllm_gpu_memory_utilization=None, notes=[],
+        fsdp_offload_params=False, vllm_engine_kwargs={}, vllm_gpu_memory_utilization=None, notes={},
     )  # fmt: skip
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
-    context, completion = options.vllm_max_model_length, options.max_completion_length
     counts = {
-        "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": context,
+        "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": options.vllm_max_model_length,
         "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
     }  # fmt: skip
     for flag, count in counts.items():
@@ -175,9 +176,19 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--bits is {options.bits}, but only an adapter is trained on a quantised base: give --lora-rank (16, say)."
         )
-    if completion is not None and not 0 < completion < context:
+
+
+def _keep_to_context(options: argparse.Namespace, model_config: Any) -> None:
+    """Lower the planned context to the model's own, of which half is for completions unless their length is given."""
+    context, completion = options.vllm_max_model_length, options.max_completion_length
+    longest = min(context, getattr(model_config.get_text_config(), "max_position_embeddings", None) or context)
+    if longest < context:
+        options.notes["vllm_max_model_length"] = f"the context is the model's, {longest:,} tokens, not {context:,}"
+    completion = max(1, longest // 2) if completion is None else completion
+    options.vllm_max_model_length, options.max_completion_length = longest, completion
+    if not 0 < completion < longest:
         raise ValueError(
-            f"--completion is {completion}, but must leave room for a prompt in --context ({context}): lower it."
+            f"--completion is {completion}, but must leave room for a prompt in --context ({longest}): lower it."
         )
 
 
@@ -193,6 +204,7 @@ def described(options: argparse.Namespace) -> RunDescription:
     per_engine = options.vllm_tensor_parallel_size
     model = outline(options.model_name_or_path, getattr(torch, options.dtype), options.trust_remote_code)
     check_parts(model.config, per_engine, options.gpus)
+    _keep_to_context(options, model.config)
     settings = _quantization(options, model.config)
     check_planned(model.config, per_engine)
     packed, reference = to_pack(model, settings), 0
@@ -242,7 +254,7 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
         f"sequences of up to {run.length:,} tokens, {run.sequences:,} per engine and generation; their KV cache would "
         f"take {run.need.wanted / GIB:,.1f} GiB per GPU"
     )
-    yield from options.notes
+    yield from options.notes.values()
     if run.tower is not None:
         yield "activations include a vision tower's, as if all of a prompt's tokens were pictures'; the engine's don't"
     yield ""

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process
 from .engine import EngineKnobs
-from .knob import knob, names_checked
+from .knob import BARE_FLAG, knob, names_checked
 from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
 from .outputs import JournalKnobs, LogKnobs, SavingKnobs
 from .policy import PolicyKnobs
@@ -73,11 +73,13 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "Recompute activations in the backward pass: less memory, about 20 %% more time. Unset, the memory plan "
         "chooses: of no layer where a micro-batch's fit beside the rest, else of every fourth, second or each one "
         "(`gradient_checkpointing_kwargs: {every_n_layers: 2}` says it).",
+        **BARE_FLAG,
     )
     bf16: bool | None = knob(
         None,
         "With `dtype: float32`, run the forward under bfloat16 autocast: on unless set to false, as in TRL. With the "
         "default bfloat16 policy there is nothing to cast and the value has no effect.",
+        **BARE_FLAG,
     )
     remove_unused_columns: bool | None = knob(
         False, "Leave the reward functions the column `prompt` alone (and so an answer's column out)."

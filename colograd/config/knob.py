@@ -10,11 +10,19 @@ from dataclasses import field
 from typing import Any, TypeVar
 
 
-def knob(default: Any, meaning: str) -> Any:
-    """A dataclass field; ``meaning`` is its help on the command line and in docs/configuration.md."""
+def knob(default: Any, meaning: str, **argument: Any) -> Any:
+    """A dataclass field; ``meaning`` is its help on the command line and in docs/configuration.md.
+
+    Args:
+        argument: further keywords of argparse's `add_argument`, as transformers' and TRL's parsers pass them on.
+    """
+    metadata = {"help": meaning, **argument}
     if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": meaning})
-    return field(default=default, metadata={"help": meaning})
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+BARE_FLAG = {"nargs": "?", "const": True}  # of a bool that may be None: the flag alone is true
 
 
 def one_of(group: object, name: str, allowed: tuple[str, ...], note: str = "") -> None:

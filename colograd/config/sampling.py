@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import at_least, knob
+from .knob import BARE_FLAG, at_least, knob
 from .steps import StepKnobs
 
 # vLLM's parameters that change the distribution from the model's at the temperature. `NEUTRAL` has the values at which
@@ -120,6 +120,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         None,
         "Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other "
         "metrics of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`.",
+        **BARE_FLAG,
     )
 
     def eval_generations(self) -> int:

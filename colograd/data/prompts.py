@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_AT_ONCE = 1000  # tokenised together
+NAMED = 5  # prompts that were too long, in a message
 IMAGES_KEPT = 64  # prompts whose images stay in memory,
 BYTES_KEPT = 2**29  # fewer where pixels like the latest one's would take more
 COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # what a prompt's tokens may depend on
@@ -31,8 +32,8 @@ COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # what a prompt's t
 class PromptDataset(torch.utils.data.Dataset):
     """Prompts with their tokens; made by `tokenize_prompts`.
 
-    ``dataset`` holds the rows that are kept, ``num_dropped`` says how many were too long. An index is (row, position);
-    any other is one of ``dataset``.
+    ``dataset`` holds the rows that are kept, ``dropped`` the tokens of those that were too long, by their row in what
+    was given. An index is (row, position); any other is one of ``dataset``.
     """
 
     def __init__(
@@ -40,19 +41,29 @@ class PromptDataset(torch.utils.data.Dataset):
         dataset: Dataset,
         token_ids: np.ndarray | None,
         ends: np.ndarray,
-        num_dropped: int,
-        rules: PromptRules | None = None,
+        dropped: dict[int, int],
+        rules: PromptRules,
     ) -> None:
         """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0.
 
-        rules: of rows with images, which are read when a prompt is asked for; they have no token_ids before.
+        Rows with images are read by the rules when a prompt is asked for; they have no token_ids before.
         """
         assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
-        assert (token_ids is None) == (rules is not None) and (token_ids is None or ends[-1] == len(token_ids))
+        assert token_ids is None or (rules.images is None and ends[-1] == len(token_ids))
         self.dataset = dataset
-        self.num_dropped = num_dropped
+        self.dropped = dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
         self._latest: dict[int, ModelInput] = {}  # with their images
+
+    def dropped_line(self) -> str:
+        """How many prompts were too long, and which: a line for the user."""
+        rules, total = self._rules, len(self.dropped) + len(self)
+        which = [f"row {row} ({tokens} tokens)" for row, tokens in self.dropped.items()]
+        first = ", ".join(which[:NAMED] + ["..."] * (len(which) > NAMED))
+        return (
+            f"data: {len(which)} of {total} prompts are too long and were dropped: of {rules.name}, with a limit of "
+            f"{rules.max_prompt_tokens} tokens, {first}"
+        )
 
     @property
     def longest(self) -> int:
@@ -73,15 +84,13 @@ class PromptDataset(torch.utils.data.Dataset):
             return self.dataset[key]
         row, position = key
         example = self.dataset[row]
-        if self._rules is not None:
+        if self._token_ids is None:
             return Prompt(example, self._with_images(row, example), position)
-        assert self._token_ids is not None
         ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
         return Prompt(example=example, input=ModelInput(tuple(ids.tolist())), position=position)
 
     def _with_images(self, row: int, example: dict[str, Any]) -> ModelInput:
         """The row's prompt, made once for the steps that take it soon after each other."""
-        assert self._rules is not None
         found = self._latest.pop(row, None) or self._rules.read(example, row)
         if len(found.ids) > self._rules.max_prompt_tokens:
             raise ValueError(
@@ -96,7 +105,7 @@ class PromptDataset(torch.utils.data.Dataset):
     @property
     def most_images(self) -> int:
         """Of a prompt."""
-        return 0 if self._rules is None or self._rules.images is None else self._rules.images.most
+        return 0 if self._rules.images is None else self._rules.images.most
 
     def first(self, count: int) -> list[Prompt]:
         """The first rows' prompts."""
@@ -121,7 +130,7 @@ class PromptRules:
 
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
-    overlong: str  # what becomes of longer ones: `drop` (counted in ``num_dropped``) or `error`
+    overlong: str  # what becomes of longer ones: `drop` (see ``PromptDataset.dropped``) or `error`
     chat_template_kwargs: dict[str, Any]
     name: str  # what messages call the dataset
     tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's, which the template shows
@@ -162,16 +171,15 @@ class PromptRules:
     def _where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
-    def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...] | None]:
-        """The tokens of some rows, the first of which has the number ``first``; None for one to be dropped.
+    def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
+        """The tokens of some rows, the first of which has the number ``first``, also of those that are to be dropped.
 
         Raises:
             ValueError: a row that isn't a prompt, is empty or (with ``error``) too long.
         """
-        found: list[tuple[int, ...] | None] = []
-        for row, ids in enumerate(_encode(columns, self, first), start=first):
-            fits = self.fits(len(ids), columns["prompt"][row - first], row)
-            found.append(tuple(ids) if fits else None)
+        found = [tuple(ids) for ids in _encode(columns, self, first)]
+        for row, ids in enumerate(found, start=first):
+            self.fits(len(ids), columns["prompt"][row - first], row)
         return found
 
     def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
@@ -184,7 +192,7 @@ class PromptRules:
             asked = dataclasses.replace(self, name=where).read(example, 0)
             return asked if len(asked) <= self.max_prompt_tokens else None
         (ids,) = self.encode({name: [value] for name, value in example.items()}, 0)
-        return None if ids is None else ModelInput(ids)
+        return ModelInput(ids) if len(ids) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
         """Whether a row's prompt isn't too long.
@@ -221,32 +229,32 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])
     if rules.images is None:
-        kept, lengths, token_ids = _tokenised(wanted, rules)
+        every, token_ids = _tokenised(wanted, rules)
+        kept = [row for row, tokens in enumerate(every) if tokens <= rules.max_prompt_tokens]
     else:
-        every = rules.lengths(wanted)
+        every, token_ids = rules.lengths(wanted), None
         kept = [row for row, tokens in enumerate(every) if rules.fits(tokens, "", row)]
-        lengths, token_ids = [every[row] for row in kept], None
     if not kept:
         raise ValueError(
             f"{name}: all {len(dataset)} prompts are over the limit of {rules.max_prompt_tokens} tokens. Raise "
             "max_prompt_tokens or vllm_max_model_length."
         )
     rows = dataset.select(kept) if len(kept) < len(dataset) else dataset
-    ends = np.cumsum([0, *lengths], dtype=np.int64)
-    dropped, reading = len(dataset) - len(kept), rules if rules.images is not None else None
-    return PromptDataset(rows, token_ids, ends, dropped, reading)
+    ends = np.cumsum([0, *(every[row] for row in kept)], dtype=np.int64)
+    dropped = {row: tokens for row, tokens in enumerate(every) if tokens > rules.max_prompt_tokens}
+    return PromptDataset(rows, token_ids, ends, dropped, rules)
 
 
-def _tokenised(wanted: Dataset, rules: PromptRules) -> tuple[list[int], list[int], np.ndarray]:
-    """Which rows are kept, their numbers of tokens, and their tokens one after the other."""
-    kept, chunks = [], [np.empty(0, dtype=np.int32)]
+def _tokenised(wanted: Dataset, rules: PromptRules) -> tuple[list[int], np.ndarray]:
+    """Each row's number of tokens, and the tokens of those that fit one after the other."""
+    lengths, chunks = [], [np.empty(0, dtype=np.int32)]
     for first in range(0, len(wanted), ROWS_AT_ONCE):
         watchdog.progress("the prompts' tokens")
-        for row, ids in enumerate(rules.encode(wanted[first : first + ROWS_AT_ONCE], first), start=first):
-            if ids is not None:
-                kept.append(row)
+        for ids in rules.encode(wanted[first : first + ROWS_AT_ONCE], first):
+            lengths.append(len(ids))
+            if len(ids) <= rules.max_prompt_tokens:
                 chunks.append(np.asarray(ids, dtype=np.int32))
-    return kept, [len(ids) for ids in chunks[1:]], np.concatenate(chunks)
+    return lengths, np.concatenate(chunks)
 
 
 def _is_text(example: dict[str, Any]) -> bool:

@@ -59,11 +59,8 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
         return load_dataset(name, config, **kwargs)
     # What is missing or unreachable is an OSError; of an empty file `datasets` raises StopIteration.
     except (OSError, ValueError, TypeError, DatasetsError, StopIteration) as error:
-        if path.is_file() and (problem := _problem_of_lines(path)):
-            raise ValueError(
-                f"The dataset {name!r} can't be loaded: {problem}. Write one JSON object per line, such as "
-                '{"prompt": "2 + 2 =", "answer": "4"}.'
-            ) from error
+        if builder is not None and path.is_file() and (problem := _problem_of_file(path, error)):
+            raise ValueError(f"The dataset {name!r} can't be loaded: {problem}.") from error
         why = (error.__cause__ or error) if isinstance(error, DatasetsError) else error
         raise ValueError(
             f"The dataset {name!r} can't be loaded: {why}. It may be a local file or folder, an import path "
@@ -72,18 +69,24 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
         ) from error
 
 
-def _problem_of_lines(path: Path) -> str:
-    """What is wrong in a file of JSON lines, if it is one; `datasets` tells neither the line nor that it is empty."""
-    text = path.suffix.lower() == ".jsonl" and path.read_text(encoding="utf-8", errors="replace").strip()
-    if text == "":
-        return "the file is empty"
-    for number, line in enumerate(text.splitlines() if text else (), start=1):
-        try:
-            found = json.loads(line or "{}")
-        except ValueError as error:
-            return f"line {number} isn't JSON ({error})"
-        if not isinstance(found, dict):
-            return f"line {number} is of type {type(found).__name__}"
+def _problem_of_file(path: Path, error: Exception) -> str:
+    """What is wrong in a file that gave an error of `datasets`, which names no line; empty: nothing that is seen."""
+    if not path.stat().st_size or "corresponds to no data" in str(error):
+        return "the file has no rows: write some into it"
+    if path.suffix.lower() != ".jsonl":
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                kind = type(json.loads(line)).__name__ if line.strip() else "dict"
+                problem = "" if kind == "dict" else f"is of type {kind}"
+            except ValueError as error:
+                problem = f"isn't JSON ({error})"
+            if problem:
+                return (
+                    f"line {number} {problem}: write one JSON object per line, such as "
+                    '{"prompt": "2 + 2 =", "answer": "4"}'
+                )
     return ""
 
 

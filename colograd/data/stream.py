@@ -119,7 +119,7 @@ class PromptStream(torch.utils.data.IterableDataset):
             check_prompt_column(block[0], self.rules.name)
             columns = {name: [row.get(name) for row in block] for name in block[0]}
             for index, ids in enumerate(self.rules.encode(columns, number)):
-                if ids is None:
+                if len(ids) > self.rules.max_prompt_tokens:
                     self.num_dropped += 1
                 else:
                     yield block[index], ids

@@ -7,5 +7,5 @@ multiply with the policy's quantised weights, `bidirectional_images` is the atte
 other, which `whole_pictures` has read in one step); `closing` to what ends with it, and what doesn't. `queue_order`
 says which prompts start first, `load` what the engine has to do at each of its steps, `routed` which experts it chose
 for each token, `images` hands pictures over. `leading` keeps the ranks of one engine in step: the first one decides,
-the others follow. `absent` stands in its place where nothing is sampled.
+the others follow.
 """

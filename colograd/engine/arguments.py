@@ -12,9 +12,7 @@ from ..config import GRPOConfig
 from ..policy.lora import Adapter
 from .images import find_gemma3
 
-# Tokens of a KV block on a CPU. A group's prompt is computed once as far as it fills whole blocks; with vLLM's 128 most
-# prompts would be computed G times.
-CPU_BLOCK = 32
+CPU_BLOCK = 32  # tokens of a KV block: a group shares its prompt's whole ones, of which with vLLM's 128 most have none
 MOST_SEQUENCES = 1024  # decoded at once: vLLM's own number on the largest GPUs
 VOCABULARY_BLOCK = 64  # vLLM fills a vocabulary up to a multiple of it, and then splits it
 # vLLM's kernel for a mixture's experts that reads them as they are in a checkpoint. Others swap or permute them.
@@ -31,14 +29,9 @@ TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
 
 
 def engine_kwargs(
-    model_path: str,
-    config: GRPOConfig,
-    dtype: torch.dtype,
-    context: int | None,
-    kv_bytes: int,
-    sequences: int = 0,
+    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
     images: int = 0,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The arguments of `vllm.LLM`; ``vllm_engine_kwargs`` wins over every one but the launcher.
 
     Args:
@@ -92,10 +85,6 @@ def engine_kwargs(
 
 
 def _experts_told() -> dict[str, Any]:
-    """
-    Raises:
-        RuntimeError: this vLLM doesn't tell which experts it chooses.
-    """
     from vllm import __version__ as found
 
     if not _accepted(TELLS_EXPERTS):
@@ -107,8 +96,7 @@ def _experts_told() -> dict[str, Any]:
 
 
 def _batch_kwargs(config: GRPOConfig, sequences: int) -> dict[str, Any]:
-    """vLLM's batches and CUDA graphs as wide as a generation is. Its own are those of a server: where few sequences are
-    sampled, most of its graphs and buffers serve nobody; where many are, steps of more than 512 run without a graph."""
+    """vLLM's batches and CUDA graphs as wide as a generation is; its own are those of a server, up to 512 sequences."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
     kwargs: dict[str, Any] = {"max_num_seqs": width}
@@ -119,15 +107,13 @@ def _batch_kwargs(config: GRPOConfig, sequences: int) -> dict[str, Any]:
 
 
 def graph_sizes(width: int) -> list[int]:
-    """Numbers of sequences that CUDA graphs are captured for, up to ``width``: a step takes the next larger one, so
-    they are dense where a step of some more sequences takes longer."""
+    """Numbers of sequences that CUDA graphs are captured for, up to ``width``; a step takes the next larger one."""
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32), width}
     return sorted(size for size in sizes if size <= width)
 
 
 def compiles(config: GRPOConfig) -> bool:
-    """Whether vLLM compiles the model and captures CUDA graphs when it starts. On a CPU that takes longer than it saves
-    in a short run."""
+    """Whether vLLM compiles the model and captures CUDA graphs when it starts; by itself on a GPU only."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     return not given.get("enforce_eager", config.on_cpu)
 
@@ -147,10 +133,6 @@ def computes_float32_heads() -> bool:
 
 
 def _given_overrides(given: Any) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: a function, to which nothing can be added.
-    """
     if given is not None and not isinstance(given, dict):
         raise ValueError(
             f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, but must be a mapping, to which "
@@ -160,11 +142,7 @@ def _given_overrides(given: Any) -> dict[str, Any]:
 
 
 def check_split(config: GRPOConfig, model_config: Any) -> None:
-    """Check that vLLM can split the model over the ranks of an engine.
-
-    Raises:
-        ValueError: naming the size that ``vllm_tensor_parallel_size`` doesn't divide.
-    """
+    """Raise a ValueError if ``vllm_tensor_parallel_size`` doesn't divide a size of the model."""
     check_parts(model_config, config.vllm_tensor_parallel_size, config.world_size)
 
 
@@ -210,12 +188,8 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
 
 def blank_kwargs(kwargs: Mapping[str, Any], served: bool = False) -> dict[str, Any]:
-    """The arguments, beside the others in ``kwargs``, of an engine whose weights aren't read: of a checkpoint with
-    packed weights it has the layers as they would be without.
-
-    Args:
-        served: some layers multiply with the policy's weights. What vLLM has compiled for others mustn't be taken.
-    """
+    """The arguments, beside ``kwargs``, of an engine whose weights aren't read, with layers as for whole weights. What
+    vLLM has compiled for others mustn't be taken where some multiply with the policy's (``served``)."""
     overrides = _given_overrides(kwargs.get("hf_overrides"))
     found: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
     if served:

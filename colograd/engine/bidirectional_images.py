@@ -1,8 +1,7 @@
 """Attention within a picture in both directions, on a CPU: for models whose image tokens see each other (Gemma 3).
 
-vLLM knows which tokens of a request are a picture's, and lets them see each other in its GPU backends alone; its CPU
-backend would compute them causally, as tokens of text. Here they are computed once more, as requests of their own that
-end with the picture and aren't causal: each sees all before the picture, and all of it.
+vLLM's CPU backend computes them causally, as tokens of text. Here they are computed once more, as requests of their own
+that end with the picture and aren't causal: each token sees all before the picture, and all of it.
 """
 
 from __future__ import annotations
@@ -34,12 +33,8 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         return metadata
 
     def _pictures(self, step: Any) -> Pictures | None:
-        """Those of a step, as vLLM describes it."""
         starts, ends = step.query_start_loc_cpu.tolist(), step.seq_lens.tolist()
-        tokens: list[int] = []
-        rows: list[int] = []
-        counts: list[int] = []
-        seen: list[int] = []
+        tokens, rows, counts, seen = list[int](), list[int](), list[int](), list[int]()
         for row, ranges in (step.mm_req_doc_ranges or {}).items():
             computed = ends[row] - (starts[row + 1] - starts[row])  # tokens of the request before this step
             for first, last in ranges:
@@ -80,9 +75,7 @@ class Attention(cpu_attn.CPUAttentionBackendImpl):
         if pictures is not None:
             at = pictures.tokens
             again = torch.empty_like(output[: len(at)])
-            super().forward(
-                layer, query[at], key[at], value[at], kv_cache, pictures.metadata, again, *more, **given
-            )  # fmt: skip
+            super().forward(layer, query[at], key[at], value[at], kv_cache, pictures.metadata, again, *more, **given)
             output[at] = again
         return done
 

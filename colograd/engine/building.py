@@ -1,14 +1,14 @@
-"""What must hold while vLLM is built: a supported version, weights that can be written, an untouched random state.
-
-To that end parts of vLLM are replaced: what moves or hides the weights, and CPU kernels that are slow.
-"""
+"""What must hold while vLLM is built: a supported version, weights that can be written, an untouched random state. To
+that end parts of vLLM are replaced: what moves or hides the weights, and CPU kernels that are slow."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import random
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -26,15 +26,49 @@ from .whole_pictures import whole_of_known_features, whole_on_cpu
 TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.27,<0.33"
 
+OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError)
 _kernels_found = False  # by an engine of this process, see `kernels_found_once`
 
 
-def check_vllm() -> None:
-    """Raise unless there is a vLLM that works, as far as is known.
+@contextlib.contextmanager
+def told_of_vllm(model: str) -> Iterator[None]:
+    """Name the model, and vLLM, in an error of vLLM's code: it lists models that its build for a device can't run.
 
     Raises:
-        RuntimeError: with the version found, the range and the remedy.
+        RuntimeError: in the place of such an error.
     """
+    try:
+        yield
+    except Exception as error:
+        if lacking := _not_inspected(str(error)):
+            raise RuntimeError(
+                f"vLLM's code for {model} can't be imported ({lacking}): install that package."
+            ) from error
+        of_torch = isinstance(error, RuntimeError) and type(error).__module__ == "builtins"
+        if not of_torch and not isinstance(error, OF_CODE):
+            raise
+        line = next(iter(str(error).strip().splitlines()), "")
+        raise RuntimeError(
+            f"vLLM can't run {model} on this machine ({type(error).__name__}: {line}): choose another model, or "
+            f"another version of vLLM ({PIN})."
+        ) from error
+
+
+def _not_inspected(message: str) -> str:
+    """Why a module of vLLM's models can't be imported, where that is behind an error; else empty."""
+    found = re.search(r"architectures \['(\w+)'\] failed to be inspected", message)
+    if found:
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        try:
+            importlib.import_module(ModelRegistry.models[found[1]].module_name)
+        except ImportError as error:
+            return str(error)
+    return ""
+
+
+def check_vllm() -> None:
+    """Raise a RuntimeError if there is no vLLM that works, as far as is known."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
     try:
         from vllm import __version__ as found
@@ -51,11 +85,7 @@ def check_vllm() -> None:
 
 
 def check_experts(experts: int, on_cpu: bool) -> None:
-    """Raise where a mixture's ``experts`` would be packed away, out of reach of a publish.
-
-    Raises:
-        RuntimeError: with the version found and the remedy.
-    """
+    """Raise a RuntimeError if a mixture's ``experts`` would be packed away, out of reach of a publish."""
     if not experts or not on_cpu:
         return
     try:
@@ -95,43 +125,40 @@ def build_conditions(
     the policy's device, and its attention is the model's."""
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
-        while_built.enter_context(usual_algorithms())
+        enter = while_built.enter_context
+        enter(usual_algorithms())
+        enter(output_with_a_descriptor())
         # vLLM reseeds python, numpy and torch; the user's seed must still mean something afterwards.
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
-        while_built.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        enter(torch.random.fork_rng(range(torch.cuda.device_count())))
         if on_cpu:
             ranks_without_compiling()
             draws_taken_back()
-            while_built.enter_context(live_weights())
-            while_built.enter_context(live_experts())
-            while_built.enter_context(one_draw_per_token())
-            while_built.enter_context(kernels_found_once())
+            for change in (live_weights, live_experts, one_draw_per_token, kernels_found_once):
+                enter(change())
         if on_cpu and ranks > 1:
-            while_built.enter_context(plain_collectives())
+            enter(plain_collectives())
         if reads_images:
             whole_of_known_features()
         if on_cpu and reads_images:
             from .bidirectional_images import both_ways
 
-            while_built.enter_context(both_ways())
-            while_built.enter_context(whole_on_cpu())
+            enter(both_ways())
+            enter(whole_on_cpu())
         if on_cpu and has_adapter:
-            while_built.enter_context(one_adapter())
+            enter(one_adapter())
         if sleeps:
-            while_built.enter_context(weights_stay())
-        while_built.enter_context(groups_of_experts())
-        while_built.enter_context(rank_variables_of(device))
+            enter(weights_stay())
+        enter(groups_of_experts())
+        enter(rank_variables_of(device))
         yield
 
 
 @contextlib.contextmanager
 def usual_algorithms() -> Iterator[None]:
-    """While it lasts, torch takes its fastest algorithms.
-
-    `full_determinism` is about the policy's gradients. Some of vLLM's kernels have no deterministic counterpart, which
-    would be an error, and each of its buffers would be filled for nothing.
-    """
+    """While it lasts, torch takes its fastest algorithms: `full_determinism` is about the policy's gradients, and some
+    of vLLM's kernels have no deterministic counterpart."""
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if asked:
         torch.use_deterministic_algorithms(False)
@@ -145,9 +172,7 @@ def usual_algorithms() -> Iterator[None]:
 @contextlib.contextmanager
 def rank_variables_of(device: torch.device) -> Iterator[None]:
     """While it lasts, LOCAL_RANK is the number of this rank's GPU among those that it sees, for which vLLM takes it.
-    Afterwards all of the launcher's variables are as they were: vLLM's CPU worker sets LOCAL_WORLD_SIZE.
-
-    A launcher that shows each rank one GPU alone (`srun --gpus-per-task=1`) leaves the ranks' numbers as they are.
+    (`srun --gpus-per-task=1` shows each rank one alone.) Afterwards all of the launcher's variables are as they were.
     """
     launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
     if device.type != "cpu":
@@ -156,6 +181,17 @@ def rank_variables_of(device: torch.device) -> Iterator[None]:
         yield
     finally:
         os.environ.update(launched)
+
+
+@contextlib.contextmanager
+def output_with_a_descriptor() -> Iterator[None]:
+    """While the context lasts, standard output has the file descriptor that vLLM asks for; Colab's has none."""
+    with contextlib.ExitStack() as while_built:
+        try:
+            sys.stdout.fileno()
+        except (OSError, AttributeError):
+            while_built.enter_context(contextlib.redirect_stdout(sys.__stdout__))
+        yield
 
 
 @contextlib.contextmanager
@@ -170,11 +206,8 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
 
 
 def weights_stay() -> contextlib.AbstractContextManager[None]:
-    """While an engine that sleeps is built, keep its weights out of the memory that sleeping unmaps.
-
-    vLLM would load them into a pool of its allocator under the tag "weights". There a sleep of level 1 or 2 would take
-    them from a policy whose parameters are views of them, and a second engine in the process would be refused for as
-    long as such views live. In torch's ordinary memory no sleep reaches them; only the KV cache is in the pool.
+    """While an engine that sleeps is built, keep its weights out of the pool that sleeping unmaps: it would take them
+    from a policy whose parameters are views of them, and these views would keep a second engine from being built.
 
     Raises:
         RuntimeError: this vLLM doesn't let the two be told apart.
@@ -196,11 +229,8 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
 
 
 def buffers_stay() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built that reads no weights, keep what isn't one.
-
-    vLLM then fills everything that a checkpoint could hold with random numbers: also buffers, which nobody writes
-    again, such as the constants by which Qwen2.5-VL's pixels are normalised in its tower.
-    """
+    """While an engine is built that reads no weights, keep its buffers, which vLLM would fill with random numbers and
+    nobody writes again: the constants by which Qwen2.5-VL's pixels are normalised, say."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     theirs = DummyModelLoader.load_weights
@@ -215,11 +245,8 @@ def buffers_stay() -> contextlib.AbstractContextManager[None]:
 
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built on a CPU, keep its linear layers' weights in place.
-
-    vLLM's CPU backend packs each linear layer's weight into a private layout and empties the parameter, after which new
-    weights can't be written. Plain `torch.nn.functional.linear` on the parameter is as fast within noise.
-    """
+    """While an engine is built on a CPU, keep its linear layers' weights in place, which vLLM would pack into a private
+    layout, out of reach. Plain `torch.nn.functional.linear` is as fast within noise."""
     from vllm.model_executor.layers import utils
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -229,10 +256,7 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 
 
 def live_experts() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built on a CPU, keep the weights of a mixture's experts in place, likewise.
-
-    vLLM packs them into the layout of a kernel that computes all experts at once.
-    """
+    """While an engine is built on a CPU, keep the weights of a mixture's experts in place, likewise."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:  # a vLLM that has them elsewhere, see `check_experts`
@@ -245,11 +269,8 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def ranks_without_compiling() -> None:
-    """Let vLLM count how many tokens are likelier than the sampled one, which nobody here reads, in plain torch.
-
-    It has that one line compiled at the first request that asks for log-probabilities: some seconds, and on a machine
-    without a C++ compiler an error. Likewise the mask of a vocabulary that ranks share. Stays in force for the process.
-    """
+    """Let vLLM count how many tokens are likelier than the sampled one in plain torch, and mask a vocabulary that ranks
+    share: compiled, that takes seconds, and without a C++ compiler fails. Stays in force for the process."""
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.v1.sample import sampler
 
@@ -266,10 +287,9 @@ def ranks_without_compiling() -> None:
 def draws_taken_back() -> None:
     """Let a prompt that is read in parts leave its request's draws as they were. Stays in force for the process.
 
-    After each part but the last one vLLM discards the token that it has sampled, and sets the request's generator back
-    by an offset, which a CPU's generators don't have: an error in each run whose prompts exceed
-    ``max_num_batched_tokens``, even together. Here it is set to where the request's tokens have brought it, each of
-    which took one draw (`one_draw_per_token`).
+    After each part but the last vLLM discards the token that it has sampled, and sets the request's generator back by
+    an offset, which a CPU's generators don't have: an error. Here it is set to where the request's tokens have brought
+    it, each of which took one draw (`one_draw_per_token`).
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -295,10 +315,8 @@ def draws_taken_back() -> None:
 
 
 def groups_of_experts() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built, let a mixture join groups that an engine of a dense model has made in this process.
-
-    vLLM makes all of its groups once, and that of the ranks that share experts only where the first model has some.
-    """
+    """While an engine is built, let a mixture join groups that a dense model's engine has made in this process: vLLM
+    makes them once, and that of the ranks that share experts only where the first model has some."""
     from vllm.config import get_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.v1.worker import gpu_worker
@@ -311,19 +329,15 @@ def groups_of_experts() -> contextlib.AbstractContextManager[None]:
             world = parallel_state.get_world_group()
             backend = torch.distributed.get_backend(world.device_group)
             engines = torch.arange(torch.distributed.get_world_size()).view(-1, ranks).tolist()
-            parallel_state._EP = parallel_state.init_model_parallel_group(
-                engines, world.local_rank, backend, group_name="ep"
-            )
+            make = parallel_state.init_model_parallel_group
+            parallel_state._EP = make(engines, world.local_rank, backend, group_name="ep")
 
     return replaced(gpu_worker, "ensure_model_parallel_initialized", ensure)
 
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
-    """While an engine of several ranks is built on a CPU, let these exchange by gloo.
-
-    vLLM's own shared memory has a name that two jobs of one machine have in common, is left behind by a process that is
-    killed (the next job then fails), and is waited for by spinning, without noticing that the other rank has gone.
-    """
+    """While an engine of several ranks is built on a CPU, let these exchange by gloo: vLLM's own shared memory has the
+    same name for two jobs of a machine, outlives a killed process, and is waited for without noticing a rank's end."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     class Gloo:
@@ -338,12 +352,8 @@ def plain_collectives() -> contextlib.AbstractContextManager[None]:
 
 
 def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built on a CPU, give it a sampler that draws one number per sampled token.
-
-    For requests with a seed vLLM's CPU sampler draws an exponential variate per vocabulary entry, and twice: half of
-    the time of a small model's decoding. Inverting the distribution function takes one uniform number, and draws from
-    the same distribution.
-    """
+    """While an engine is built on a CPU, give it a sampler that draws one number per token and inverts the distribution
+    function. vLLM's draws two per vocabulary entry for requests with a seed: half of a small model's decoding."""
     from vllm.v1.sample.ops import topk_topp_sampler as ops
 
     theirs = ops.TopKTopPSampler.forward_cpu
@@ -362,11 +372,8 @@ def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
 
 
 def kernels_found_once() -> contextlib.AbstractContextManager[None]:
-    """While an engine is built on a CPU, let vLLM replace its Triton kernels in its own modules, once per process.
-
-    It would compare each name of every module that is imported, of any package (7,000 of them: a second or two), and do
-    so again for each further engine, putting a wrapper around the wrapper.
-    """
+    """While an engine is built on a CPU, let vLLM replace its Triton kernels in its own modules, once per process. It
+    would go through all 7,000 that are imported (a second or two), and wrap again for each further engine."""
     from vllm.platforms.cpu import CpuPlatform
 
     theirs = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
@@ -394,12 +401,9 @@ def kernels_found_once() -> contextlib.AbstractContextManager[None]:
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
-    """While an engine with LoRA is built on a CPU, give it plain matrix products for its one adapter.
-
-    vLLM's CPU kernels copy the adapter's matrices once per *token* of the batch: 1.7 ms for 64 rows and one layer of
-    576 to 1,536 at rank 16 on two cores, 13.6 ms for 512 rows; plain products take 0.25 and 1.7 ms. Here there is one
-    adapter and every request carries it, so slot 0 multiplies the whole batch: first in float32, then rounded once into
-    the layer's output, as peft does it.
+    """While an engine with LoRA is built on a CPU, give it plain matrix products for its one adapter, in float32 and
+    rounded once into the layer's output, as peft does it. vLLM's CPU kernels copy the adapter's matrices once per
+    *token* of the batch: 13.6 ms for 512 rows of a layer of 576 to 1,536 at rank 16 on two cores, instead of 1.7 ms.
     """
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -413,14 +417,9 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
                 y.mul_(scale)
 
         def _apply_expand(
-            self,
-            y: torch.Tensor,
-            x: torch.Tensor,
-            w_t_all: torch.Tensor,
-            y_offset: int,
-            y_slice_size: int,
+            self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, y_offset: int, y_slice_size: int,
             add_inputs: bool = True,
-        ) -> None:
+        ) -> None:  # fmt: skip
             """Columns y_offset ... of y (tokens, out) += x (tokens, rank) B', B' of the slots (slots, 1, out, rank)."""
             product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
             columns = y[:, y_offset : y_offset + y_slice_size]

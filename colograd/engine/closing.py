@@ -1,8 +1,7 @@
 """The end of an engine: of one that is closed, of one that fails while it is built, and of one that nobody closed.
 
 vLLM has its groups of ranks once per process, and whatever shuts a core down takes them along, and torch's process
-group too. A core that Python collects late would take those of the next engine. Here vLLM's own finaliser has no part,
-groups go with the last engine, and the process group, which is the trainer's too, stays.
+group too. Here vLLM's own finaliser has no part, its groups go with the last engine, and the process group stays.
 """
 
 from __future__ import annotations

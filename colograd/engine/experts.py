@@ -15,17 +15,9 @@ SLOPE, LIMIT = 1.702, 7.0
 
 @torch.no_grad()
 def apply_experts(
-    kernel: Any,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: Any,
-    *unused: Any,
-    **given: Any,
-) -> None:
+    kernel: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, *unused: Any, **given: Any,
+) -> None:  # fmt: skip
     """Write what the experts of each token add up to into ``output``; the form of vLLM's kernels.
 
     Args:
@@ -39,12 +31,11 @@ def apply_experts(
     experts, order = topk_ids.flatten().sort(stable=True)
     inputs = hidden_states[order // chosen].split(torch.bincount(experts, minlength=count).tolist())
     found = torch.empty(tokens * chosen, w2.shape[1], dtype=hidden_states.dtype)
-    found[order] = torch.cat(
-        [
-            linear(activate(linear(x, w1[e], _of(kernel.w1_bias, e))), w2[e], _of(kernel.w2_bias, e))
-            for e, x in enumerate(inputs)
-        ]
-    )
+
+    def one(e: int, x: torch.Tensor) -> torch.Tensor:
+        return linear(activate(linear(x, w1[e], _of(kernel.w1_bias, e))), w2[e], _of(kernel.w2_bias, e))
+
+    found[order] = torch.cat([one(expert, x) for expert, x in enumerate(inputs)])
     shares = torch.ones_like(topk_weights) if given.get("apply_router_weight_on_input") else topk_weights
     output.copy_((found.view(tokens, chosen, -1) * shares[..., None]).sum(1))
 

@@ -1,9 +1,6 @@
 """Images in vLLM: how a prompt with images is handed over, that it is read as the trainer reads it, and that nothing is
-left of it when weights have changed.
-
-vLLM gets the pictures and a prompt with one placeholder for each, and puts in as many image tokens as its own processor
-makes of them. (A prompt that has them already would get them twice.)
-"""
+left of it when weights have changed. vLLM gets the pictures and a prompt with one placeholder for each, in whose place
+it puts as many image tokens as its own processor makes of them."""
 
 from __future__ import annotations
 
@@ -19,11 +16,8 @@ from ..batch import STAND_IN, ModelInput
 
 
 def find_gemma3() -> None:
-    """Let vLLM have its class of Gemma 3 where torchvision isn't installed.
-
-    Its module imports transformers' image processor for torchvision, but only to name it in annotations: what is
-    loaded and used is the one that needs PIL alone.
-    """
+    """Let vLLM have its class of Gemma 3 where torchvision isn't installed, for which its module imports a processor
+    only to name it in annotations."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models import ModelRegistry
@@ -42,10 +36,8 @@ def find_gemma3() -> None:
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """A prompt as `LLMEngine.add_request` takes it.
-
-    vLLM takes any placeholder for a picture's. Where the model or a tool wrote one, another token stands in its place
-    while vLLM puts in the pictures' tokens, and is put back here.
+    """A prompt as `LLMEngine.add_request` takes it. Where the model or a tool wrote a placeholder, which vLLM takes for
+    a picture's, another token stands in its place meanwhile, and is put back here.
 
     Raises:
         RuntimeError: see `check_expanded`.
@@ -76,11 +68,7 @@ def _written_placeholders(asked: ModelInput) -> list[int]:
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
-    """Whether vLLM read the very tokens that the trainer's row has.
-
-    Raises:
-        RuntimeError: it didn't, with both counts of image tokens.
-    """
+    """Raise a RuntimeError if vLLM didn't read the very tokens that the trainer's row has."""
     if asked.images is None or tuple(found) == asked.ids:
         return
     token = asked.ids[asked.images.places[0]]
@@ -93,11 +81,7 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
 
 
 def check_same_processor(model_config: Any, processor: Any) -> None:
-    """Whether vLLM's image processor has the settings of the trainer's.
-
-    Raises:
-        ValueError: naming the first setting that differs.
-    """
+    """Raise a ValueError if a setting of vLLM's image processor isn't that of the trainer's."""
     from vllm.transformers_utils.processor import cached_processor_from_config
 
     theirs = cached_processor_from_config(model_config).image_processor.to_dict()
@@ -118,11 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
-    """Whether tokens of a picture see each other where the model has it so.
-
-    Raises:
-        RuntimeError: this vLLM's attention on a CPU can't be told which they are.
-    """
+    """Raise a RuntimeError if this vLLM's attention on a CPU can't be told which tokens of a picture see each other."""
     if not (on_cpu and getattr(core.vllm_config.model_config, "is_mm_prefix_lm", False)):
         return
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -137,10 +117,7 @@ def check_reads_as_the_model(core: Any, on_cpu: bool) -> None:
 
 
 def check_forgets(core: Any) -> None:
-    """
-    Raises:
-        RuntimeError: this vLLM keeps features of older weights, or takes no prompts whose pictures it has read.
-    """
+    """Raise a RuntimeError if this vLLM keeps features of older weights, or takes no prompts that it has read."""
     if not (hasattr(core, "reset_encoder_cache") and hasattr(getattr(core, "renderer", None), "render_cmpl")):
         from vllm import __version__ as found
 

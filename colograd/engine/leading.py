@@ -1,8 +1,8 @@
 """An engine of several ranks: what its first rank tells vLLM, the others tell theirs.
 
-Each rank has a vLLM with a scheduler of its own, and a step of one is a step of all: between steps they must have been
-told the same, in the same order. What a round tells them depends on clocks, rewards, tools and the user's code. So all
-of that runs on the first rank alone, which passes on what reaches vLLM: requests, aborts and steps.
+Each rank has a vLLM with a scheduler of its own, and between steps all must have been told the same. What a round tells
+them depends on clocks, rewards, tools and the user's code. So all of that runs on the first rank alone, which passes on
+what reaches vLLM: requests, aborts and steps.
 """
 
 from __future__ import annotations

@@ -64,3 +64,19 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
             stack.enter_context(replaced(scheduler, "_preempt_request", counted))
         stack.enter_context(replaced(engine, "after_step", after_step))
         yield found
+
+
+@contextlib.contextmanager
+def stepping(engine: Any, tell: Callable[[int], None]) -> Iterator[None]:
+    """While the context lasts, ``tell`` gets after each of the engine's steps how many sequences run, each of which has
+    a token more. Who watches already goes on."""
+    before = engine.after_step
+
+    def after_step() -> None:
+        if before is not None:
+            before()
+        if (load := load_of(engine.core)) is not None:
+            tell(load.running)
+
+    with replaced(engine, "after_step", after_step):
+        yield

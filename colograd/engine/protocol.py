@@ -66,8 +66,12 @@ class EngineTensors(Protocol):
     def renamed(self, name: str) -> str:
         """A checkpoint's name of a tensor -> the engine's, before fusions."""
 
-    def written_through(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The function of a checkpoint's tensor that the engine holds; None: the tensor itself."""
+    def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The function of a checkpoint's tensor that the engine holds; None: the tensor itself.
+
+        Args:
+            place: the engine's name of it, where `renamed` doesn't know it.
+        """
 
     def expert_layout(self, name: str) -> str:
         """How a tensor of experts is laid out: "" as in a checkpoint, else the kernel whose layout it has."""

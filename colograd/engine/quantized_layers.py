@@ -1,9 +1,5 @@
 """Layers of the engine that multiply with the policy's packed weights instead of weights of their own: one copy of a
-quantised base, for both.
-
-vLLM builds its layers as for whole weights, but those that are claimed here get none, and a method that looks up the
-policy's. To compilers and graphs it is one operator, which reads memory that doesn't move.
-"""
+quantised base, for both. To compilers and graphs it is one operator, which reads memory that doesn't move."""
 
 from __future__ import annotations
 
@@ -50,11 +46,9 @@ class ServedLayers:
 
     @property
     def weights(self) -> list[PackedWeight]:
-        """The policy's, that are read."""
         return [part for parts in self.numbers.values() for part in parts]
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Layers that have computed nothing since the engine was built, other than those of some weights."""
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def add(self, parts: Sequence[PackedWeight]) -> int:
@@ -72,10 +66,7 @@ class ServedLayers:
 
 @contextlib.contextmanager
 def served_layers(parts_of: Callable[[EngineTensors], Parts]) -> Iterator[ServedLayers]:
-    """While an engine is built, its layers that ``parts_of`` names, given vLLM's class of the model, get no weights.
-
-    Its value has them, also afterwards.
-    """
+    """While an engine is built, its layers that ``parts_of`` names, given vLLM's class of the model, get no weights."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
     from vllm.model_executor.model_loader.utils import get_model_architecture

@@ -1,10 +1,9 @@
 """How long each prompt's completions were: where not all fit into the engine at once, the long ones start first.
 
-vLLM takes requests in the order in which they come. A long completion that starts last is decoded alone at the end,
-while one that starts first has the others beside it (the longest-processing-time rule of list scheduling; Graham 1969,
-https://doi.org/10.1137/0117039). Seeds are each request's own, so the order changes no rollout, up to what the batch
-that it falls into changes in a kernel's rounding (nothing on a CPU). A checkpoint holds the lengths, so that a resumed
-run has the same batches.
+A long completion that starts last is decoded alone at the end, one that starts first has the others beside it (the
+longest-processing-time rule of list scheduling; Graham 1969, https://doi.org/10.1137/0117039). Seeds are each request's
+own, so the order changes no rollout, up to a kernel's rounding of other batches (nothing on a CPU). A checkpoint holds
+the lengths, so that a resumed run has the same batches.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class LengthHistory:
         self._means: dict[str, float] = {}  # by `ModelInput.key`
 
     def add(self, prompt: Prompt, group: Group) -> None:
-        """Note how many tokens the model wrote for a prompt, as it was asked."""
         lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]
         self._means[prompt.input.key] = sum(lengths) / len(lengths)
 
@@ -37,10 +35,8 @@ class LengthHistory:
         return sorted(prompts, key=lambda prompt: -self._means.get(prompt.input.key, unknown))
 
     def save(self, folder: str | Path, rank: int) -> None:
-        """Write this rank's history into a checkpoint."""
         Path(folder, FILE.format(rank=rank)).write_text(json.dumps(self._means))
 
     def load(self, folder: str | Path, rank: int) -> None:
-        """Read this rank's history from a checkpoint; without one it is empty."""
         path = Path(folder, FILE.format(rank=rank))
         self._means = json.loads(path.read_text()) if path.is_file() else {}

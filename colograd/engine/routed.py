@@ -1,8 +1,8 @@
 """Which experts the engine's routers chose for each token of a sequence, for `router_replay`.
 
-On a GPU vLLM tells it itself (``enable_return_routed_experts``, by a model runner that needs Triton). On a CPU, where
-it refuses to, its routers hand what they choose to a function, and the model runner says whose tokens a step has. A
-token that the prefix cache holds is in no step of its sequence: it has the experts that its keys and values came from.
+On a GPU vLLM tells it itself (``enable_return_routed_experts``). On a CPU, where it refuses to, its routers hand what
+they choose to a function, and the model runner says whose tokens a step has; a token that the prefix cache holds is in
+no step of its sequence, and has the experts that its keys and values came from.
 """
 
 from __future__ import annotations
@@ -38,18 +38,16 @@ class _Sequence:
             self.rows = rows
         self.rows[start:end] = chosen
 
-    def whole(self, tokens: int) -> torch.Tensor:
-        """[tokens, L, K] of its own."""
-        rows = self.rows[:tokens]
-        return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
+
+def _filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[tokens, L, K] of its own: the first rows, and UNKNOWN where there are fewer."""
+    rows = rows[:tokens]
+    return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 
 
 class RouterLog:
-    """What is told of an engine's sequences. Weights of one version only: `forget` at each publish.
-
-    Args:
-        core: vLLM's LLMEngine, in whose process it is.
-        itself: vLLM tells it; else it is watched.
+    """What is told of an engine's sequences, by vLLM's LLMEngine ``core`` ``itself`` or by watching it, with weights of
+    one version: `forget` at each publish.
 
     Raises:
         RuntimeError: there are no routers that could be watched.
@@ -130,12 +128,7 @@ class RouterLog:
             yield digest
 
     def take(self, request: str, completion: Any, prompt: Sequence[int], ids: Sequence[int]) -> RoutedExperts:
-        """Of a completion that has ended; once.
-
-        Args:
-            completion: vLLM's output of it.
-            prompt: [P] what was read.
-            ids: [C] what was written.
+        """Of a completion that has ended, once: vLLM's output, the ``prompt`` [P] and what was written, ``ids`` [C].
 
         Raises:
             RuntimeError: vLLM told nothing of it.
@@ -149,7 +142,7 @@ class RouterLog:
                 f"router_replay is true, but vLLM {self.version} stepped under another name than {request!r}, so that "
                 "its experts aren't known: set router_replay: false, or install vLLM 0.31."
             )
-        whole = seen.whole(tokens)
+        whole = _filled(seen.rows, tokens)
         digests = list(self._digests([*prompt, *ids])) if self._block else []
         for place, digest in enumerate(digests[: seen.cached // (self._block or 1)]):
             if (known := self._cached.get(digest)) is not None:
@@ -166,11 +159,9 @@ class RouterLog:
                 "false, or install vLLM 0.31."
             )
         layers = [int(layer.layer_id) for layer in self._layers]
-        chosen = torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype)
-        return torch.cat([chosen, chosen.new_full((tokens - len(chosen), *chosen.shape[1:]), UNKNOWN)])
+        return _filled(torch.from_numpy(told[:tokens, layers].astype("int16")).to(self.dtype), tokens)
 
     def drop(self, request: str) -> None:
-        """Forget a request that is over, or was aborted."""
         self._seen.pop(request, None)
 
     def forget(self) -> None:
@@ -181,7 +172,6 @@ class RouterLog:
 
 
 def _expert_layers(model: torch.nn.Module) -> list[Any]:
-    """vLLM's layers of experts, in their order."""
     try:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
     except ImportError:  # a vLLM that has them elsewhere
@@ -196,9 +186,7 @@ def _split(whole: torch.Tensor, prompt: int) -> RoutedExperts:
 
 def as_written(experts: RoutedExperts, prompt: int, completion: int) -> RoutedExperts:
     """Those of a conversation's last turn, whose prompt was all before it, as of the whole conversation's."""
-    whole = torch.cat([experts.prompt, experts.completion])
-    missing = whole.new_full((max(0, prompt + completion - len(whole)), *whole.shape[1:]), UNKNOWN)
-    return _split(torch.cat([whole, missing])[: prompt + completion], prompt)
+    return _split(_filled(torch.cat([experts.prompt, experts.completion]), prompt + completion), prompt)
 
 
 def one_prompt(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
@@ -207,9 +195,10 @@ def one_prompt(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
     if first.experts is None:
         return rollouts
     prompt = first.experts.prompt
-    return tuple(
-        rollout
-        if rollout.experts is None or rollout.input != first.input
-        else dataclasses.replace(rollout, experts=RoutedExperts(prompt, rollout.experts.completion))
-        for rollout in rollouts
-    )
+
+    def shared(rollout: Rollout) -> Rollout:
+        if rollout.experts is None or rollout.input != first.input:
+            return rollout
+        return dataclasses.replace(rollout, experts=RoutedExperts(prompt, rollout.experts.completion))
+
+    return tuple(map(shared, rollouts))

@@ -19,8 +19,6 @@ RESERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn."""
-
     n: int  # G: completions per prompt
     max_tokens: int
     temperature: float
@@ -76,21 +74,14 @@ def _structured_outputs(config: GRPOConfig) -> Any:
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
-    """The seed of one prompt's request, from the run's seed and the prompt's place in the stream.
-
-    A hash and not a running number: vLLM seeds the i-th of n completions with seed + i, so neighbouring numbers would
-    give neighbouring prompts the same draws. 62 bits leave room for that sum.
-    """
+    """The seed of one prompt's request, from the run's seed and the prompt's place in the stream: a hash of 62 bits, as
+    vLLM seeds the i-th of n completions with seed + i."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def check_sampling(config: GRPOConfig) -> None:
-    """Check ``generation_kwargs`` against vLLM's sampling parameters.
-
-    Raises:
-        ValueError: a name that vLLM doesn't know, or that the trainer sets itself.
-    """
+    """Raise a ValueError if ``generation_kwargs`` has names that vLLM doesn't know, or that the trainer sets itself."""
     from vllm import SamplingParams
 
     known = inspect.signature(SamplingParams).parameters

@@ -18,11 +18,7 @@ FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class VLLMTensors:
-    """The tensors of a vLLM model.
-
-    Args:
-        model: the model; its class alone has the names.
-    """
+    """The tensors of a vLLM model; its class alone has the names."""
 
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model
@@ -44,8 +40,8 @@ class VLLMTensors:
         found = mapper.apply_list([name])
         return found[0] if found else name
 
-    def written_through(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        ends = name.rpartition(".")[2], self.renamed(name).rpartition(".")[2]
+    def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
         return FUNCTIONS.get(ends)
 
     def expert_layout(self, name: str) -> str:

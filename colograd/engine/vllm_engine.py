@@ -1,9 +1,7 @@
 """`Engine`: vLLM in this process, which holds weights of one known step, samples with them, and sleeps.
 
 Every rank builds its own engine, or its part of one that it shares with its neighbours, through vLLM's external
-launcher, which joins the process group that is there. All requests of a generation round enter the queue at once, so
-continuous batching sees everything; `Engine.generate` steps the engine itself and hands out each group when its last
-completion ends.
+launcher. All requests of a round enter the queue at once; `generate` yields each group when its last completion ends.
 """
 
 from __future__ import annotations
@@ -23,18 +21,10 @@ from ..parallel import faults, watchdog
 from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
+from . import images
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
-from .building import buffers_stay, build_conditions, check_vllm, untested_vllm, usual_algorithms
+from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
-from .images import (
-    check_expanded,
-    check_forgets,
-    check_reads_as_the_model,
-    check_same_processor,
-    find_gemma3,
-    forget_features,
-    prompt_with_images,
-)
 from .leading import follow, leading
 from .protocol import EngineTensors, Sampled, StaleWeights, T
 from .quantized_layers import Parts, ServedLayers, served_layers
@@ -62,7 +52,6 @@ class VLLMEngine:
 
     Args:
         model_path: folder or Hub id that vLLM loads.
-        config: the run's configuration.
         dtype: the policy's dtype; the engine's unless ``vllm_engine_kwargs`` says otherwise.
         context: tokens that one sequence may need, prompt and completion together; None: the model's own.
         kv_bytes: of the KV cache; 0: on a GPU what ``vllm_gpu_memory_utilization`` leaves for it.
@@ -72,14 +61,9 @@ class VLLMEngine:
     """
 
     def __init__(
-        self,
-        model_path: str,
-        config: GRPOConfig,
-        dtype: torch.dtype,
-        context: int | None,
-        kv_bytes: int,
+        self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
         needs: Needs = Needs(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         started = time.perf_counter()
         check_vllm()
         self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu  # gives its KV cache back when told to
@@ -102,11 +86,10 @@ class VLLMEngine:
         if self.blank:
             kwargs |= blank_kwargs(kwargs, served=parts_of is not None)
         watchdog.progress("the start of vLLM")
+        conditions = build_conditions(config.device, self.sleeps, needs.adapter is not None, ranks, self._reads_images)
         with contextlib.ExitStack() as while_built:
             while_built.enter_context(closed_if_it_fails())
-            while_built.enter_context(
-                build_conditions(config.device, self.sleeps, needs.adapter is not None, ranks, self._reads_images)
-            )
+            while_built.enter_context(conditions)
             if self.blank:
                 while_built.enter_context(buffers_stay())
             if parts_of is not None:
@@ -114,17 +97,17 @@ class VLLMEngine:
             from vllm import LLM
 
             if self._reads_images:
-                find_gemma3()
+                images.find_gemma3()
             while_built.enter_context(classes_apart(lambda: self.model))
-            self.llm: Any = LLM(**kwargs)
+            with told_of_vllm(model_path):
+                self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             leads = self._lockstep is None or self._lockstep.leads
             self._routed = RouterLog(self.core, not config.on_cpu) if config.router_replay and leads else None
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
-        self.head_dtype: torch.dtype = (
-            getattr(found, "head_dtype", self.dtype) if computes_float32_heads() else self.dtype
-        )
+        asked: torch.dtype = getattr(found, "head_dtype", self.dtype)
+        self.head_dtype = asked if computes_float32_heads() else self.dtype
         self.vocab_size = int(found.hf_text_config.vocab_size)  # tokens that the loaded checkpoint knows
         self.context = int(found.max_model_len)  # longest sequence in tokens, prompt and completion together
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # that the KV cache holds
@@ -139,9 +122,9 @@ class VLLMEngine:
             ValueError: vLLM's processor has other settings.
             RuntimeError: this vLLM can't forget features.
         """
-        check_forgets(self.core)
-        check_reads_as_the_model(self.core, self._on_cpu)
-        check_same_processor(self.vllm_config.model_config, processor)
+        images.check_forgets(self.core)
+        images.check_reads_as_the_model(self.core, self._on_cpu)
+        images.check_same_processor(self.vllm_config.model_config, processor)
 
     @property
     def core(self) -> Any:
@@ -150,12 +133,10 @@ class VLLMEngine:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model that samples, in this process."""
         return self.core.model_executor.driver_worker.worker.model_runner.model
 
     @property
     def vllm_config(self) -> Any:
-        """The settings that vLLM arrived at."""
         return self.core.vllm_config
 
     def describe(self) -> str:
@@ -166,10 +147,9 @@ class VLLMEngine:
         ranks, engines = self.layout.ranks_per_engine, self.layout.data_size
         where = "in this process" if ranks == 1 else f"on {ranks} ranks ({engines} such engine(s))"
         return (
-            f"engine: vLLM {vllm_version} {where}, {config.model}, "
-            f"{str(self.dtype).removeprefix('torch.')}, {mode}, context {self.context:,} tokens, KV "
-            f"cache {self.kv_tokens:,} tokens, weights {self.weight_bytes / 2**30:.2f} GiB, ready in "
-            f"{self.build_seconds:.0f} s"
+            f"engine: vLLM {vllm_version} {where}, {config.model}, {str(self.dtype).removeprefix('torch.')}, {mode}, "
+            f"context {self.context:,} tokens, KV cache {self.kv_tokens:,} tokens, weights "
+            f"{self.weight_bytes / 2**30:.2f} GiB, ready in {self.build_seconds:.0f} s"
         )
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
@@ -183,7 +163,7 @@ class VLLMEngine:
         self.version = None
 
     def stamp(self, version: int) -> None:
-        """Declare that the weights are now those of optimizer step ``version``; forget cached prefixes of older ones.
+        """See `Engine.stamp`.
 
         Raises:
             RuntimeError: requests are in flight, or the prefix cache refused to be reset.
@@ -203,7 +183,7 @@ class VLLMEngine:
                 "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
             )
         if self._reads_images:
-            forget_features(self.core)
+            images.forget_features(self.core)
 
     @property
     def tensors(self) -> VLLMTensors:
@@ -225,10 +205,6 @@ class VLLMEngine:
     # -- memory
 
     def sleep(self) -> None:
-        """Give the KV cache's memory back until `wake`. Weights stay where they are, and so does their version.
-
-        Does nothing in an engine that wasn't built to sleep, or that sleeps.
-        """
         if not self.sleeps or self.asleep:
             return
         inner = self.core.engine_core.engine_core
@@ -245,7 +221,7 @@ class VLLMEngine:
         self.asleep = True
 
     def wake(self) -> None:
-        """Take memory for the KV cache again. Its contents, and all cached prefixes, are gone.
+        """See `Engine.wake`.
 
         Raises:
             RuntimeError: vLLM stayed asleep.
@@ -266,13 +242,7 @@ class VLLMEngine:
     # -- sampling
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work``, which samples, on one of the ranks of this engine; the others follow it step by step.
-
-        What ``work`` does with the engine, or with the `vllm.LLM` in it, may depend on clocks and on this rank alone.
-        (Outside of it, ranks of one engine must make the same calls.)
-
-        Args:
-            others: what the ranks return that follow.
+        """See `Engine.on_engine_leader`. Only in ``work`` may calls of the engine depend on clocks and on this rank.
 
         Raises:
             Exception: what ``work`` raises, on its rank only; of the others, what fails there.
@@ -301,25 +271,21 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Sample ``sampling.n`` completions of each prompt; yield each `Group` as it finishes.
-
-        All prompts enter the queue before the first step. A generator that is closed early aborts what is in flight.
+        """Sample ``sampling.n`` completions of each prompt; yield each `Group` as it finishes. A generator that is
+        closed early aborts what is in flight.
 
         Raises:
             StaleWeights: the engine's weights are not of ``version``.
         """
         self.require(version)
-        waiting = {
-            self.submit(prompt.input, sampling, request_seed(seed, prompt.position, purpose)): prompt
-            for prompt in prompts
-        }
+        seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
+        waiting = {self.submit(p.input, sampling, own): p for p, own in zip(prompts, seeds, strict=True)}
         try:
             while waiting:
                 for request, completions in self.advance():
                     prompt = waiting.pop(request)
                     rollouts = tuple(completion.rollout(prompt.input, version) for completion in completions)
-                    rollouts = one_prompt(rollouts)
-                    yield Group(prompt.example, rollouts, prompt.position)
+                    yield Group(prompt.example, one_prompt(rollouts), prompt.position)
         finally:
             self.abort(waiting)
 
@@ -349,12 +315,12 @@ class VLLMEngine:
         return self._enqueue(prompt, self.parameters(prompt.ids, sampling, seed, n or sampling.n, spent))
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
-        """Give vLLM a request, all of whose parts come together here. Returns its name."""
+        """Give vLLM a request. Returns its name."""
         self._requests += 1
         request = f"request-{self._requests}"
         given: Any = {"prompt_token_ids": list(prompt.ids)}
         if prompt.images is not None:
-            given, self._seen[request] = prompt_with_images(self.core, prompt), prompt
+            given, self._seen[request] = images.prompt_with_images(self.core, prompt), prompt
         self.core.add_request(request, given, params, lora_request=self._adapter)
         self._open[request] = prompt.ids
         return request
@@ -391,7 +357,7 @@ class VLLMEngine:
         """vLLM's finished request -> its completions."""
         request, read, found = output.request_id, self._open.pop(output.request_id, ()), []
         if (asked := self._seen.pop(request, None)) is not None:
-            check_expanded(asked, output.prompt_token_ids)
+            images.check_expanded(asked, output.prompt_token_ids)
         for completion in sorted(output.outputs, key=lambda c: c.index):
             ids = array("i", completion.token_ids)
             experts = None if self._routed is None else self._routed.take(request, completion, read, ids)
@@ -416,25 +382,21 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=0.0,  # vLLM's sampler for requests without a seed is compiled on its first use: seconds
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        # With a temperature vLLM's sampler for requests without a seed would be compiled: seconds.
+        kind = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
         request = self._enqueue(prompt, params)
         outputs: list[Any] = []
-        with usual_algorithms():
+        with usual_algorithms(), told_of_vllm(self.vllm_config.model_config.model):
             while self.core.has_unfinished_requests():
                 outputs += self.core.step()
         del self._open[request]
         if self._routed is not None:
             self._routed.drop(request)
         if self._seen.pop(request, None) is not None:
-            check_expanded(prompt, outputs[-1].prompt_token_ids)
-            forget_features(self.core)
+            images.check_expanded(prompt, outputs[-1].prompt_token_ids)
+            images.forget_features(self.core)
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, prompt.ids[1:], strict=True)])
 

@@ -1,42 +1,40 @@
 """Pictures whose tokens see each other (Gemma 3's) are read in one step of the engine.
 
-vLLM reads long prompts in parts. The tokens of a picture at the end of a part wouldn't see those of the next one. On
-GPUs vLLM doesn't cut pictures of such models, but for those whose features it has already, as another prompt shows
-them, too; on a CPU it cuts all.
+vLLM reads long prompts in parts, and tokens of a picture wouldn't see those in the next part. On GPUs it doesn't cut
+pictures of such models, but for those whose features it has from another prompt; on a CPU it cuts all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
 @contextlib.contextmanager
 def whole_on_cpu() -> Iterator[None]:
-    """Let engines that are built while it lasts know that such pictures aren't cut, as on GPUs. (Not for other models:
-    vLLM refuses those whose largest picture has more tokens than a step.)"""
+    """Let engines that are built while it lasts not cut such pictures, as on GPUs. (Of other models vLLM would refuse
+    those whose largest picture has more tokens than a step.)"""
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
     theirs = platform.check_and_update_config
-    platform.check_and_update_config = staticmethod(functools.partial(_changed, theirs))
+
+    def check(config: Any) -> None:
+        theirs(config)
+        if getattr(config.model_config, "is_mm_prefix_lm", False):
+            config.scheduler_config.disable_chunked_mm_input = True
+
+    platform.check_and_update_config = staticmethod(check)
     try:
         yield
     finally:
         platform.check_and_update_config = theirs
 
 
-def _changed(theirs: Callable[[Any], None], config: Any) -> None:
-    theirs(config)
-    if getattr(config.model_config, "is_mm_prefix_lm", False):
-        config.scheduler_config.disable_chunked_mm_input = True
-
-
 def whole_of_known_features() -> None:
-    """Let engines that don't cut pictures not cut those either whose features they have. Stays in force for the
-    process."""
+    """Let engines that don't cut pictures not cut those either whose features they have, for the whole process."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
@@ -59,11 +57,8 @@ def whole_of_known_features() -> None:
 
 
 def up_to_a_picture(pictures: Iterable[tuple[int, int]], computed: int, count: int) -> int:
-    """How many tokens of a prompt to read after the ``computed`` ones: ``count``, or fewer so as to cut no picture.
-
-    Args:
-        pictures: first and last token + 1 of each.
-    """
+    """How many tokens of a prompt to read after the ``computed`` ones: ``count``, or fewer so as to cut none of the
+    ``pictures`` (first and last token + 1 of each)."""
     for first, end in pictures:
         if first < computed + count < end:
             return max(0, first - computed)

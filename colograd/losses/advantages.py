@@ -23,9 +23,7 @@ CANCELLED = 1e-12
 class AdvantageEstimator:
     """How a run's rewards become advantages; its knobs are TRL's, but for the baseline.
 
-    Two of them divide by a standard deviation over the optimizer step (`scale_rewards: batch`, and
-    `normalize_then_sum` always). It is one positive number for all groups, so whether a group carries a signal is known
-    before it: see `step_std`.
+    `scale_rewards: batch` and `normalize_then_sum` also divide by one positive number for all groups (`step_std`).
     """
 
     scale: str  # group, batch or none
@@ -35,7 +33,6 @@ class AdvantageEstimator:
 
     @classmethod
     def of(cls, config: GRPOConfig, weights: Sequence[float]) -> AdvantageEstimator:
-        """From a configuration and the reward functions' weights."""
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -46,34 +43,21 @@ class AdvantageEstimator:
 
     @property
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """[G, R] rewards -> [G] numbers whose deviation over the step divides its advantages; NaN: judged by nobody.
-
-        None: nothing is scaled over the step.
-        """
+        """[G, R] rewards -> [G] numbers whose deviation over the step divides its advantages (NaN: judged by nobody);
+        None: nothing is scaled over the step."""
         if self.aggregation == "normalize_then_sum":
-            return lambda rewards: torch.where(
-                rewards.isnan().all(dim=1), torch.nan, normalized_sum(rewards, self.weights)
-            )
+            return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         return (lambda rewards: weighted_sum(rewards, self.weights)) if self.scale == "batch" else None
 
 
 def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") -> torch.Tensor:
-    """How much better each completion did than its group.
+    """How much better each completion did than its group: [G] float32 rewards -> [G] float32 advantages.
 
     GRPO's advantage (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1): (r - mean) / (std + 1e-4); with any other ``scale``
-    than "group" the division is left out (Dr. GRPO, arXiv 2503.20783). With the baseline "leave_one_out" each
-    completion is compared with the mean of the others (RLOO, arXiv 2402.14740), which is n / (n - 1) times as far
-    away as the mean of all n that were judged. A completion that no reward function judged (NaN) doesn't enter the
-    statistics and gets 0, as does one that is judged alone. Computed in float64, where the mean of equal float32
-    rewards is exactly that reward: a group without a difference gets exactly 0.
-
-    Args:
-        rewards: [G] float32, NaN where every function abstained.
-        scale: "group", or "batch" or "none".
-        baseline: "mean" or "leave_one_out".
-
-    Returns:
-        [G] float32.
+    than "group" the division is left out (Dr. GRPO, arXiv 2503.20783). The baseline "leave_one_out" is the mean of the
+    others (RLOO, arXiv 2402.14740), n / (n - 1) times as far away as the mean of all n that were judged. A completion
+    that nobody judged (NaN), or that is judged alone, gets 0. In float64 the mean of equal float32 rewards is exactly
+    that reward: a group without a difference gets exactly 0.
     """
     exact = rewards.double()
     judged = ~exact.isnan()
@@ -89,18 +73,10 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
 
 
 def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """Each function's rewards normalised within the group, then weighted and summed (GDPO, arXiv 2601.05242).
+    """Each function's rewards normalised within the group, then weighted and summed (GDPO, arXiv 2601.05242): [G, R]
+    float32 rewards, NaN where a function abstains, which adds 0 -> [G] float32.
 
-    A function that abstains on a completion adds 0 to it: neither better nor worse than the group. The paper
-    normalises these sums over the batch; their mean is 0 in each group, so that what is left of it is a division by
-    their deviation, see `step_std`.
-
-    Args:
-        rewards: [G, R] float32, NaN where a function abstains.
-        weights: [R].
-
-    Returns:
-        [G] float32.
+    The paper normalises the sums over the batch: as their mean is 0 in each group, that is a division, see `step_std`.
     """
     exact = rewards.double()
     total = exact.new_zeros(len(exact))
@@ -121,16 +97,8 @@ def group_std(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def step_std(scores: Sequence[torch.Tensor]) -> float:
-    """The deviation of the scores of an optimizer step's groups over all ranks, plus 1e-4: what its advantages are
-    divided by.
-
-    A collective, and the only barrier between sampling and training: nobody's advantages are final before everybody's
-    rewards are known. So it stands outside of `ranks.on_all_ranks`. A step's groups are
-    those that it trains on: with dynamic sampling those that were kept, otherwise also those without a difference.
-
-    Args:
-        scores: [G] of each of this rank's groups, see `AdvantageEstimator.step_scores`.
-    """
+    """The deviation over all ranks of the scores ([G] of each group) of a step's kept groups, plus 1e-4: what its
+    advantages are divided by. A collective, the only one between sampling and training."""
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
 
@@ -141,10 +109,8 @@ def divided(group: ScoredGroup, std: float) -> ScoredGroup:
 
 
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
-    """The steps with advantages divided by a deviation over the step, where the run scales them so. A collective.
-
-    What was sampled and not kept is divided by the deviation of the step that counts it.
-    """
+    """The steps with advantages divided by a deviation over the step, where the run scales them so: for what wasn't
+    kept the step that counts it. A collective."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

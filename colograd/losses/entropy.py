@@ -32,8 +32,8 @@ def with_step_entropy(
 ) -> StepBatch:
     """The step with what the objective's entropy terms must know of all of it. A collective.
 
-    With a top-entropy quantile, the entropies of all tokens are needed before the first loss: where the step has more
-    than one micro-batch on all ranks together, that is one more forward of each.
+    A top-entropy quantile needs all tokens' entropies before the first loss: one more forward of each micro-batch, if
+    the step has several.
 
     Args:
         coefficient: of the bonus in this step.
@@ -57,7 +57,7 @@ def with_step_entropy(
 
 
 def _in_loss(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Entropies with their masks, (2, N) of each row -> those in the loss, on the host: one transfer for all rows."""
+    """Entropies with their masks, (2, N) of each row -> those in the loss, on the host, in one transfer."""
     entropies, mask = torch.cat(list(rows), dim=1).cpu() if rows else torch.zeros(2, 0)
     return entropies[mask > 0]
 
@@ -65,9 +65,8 @@ def _in_loss(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 class EntropyController(TrainerCallback):
     """The bonus's coefficient over a run: fixed, or held between bounds so that the entropy stays near a target.
 
-    Adaptive (Skywork-OR1, arXiv 2505.22312): after each step the coefficient moves up by
-    ``entropy_coef_delta`` where the step's mean entropy is at most ``entropy_target``, and down where it is above; a
-    step has a bonus only if the one before was at or below the target. Checkpoints hold it, in trainer_state.json.
+    Adaptive (Skywork-OR1, arXiv 2505.22312): after a step whose mean entropy is at most ``entropy_target`` it moves up
+    by ``entropy_coef_delta``, else down, and the next step has no bonus. Checkpoints hold it, in trainer_state.json.
     """
 
     def __init__(self, config: GRPOConfig) -> None:
@@ -79,20 +78,13 @@ class EntropyController(TrainerCallback):
 
     @property
     def applied(self) -> float:
-        """The coefficient in the next step."""
         if self.config.use_adaptive_entropy and self.last_entropy > self.config.entropy_target:
             return 0.0
         return self.coefficient
 
     def show(self, metrics: dict[str, float], loss: float) -> float | None:
-        """Write `policy_loss`, the loss without the bonus, into the metrics of a step, or of an evaluation.
-
-        Args:
-            loss: with the bonus, and without what else isn't of the policy.
-
-        Returns:
-            The mean entropy that the bonus acted on, in nats; None: there is no bonus, or there was no token.
-        """
+        """Write `policy_loss`, the ``loss`` without its bonus, into the metrics of a step or of an evaluation. Returns
+        the mean entropy that the bonus acted on, in nats; None: there is no bonus, or no token."""
         entropy = metrics.pop(BONUS_ENTROPY, None)
         if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:
             metrics["policy_loss"] = loss + self.applied * (entropy or 0.0)

@@ -1,6 +1,4 @@
-"""How far the sampler's and the trainer's probabilities of the same tokens are apart, and what that makes of a
-correction by whole completions.
-"""
+"""How far the sampler's and the trainer's probabilities of the same tokens are apart, and what follows from it."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ HALF = 0.5  # effective share of completions below which a line is due
 
 
 def observe(tokens: Tokens, difference: torch.Tensor, mode: str, bounds: Bounds) -> tuple[Means, Extremes, Extremes]:
-    """Sums with counts, minima and maxima of the ratio before it is bounded; not of a micro-batch without a loss token.
+    """Sums with counts, minima and maxima of the ratio before it is bounded; of a micro-batch with a loss token.
 
     Args:
         difference: (N,) trainer less sampler, nats; 0 where it isn't known.
@@ -65,12 +63,10 @@ class Bounds:
 
 
 def effective_share(spread: float, tokens: float, bounds: Bounds, masks: bool) -> float:
-    """Of completions of ``tokens`` tokens, the share that as many equally weighted ones are worth: E[w]^2 / E[w^2], the
-    effective sample size of importance sampling (Kong 1992), of w = ratio where it is within the bounds.
+    """What share of completions of ``tokens`` tokens counts: E[w]^2 / E[w^2], the effective sample size of importance
+    sampling (Kong 1992). w is the ratio; beyond the bounds 0 (``masks``) or the bound.
 
-    Each token's log-ratio is taken as independent and normal, of standard deviation ``spread`` and such a mean that the
-    ratio's is 1; the completion's has then the variance tokens * spread^2. Beyond the bounds w is 0 (``masks``) or the
-    bound.
+    Tokens' log-ratios are taken as independent and normal, of standard deviation ``spread``, the ratio's mean as 1.
     """
     width = spread * math.sqrt(tokens)
     if not width:
@@ -114,8 +110,7 @@ class SamplerMismatch:
                 metrics[f"{name}/std"] = math.sqrt(max(square - mean * mean, 0.0))
 
     def advice(self, metrics: dict[str, Any]) -> str:
-        """A line after the first step whose `finish`ed metrics say that completions as long as they may become will
-        hardly count; else empty."""
+        """A line after the first step whose `finish`ed metrics say that the longest completions will hardly count."""
         config, spread = self.config, metrics.get(f"{DIFFERENCE}/std", 0.0)
         mode, longest = config.vllm_importance_sampling_mode, config.max_completion_length or 1
         if self._advised or not config.vllm_importance_sampling_correction or not mode.startswith("sequence"):

@@ -1,8 +1,5 @@
-"""The whole objective of a micro-batch: a loss of `losses.py`, with what goes with any of them.
-
-The importance ratio and its level, the sampler's correction, the masks of off-policy completions and of tokens with low
-entropy, the KL term and the entropy bonus.
-"""
+"""The whole objective of a micro-batch: a loss of `token_losses`, with what goes with any of them (the ratio and its
+level, the sampler's correction, the masks, the KL term, the entropy bonus)."""
 
 from __future__ import annotations
 
@@ -72,17 +69,11 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
-        """
-        Raises:
-            ValueError: there is no such loss.
-        """
+        """Raise a ValueError if there is no such loss."""
         correction = None
         if config.vllm_importance_sampling_correction:
-            correction = SamplerCorrection(
-                config.vllm_importance_sampling_mode,
-                config.vllm_importance_sampling_clip_min,
-                config.vllm_importance_sampling_clip_max,
-            )
+            bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+            correction = SamplerCorrection(config.vllm_importance_sampling_mode, *bounds)
         return cls(
             loss=find_loss(config.loss_type).from_config(config),
             level=config.importance_sampling_level,
@@ -96,7 +87,7 @@ class Objective:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The second models that the loss needs (see `policy/second_models.py`)."""
+        """The second models that the loss needs (`policy.second_models`)."""
         return ("ref_logprobs",) if self.beta != 0 else ()
 
     @property
@@ -110,19 +101,13 @@ class Objective:
         return self.entropy_bonus and batch.step_constants.coefficient != 0
 
     def denominator(self, step: StepBatch) -> float:
-        """What the step's sum is divided by."""
         return self.loss.denominator(step)
 
     def __call__(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch, routing: Routing | None = None
     ) -> LossOutput:
-        """Loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats.
-
-        On-policy the old log-probabilities are the new ones, detached: the ratio is 1, its gradient that of log pi.
-
-        Args:
-            routing: of a mixture of experts.
-        """
+        """Loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats; on-policy the
+        old log-probabilities are the new ones, detached. ``routing`` is of a mixture of experts."""
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         tokens = self._tokens(logprobs, old, batch)
         per_token = self.loss(tokens)
@@ -167,18 +152,18 @@ class Objective:
         return Tokens(logprobs, log_ratio, of_level.exp(), correction, self.level == "sequence", batch)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """(N,) 0 where the advantage is negative and the completion has become unlikely since it was sampled: the mean
-        of log sampler - log pi over its tokens is above the threshold. Else 1."""
+        """(N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's tokens is
+        above the threshold, else 1."""
         drift = known(batch.sampler_logprobs - logprobs, batch) * sequence_mean_weights(batch)
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
 
     def _surprising(self, entropy: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """(N,) 1 for the tokens of highest entropy, else 0."""
-        threshold = batch.step_constants.threshold
+        threshold: float | torch.Tensor | None = batch.step_constants.threshold
         if threshold is None:
             counted = entropy.float().where(batch.loss_mask > 0, torch.nan)
-            return (entropy >= counted.nanquantile(1 - self.top_entropy_quantile)).to(batch.loss_mask.dtype)
+            threshold = counted.nanquantile(1 - self.top_entropy_quantile)
         return (entropy >= threshold).to(batch.loss_mask.dtype)
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:
@@ -234,10 +219,8 @@ def _observe_routing(routing: Routing, balance: torch.Tensor) -> Means:
 
 
 def top_threshold(entropies: torch.Tensor, share: float) -> float:
-    """The entropy that the ``share`` of (n,) with the highest reach; linear between two, as `torch.quantile`.
-
-    A share of 0 is the highest. Of no entropies: infinity.
-    """
+    """The entropy that the ``share`` of (n,) with the highest reach; linear between two, as `torch.quantile`; of none:
+    infinity."""
     if not entropies.numel():
         return float("inf")
     values = entropies.float()

@@ -1,10 +1,8 @@
 """Objectives: one small class each, holding its own knobs; the registry is at the end.
 
-A class says what the loss of one token is, over what it is averaged, and which metrics show what it did. All else (the
-ratio's level, the sampler's correction, masks, KL, entropy) goes with any of them and is in `objective.py`.
-
-The average is a sum over a micro-batch's tokens and a denominator, which is the step's: the same for all micro-batches
-and ranks, and applied once by the trainer. So the update depends on neither.
+A class says what the loss of one token is, over what it is averaged, and which metrics show what it did; all else is in
+`objective.py`. The average is a sum over a micro-batch's tokens by a denominator of the step, which is the same for all
+micro-batches and ranks and applied once: the update depends on neither.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
     return batch.loss_mask / lengths[batch.sequence]
 
 
-def constant(value: float, like: torch.Tensor) -> torch.Tensor:
-    """() of a number, made on the device: copied there, the host would wait for it."""
-    return like.new_full((), value)
+def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -> torch.Tensor:
+    """`torch.where` of numbers, which are made on the device: for copies the host would wait."""
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,8 @@ class Tokens:
         return self.batch.advantages
 
     def mean(self, values: torch.Tensor, per_sequence: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) as a metric's sum and count: a mean over tokens, or over completions where the ratio is one of theirs.
-        Completions without a loss token don't count."""
+        """(N,) as a metric's sum and count: a mean over tokens, or over completions (with a loss token) where the ratio
+        is one of theirs."""
         whole = self.per_sequence if per_sequence is None else per_sequence
         weights = sequence_mean_weights(self.batch) if whole else self.batch.loss_mask
         return (values * weights).sum(), weights.sum()
@@ -72,11 +70,8 @@ class Tokens:
 
 
 class TokenLoss(ABC):
-    """The mean of a token's loss over all tokens of the step: the base of all objectives.
-
-    A subclass is a frozen dataclass whose fields are its knobs; `from_config` fills those that have a configuration
-    field's name.
-    """
+    """The mean of a token's loss over all tokens of the step: the base of all objectives. A subclass is a frozen
+    dataclass; `from_config` fills the fields that have a configuration field's name."""
 
     corrects: ClassVar[bool] = False
     """Whether the loss uses `Tokens.correction` itself; else its value is multiplied by it."""
@@ -85,10 +80,7 @@ class TokenLoss(ABC):
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Self:
-        """
-        Raises:
-            ValueError: the class has a field that is neither the configuration's nor has a default, or is no dataclass.
-        """
+        """Raise a ValueError if a field is neither the configuration's nor has a default, or it is no dataclass."""
         names: list[str] = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         try:
             return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
@@ -148,12 +140,10 @@ class ClippedLoss(TokenLoss):
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
         low = ((tokens.ratio < 1 - self.epsilon) & (tokens.advantages < 0)).to(tokens.ratio.dtype)
         high = ((tokens.ratio > 1 + self.epsilon_high) & (tokens.advantages > 0)).to(tokens.ratio.dtype)
-        means = {"low_mean": low, "high_mean": high, "region_mean": low + high}
-        return (
-            {f"clip_ratio/{name}": tokens.mean(values) for name, values in means.items()},
-            {"clip_ratio/low_min": tokens.of_completions(low, math.inf).min()},
-            {"clip_ratio/high_max": tokens.of_completions(high, -math.inf).max()},
-        )
+        shares = {"low_mean": low, "high_mean": high, "region_mean": low + high}
+        means = {f"clip_ratio/{name}": tokens.mean(values) for name, values in shares.items()}
+        lowest, highest = tokens.of_completions(low, math.inf).min(), tokens.of_completions(high, -math.inf).max()
+        return means, {"clip_ratio/low_min": lowest}, {"clip_ratio/high_max": highest}
 
 
 class DAPOLoss(ClippedLoss):
@@ -216,12 +206,8 @@ class SAPOLoss(OverCompletions):
     sapo_temperature_neg: float
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        ratio = tokens.ratio
-        temperature = torch.where(
-            tokens.advantages > 0,
-            constant(self.sapo_temperature_pos, ratio),
-            constant(self.sapo_temperature_neg, ratio),
-        )
+        ratio, good = tokens.ratio, tokens.advantages > 0
+        temperature = chosen(good, self.sapo_temperature_pos, self.sapo_temperature_neg, ratio)
         return -torch.sigmoid(temperature * (ratio - 1)) * (4 / temperature) * tokens.advantages
 
 
@@ -252,10 +238,8 @@ class VESPOLoss(TokenLoss):
             log_weight = log_weight + tokens.correction.log().clamp(least, 20.0)
         log_weight = per_sequence_sum(log_weight * batch.loss_mask, batch).clamp(least, 20.0)[batch.sequence]
         good = tokens.advantages >= 0
-        k = torch.where(good, constant(self.vespo_k_pos, log_weight), constant(self.vespo_k_neg, log_weight))
-        rate = torch.where(
-            good, constant(self.vespo_lambda_pos, log_weight), constant(self.vespo_lambda_neg, log_weight)
-        ).clamp(min=1e-4)
+        k = chosen(good, self.vespo_k_pos, self.vespo_k_neg, log_weight)
+        rate = chosen(good, self.vespo_lambda_pos, self.vespo_lambda_neg, log_weight).clamp(min=1e-4)
         phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..engine.arguments import MOST_SEQUENCES
 from ..policy.images import has_tower, in_tower
 from ..policy.logprobs import TILE_ELEMENTS
+from ..runtime.sizes import size_of
 
 ENGINE_TOKENS = 16384  # of one step of the engine: vLLM's default for `LLM` on large GPUs
 BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention backends
@@ -31,11 +32,9 @@ class Shape:
     @classmethod
     def of(cls, model_config: Any) -> Shape:
         """Read a transformers configuration; a size that it doesn't name is GPT-2's."""
-        config = model_config.get_text_config()
 
         def size(name: str, default: int) -> int:
-            value = getattr(config, name, None) or default
-            return int(max(value) if isinstance(value, list | tuple) else value)  # some have one per layer
+            return size_of(model_config, name) or default
 
         hidden, heads = size("hidden_size", 0), size("num_attention_heads", 1)
         head, inner = size("head_dim", hidden // heads), size("intermediate_size", 4 * hidden)

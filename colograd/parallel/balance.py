@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..batch import ScoredGroup
+from ..runtime.sizes import size_of
 from .ranks import gather, rank
 
 Place = tuple[int, int]  # (the rank that sampled a group, its index there)
@@ -17,16 +18,14 @@ MIN_GAIN = 0.1  # of the slowest rank's cost: below, nothing moves
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """What one query-key pair costs, in tokens: 4 * heads * head_dim FLOPs per layer against a token's 2 per parameter
-    (forward; the backward doubles both)."""
-    text = config.get_text_config()
-    layers, heads = getattr(text, "num_hidden_layers", 0), getattr(text, "num_attention_heads", 0) or 0
-    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(heads, 1)
+    """Of one query-key pair, in tokens: 4 * heads * head_dim FLOPs per layer against a token's 2 per parameter."""
+    layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
+    size = size_of(config, "head_dim") or size_of(config, "hidden_size") // max(heads, 1)
     return 2.0 * layers * heads * size / max(num_parameters, 1)
 
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
-    """Cost of a group in tokens: those that go through the model, and ``pair`` for each query-key pair."""
+    """In tokens: those that go through the model, and ``pair`` for each query-key pair."""
     sizes = [(len(rollout.input), len(rollout.completion_ids)) for rollout in group.group.rollouts]
     if not share_prompts:
         return sum(p + c + pair * (p + c) ** 2 / 2 for p, c in sizes)
@@ -36,14 +35,8 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> list[list[Place]]:
-    """Assign each rank's groups to the ranks of its engine: the costliest first, each to the one with the least yet.
-
-    Args:
-        costs: of each rank's own groups; of an engine's ranks only the first one has any.
-
-    Returns:
-        For each rank the groups that it trains; everybody's own, where each has an engine.
-    """
+    """For each rank the groups that it trains, from the ``costs`` of each rank's own: those of an engine's first rank
+    go to the engine's ranks, the costliest first, each to the one with the least yet."""
     assigned: list[list[Place]] = [[] for _ in costs]
     loads = [0.0] * len(costs)
     for owner, row in enumerate(costs):
@@ -56,15 +49,8 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> li
 
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> list[list[Place]]:
-    """Assign groups to ranks, by moves and swaps between the slowest and the fastest while they bring these together.
-
-    Args:
-        costs: of each rank's own groups.
-
-    Returns:
-        For each rank the groups that it trains: as `share_out` has it, unless the slowest rank gains more than
-        `MIN_GAIN`.
-    """
+    """`share_out`, and then moves and swaps between the slowest and the fastest rank while they bring these together,
+    if the slowest gains more than `MIN_GAIN`."""
     own = share_out(costs, ranks_per_engine)
     assigned = [list(row) for row in own]
 
@@ -103,7 +89,7 @@ def balance(
     ranks_per_engine: int = 1,
     between_engines: bool = True,
 ) -> tuple[list[ScoredGroup], int]:
-    """The groups that this rank trains, and how many of them other engines sampled. A collective: all ranks call it."""
+    """The groups that this rank trains, and how many of them other engines sampled. A collective."""
     assign = plan if between_engines else share_out
     assignment = assign(gather([cost(group, pair, share_prompts) for group in groups]), ranks_per_engine)
     me = rank()

@@ -1,15 +1,12 @@
 """Ranks end together, even where one fails or dies while the others wait for it in the middle of an exchange.
 
 `on_all_ranks` (in `ranks`) agrees between exchanges. Within one nobody can be asked, and a rank that waits can't be
-woken: gloo has no way to. So each rank keeps a TCP connection to rank 0, over which little signs of life go as long as
-all is well. A rank that fails says so there, and so does one that makes no progress (see `watchdog`), which ends
-itself. Of one that dies the system closes the connection, of a machine that is gone it notices that nothing answers,
-and of a process that is stopped the signs of life are missed. All others are told, and end: by themselves, or `GRACE`
-seconds later by force, with the failed rank's message.
+woken. So each rank keeps a TCP connection to rank 0, over which signs of life go. A rank that fails says so there, and
+so does one that makes no progress (see `watchdog`), which ends itself. Of one that dies the system closes the
+connection, of a machine that is gone nothing answers, of a process that is stopped the signs of life are missed. All
+others are told, and end: by themselves, or `GRACE` seconds later by force, with the failed rank's message.
 
-There is one `FailureDetector` per process. It begins with the first function decorated by `ends_together`, and ends
-with `leave`.
-One rank alone has none, but looks after its own progress.
+There is one `FailureDetector` per process, from the first `waiting` to `leave`; one rank alone has a watchdog only.
 """
 
 from __future__ import annotations
@@ -61,9 +58,8 @@ class Fault:
 def ends_together(what: str) -> Callable[[F], F]:
     """Decorate a function that all ranks are in together, and that can't end on one without the others.
 
-    Where it ends by an exception on one rank, it ends on all: by `RankError` with that rank's message, or with the
-    process. So it does where the process of a rank ends, and where a rank makes no progress in it for `rank_timeout`
-    seconds. A decorated function within another is part of it.
+    Where one rank leaves it by an exception, dies, or makes no progress in it for `rank_timeout` seconds, it ends on
+    all: by `RankError` with that rank's message, or with the process. A decorated function in another is part of it.
     """
 
     def decorate(function: F) -> F:
@@ -83,7 +79,7 @@ _numbers = itertools.count(1)  # of the watches of this process: all ranks begin
 
 
 def waiting(what: str) -> AbstractContextManager[None]:
-    """The same for a body: ranks wait for each other in it."""
+    """`ends_together` for a body."""
     global _present
     if world_size() == 1:
         return _alone.inside(what)
@@ -97,10 +93,8 @@ def waiting(what: str) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """A part of a body in which the other ranks wait: if this one fails in it, they learn it at once.
-
-    It is for where the exception doesn't leave the body, but goes first to where all ranks agree, as in `on_all_ranks`.
-    """
+    """A part of a body in which the other ranks wait: if this one fails in it, they learn it at once, and not only when
+    the exception has left the body."""
     try:
         yield
     except RankError:
@@ -112,7 +106,7 @@ def telling(what: str) -> Iterator[None]:
 
 
 def leave() -> None:
-    """No exchange follows, so that from here on ranks may end when they like; or another watch begins."""
+    """No exchange follows: from here on ranks may end when they like, or another watch begins."""
     global _present
     if _present is not None:
         atexit.unregister(_present.leave)
@@ -161,7 +155,6 @@ class FailureDetector:
 
     @contextlib.contextmanager
     def body(self, what: str) -> Iterator[None]:
-        """See `ends_together`."""
         if self._inside:
             watchdog.progress(what)
             yield
@@ -203,7 +196,6 @@ class FailureDetector:
             return self._fault()
 
     def leave(self) -> None:
-        """As the function of that name does, or at the end of the process."""
         error = getattr(sys, "last_value", None)  # of an exception that ends the process
         if error is not None:
             self._say(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
@@ -328,12 +320,8 @@ class _Caller:
 
 
 class _Coordinator:
-    """On rank 0: tells all ranks what one of them says, and that one is gone.
-
-    Args:
-        silence: seconds after which a rank that doesn't answer is gone.
-        hear: is called, in a thread of the hub's, with what other ranks say.
-    """
+    """On rank 0: tells all ranks what one of them says, or that one hasn't answered for ``silence`` seconds. ``hear``
+    is called, in a thread of its own, with what other ranks say."""
 
     def __init__(self, silence: int, hear: Callable[[Fault], None]) -> None:
         self._silence, self._hear_here = silence, hear
@@ -356,11 +344,8 @@ class _Coordinator:
                 self._tell(caller, fault)
 
     def exchange_signs(self, passed: float) -> list[Fault]:
-        """Give all other ranks a sign of life, and find those of which none has come for too long.
-
-        Args:
-            passed: seconds since the last time.
-        """
+        """Give all other ranks a sign of life, and find those of which none has come for too long, ``passed`` seconds
+        after the last look."""
         lost = []
         with self._lock:
             for caller in self._callers:
@@ -374,8 +359,7 @@ class _Coordinator:
         """Rank 0 is done. The others go on without being told of failures."""
         with self._lock:
             for caller in self._callers:
-                with contextlib.suppress(OSError):
-                    caller.connection.sendall(_line(bye=True))
+                self._send(caller, bye=True)
         self._stop.close()
 
     def _spread(self, fault: Fault) -> None:
@@ -482,12 +466,8 @@ def _notice_silence(connection: socket.socket, seconds: int) -> None:
     """Have the system ask now and then whether the other machine is there, and close the connection if it isn't."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     every = max(1, seconds // 6)
-    for option, value in (
-        ("TCP_KEEPIDLE", every),
-        ("TCP_KEEPINTVL", every),
-        ("TCP_KEEPCNT", 5),
-        ("TCP_USER_TIMEOUT", 1000 * seconds),
-    ):
+    options = {"TCP_KEEPIDLE": every, "TCP_KEEPINTVL": every, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}
+    for option, value in options.items():
         if hasattr(socket, option):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

@@ -1,8 +1,5 @@
-"""The one exchange of gradients between ranks, once per optimizer step.
-
-The unsharded policy isn't wrapped in DistributedDataParallel: that refuses float32 gradients on bfloat16 parameters,
-and would reduce once per micro-batch. Gradients are summed over ranks in buckets.
-"""
+"""The one exchange of gradients between ranks, in buckets, once per optimizer step. (DistributedDataParallel refuses
+float32 gradients on bfloat16 parameters, and would reduce once per micro-batch.)"""
 
 from __future__ import annotations
 
@@ -20,17 +17,12 @@ T = TypeVar("T")
 
 
 def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2**20) -> int:
-    """Sum ``.grad`` over ranks, in place. A missing gradient counts as zeros.
-
-    Returns:
-        Bytes that went through collectives.
-    """
-    trainable = [p for p in parameters if p.requires_grad]
+    """Sum ``.grad`` over ranks, in place; a missing one counts as zeros. Returns the bytes of the collectives."""
     if world_size() == 1:
         return 0
-    zero_gradients(trainable)
+    zero_gradients(parameters)
     moved = 0
-    gradients = [p.grad for p in trainable if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -43,7 +35,7 @@ def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2
 
 
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Zero, not missing, where there is none: momentum and decay then act as they would have."""
+    """Zeros where there is no gradient: momentum and decay then act as they would have."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -51,19 +51,16 @@ class RankLayout:
 
     @property
     def engine_group(self) -> tuple[int, ...]:
-        """The ranks of this rank's engine."""
         first = self.rank - self.engine_place
         return tuple(range(first, first + self.ranks_per_engine))
 
     @property
     def shard_group(self) -> tuple[int, ...]:
-        """One rank of each engine, all with the same part of the weights: gradients are summed among them, and each may
-        own a share of what that part needs (ZeRO)."""
+        """One rank of each engine, all with the same part of the weights, among which gradients are summed."""
         return tuple(range(self.engine_place, self.world_size, self.ranks_per_engine))
 
     @property
     def node(self) -> int:
-        """The machine."""
         return self.rank // self.ranks_per_node
 
     @property
@@ -93,20 +90,12 @@ class Place:
 
     @classmethod
     def here(cls, device: torch.device) -> Place:
-        """That of this process, which trains on ``device``."""
         of_gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         return cls(socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0), process.local_world_size(), of_gpu)
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """That ranks lie on nodes as `RankLayout` counts them, each on a device of its own.
-
-    Args:
-        places: of all ranks, in their order.
-
-    Raises:
-        ValueError: the launcher started them otherwise.
-    """
+    """Raise a ValueError if ranks don't lie on nodes as `RankLayout` counts them, each on a device of its own."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}
@@ -137,11 +126,7 @@ def check_places(places: Sequence[Place]) -> None:
 
 
 def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
-    """That the ranks of each engine are on one machine.
-
-    Raises:
-        ValueError: on all ranks, naming the first engine whose aren't.
-    """
+    """Raise a ValueError if an engine's ranks are on several machines, on all ranks alike."""
     size, on_node = layout.ranks_per_engine, layout.ranks_per_node
     for first in range(0, layout.world_size if size > 1 else 0, size):
         shared = places[first : first + size]

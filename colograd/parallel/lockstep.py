@@ -1,7 +1,7 @@
 """Ranks that must do the same at the same time: the first of a group decides, the others do what it tells them.
 
-What is decided by a clock, by a user's function or by one rank's state can't be decided on each rank again. So only the
-leader runs such code. What comes of it goes through a stream of messages, which the others follow.
+What a clock, a user's function or one rank's state decides can't be decided on each rank again: only the leader runs
+such code, and sends the others what comes of it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,8 @@ from .layout import RankLayout
 
 
 class Lockstep:
-    """The ranks of one engine. Making it is a collective of all ranks.
-
-    Args:
-        layout: this rank's place.
-        patience: seconds for which followers wait for the next message.
-    """
+    """The ranks of one engine, whose followers wait ``patience`` seconds for the next message. Making it is a
+    collective of all ranks."""
 
     def __init__(self, layout: RankLayout, patience: float) -> None:
         self.leads = layout.engine_place == 0
@@ -37,7 +33,6 @@ class Lockstep:
         dist.broadcast_object_list([message], self._leader, self._group)
 
     def listen(self) -> Any:
-        """Wait for the leader's next message."""
         message: list[Any] = [None]
         dist.broadcast_object_list(message, self._leader, self._group)
         watchdog.progress("a step of the engine")

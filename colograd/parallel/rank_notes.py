@@ -35,10 +35,7 @@ class RankNotes:
             self._store().set(self._key(subject, rank()), json.dumps(note))
 
     def read(self, subject: str, of: int, stop: Callable[[], str]) -> Any:
-        """The note of rank ``of``, for which this waits.
-
-        Args:
-            stop: is asked again and again; what it says ends the waiting with an error.
+        """The note of rank ``of``, for which this waits until ``stop``, asked again and again, says something.
 
         Raises:
             RuntimeError: there is none, and ``stop`` said so.
@@ -53,7 +50,6 @@ class RankNotes:
         return json.loads(store.get(key))
 
     def clear(self, subject: str) -> None:
-        """Remove this rank's note."""
         if world_size() == 1:
             self._own.pop(subject, None)
         else:

@@ -29,11 +29,8 @@ def world_size() -> int:
 
 
 def join(limit: timedelta, backend: str = "gloo") -> None:
-    """Have the ranks find each other; does nothing where there is one rank, or where they have.
-
-    Args:
-        limit: how long a rank waits for another, here and in each exchange.
-        backend: of their exchanges; gloo is that of CPUs.
+    """Have the ranks find each other, unless there is one or they have. ``limit`` is how long one waits for another,
+    here and in each exchange.
 
     Raises:
         RuntimeError: some didn't come.
@@ -61,11 +58,8 @@ def attempt() -> int:
 
 
 def part() -> None:
-    """Let go of each other at the end of the process; does nothing after an exception, when others may still wait.
-
-    Without it gloo's threads may outlive the interpreter: one that drops the last tensor of the last exchange then asks
-    for Python's lock, and the process aborts (status -6) although all went well.
-    """
+    """Let go of each other at the end of the process, but not after an exception, when others may still wait. Without
+    it gloo's threads may outlive the interpreter, and the process aborts (status -6) although all went well."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
@@ -87,11 +81,9 @@ class RankError(RuntimeError):
 
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
-    """Run the body on all ranks; if it raises on any, every rank raises before its next collective.
-
-    The failing rank keeps its own exception; the others raise `RankError` with its text. Where ranks failed for want of
-    memory alone, every rank raises `torch.OutOfMemoryError`, so that all can try again alike. The body may contain no
-    collective that a failing rank would skip.
+    """Run the body on all ranks; if it raises on any, every rank raises: the failing one its own exception, the others
+    `RankError` with its text. Where ranks failed for want of memory alone, every rank raises `torch.OutOfMemoryError`,
+    so that all can try again alike. The body may contain no collective that a failing rank would skip.
     """
     failure: BaseException | None = None
     watchdog.progress(what)

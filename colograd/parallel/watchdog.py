@@ -1,10 +1,8 @@
 """Whether ranks get on: who trains marks its progress here, and a thread beside it notices when there is none.
 
-A rank that waits for others isn't to blame: the one they wait for is. That it waits is read from its stack, for every
-exchange of torch, transformers and vLLM goes by the same few modules. A process whose threads don't run at all can't
-notice anything: it is missed by the others, for which `faults` sends signs of life.
-
-Time is counted in ticks of the thread. While a process is stopped, or all of a job is, its clock stands still.
+A rank that waits for others isn't to blame. That it waits is read from its stack: every exchange of torch, transformers
+and vLLM goes by the same few modules. A process whose threads don't run at all is missed by the others, for which
+`faults` sends signs of life. Time is counted in ticks of the thread: while a process is stopped its clock stands still.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ def set_limit(seconds: float | None) -> None:
 
 
 def limit() -> float | None:
-    """In seconds; see `set_limit`."""
     return _limit
 
 
@@ -63,7 +60,6 @@ def progress(stage: str = "") -> None:
 
 
 def finish(work: dist.Work) -> None:
-    """Wait for an exchange that is under way."""
     work.wait()
     progress()
 
@@ -92,8 +88,7 @@ class Watchdog:
     """A thread that looks whether the thread that trains makes progress.
 
     Args:
-        end: is called with what to tell, in this thread, after the stacks of all threads were written to standard
-            error. It ends the process.
+        end: ends the process, given what to tell, after the stacks of all threads were written to standard error.
         each: is called at each look with the seconds since the last one.
     """
 
@@ -106,12 +101,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="colograd-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look; does nothing where it has begun."""
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
         self._closed.set()
 
     @contextlib.contextmanager

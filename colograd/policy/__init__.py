@@ -7,6 +7,5 @@ takes, `reference` is the model that the KL term holds it to. `routing` says how
 its experts, `router_replay` has its tokens go to those that the engine chose, `images` brings pictures into a row.
 `quantized` knows how a base is quantised, `quantized_layers` what its layers then amount to; `supported` says what
 can't be trained. `layers` compiles the decoder layers, `liger` puts other kernels into them. `outline` is a model's
-parameters without their
-values; `sending` brings small tensors to the device.
+parameters without their values; `sending` brings small tensors to the device.
 """

@@ -10,10 +10,8 @@ Registered with transformers under `NAME`, so a decoder that goes through its at
 Any other call of that model (``generate`` in a notebook, a callback's forward) is transformers' own `sdpa`.
 
 On CUDA in 16 bits, autocast's too, it is one variable-length flash call of torch; elsewhere one
-`scaled_dot_product_attention` per segment. That loop is also the fastest exact way on a CPU: a group's completions
-padded into one batched call took 1.1-2.3 times as long in float32 and 1.2-1.5 times in bfloat16, one call under a dense
-mask 1.1-1.6 and 0.9 times (forward and backward, 9 heads and 3 key heads of 64, 8 completions of 10-48 tokens on
-prompts of 43, 200 and 800).
+`scaled_dot_product_attention` per segment, which is also the fastest exact way on a CPU: one batched call took 1.1-2.3
+times as long in float32, one under a dense mask 1.1-1.6 times.
 """
 
 from __future__ import annotations
@@ -55,16 +53,14 @@ def packed_attention(
         key, value: (1, K, T, D), K dividing H (grouped-query attention).
         layout: which tokens attend to which; None: the row isn't packed, and `sdpa` computes it.
         s_aux: (H,) sinks: logits of a key of value 0 that every token attends to.
-        options: transformers' `scaling`, `dropout`, `sliding_window` (keys further than this many tokens back, counted
-            along prompt and completion, are hidden), and `both_ways`: first and last token + 1 of runs within a
-            segment, in which tokens also attend to later ones.
+        options: transformers' `scaling`, `dropout`, `sliding_window` (in tokens, along prompt and completion), and
+            `both_ways`: first and last token + 1 of runs within a segment, whose tokens also attend to later ones.
 
     Returns:
         (1, T, H, D), and None for the attention weights.
 
     Raises:
-        ValueError: more than one row, or anything that would be computed wrongly: soft-capping, masks or biases that
-            the model brings, attention that isn't causal.
+        ValueError: more than one row, or what would be computed wrongly: soft-capping, a mask or bias, not causal.
     """
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     if layout is None:
@@ -111,14 +107,13 @@ def packed_attention(
 
 
 def _in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors in autocast's dtype, where it is on: rotary embeddings leave float32 queries and keys beside 16-bit
-    values, and no fused kernel takes such a mixture."""
+    """In autocast's dtype, where it is on: rotary embeddings leave a mixture, which no fused kernel takes."""
     dtype = autocast_dtype(tensors[0].device)
     return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """That in which autocast computes on the device; None where it is off."""
+    """None where autocast is off."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
@@ -132,11 +127,8 @@ HEAD_STEP = 8  # sizes of heads that fused kernels take are multiples of it
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sinks as one key more at the end, of value 0: kernels then need to know nothing of them.
-
-    Heads get a further dimension, in which that key alone isn't 0 and a query has its head's sink. What they attend to
-    is shared by grouped heads as before.
-    """
+    """Sinks as one key more at the end, of value 0, which kernels take like any other: heads get a further dimension,
+    in which that key alone isn't 0 and a query has its head's sink."""
     tokens, heads = query.shape[2], query.shape[1]
     own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
     query = F.pad(torch.cat([query, own], dim=-1), (0, HEAD_STEP - 1))
@@ -162,10 +154,17 @@ def _plain_attention(
     query, key, value = _with_sinks(query, key, value, sinks, scaling)
     key, value = _heads_for_masks(query, key, value)
     mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output[..., :size].transpose(1, 2)
+    return _fused(query, key, value, mask, dropout, scaling)[..., :size].transpose(1, 2)
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float,
+    scaling: float | None, causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
 
 
 def _segment_attention(
@@ -178,7 +177,7 @@ def _segment_attention(
     window: int | None,
     sink: bool = False,
 ) -> torch.Tensor:
-    """One scaled_dot_product_attention per segment; (1, T, H, D). With a ``sink`` the last key is one that all see."""
+    """One call per segment; (1, T, H, D). With a ``sink`` all see the last key."""
     key, value = _heads_for_masks(query, key, value)
     lengths = (*layout.lengths, 1) if sink else layout.lengths
     keys, values = key.split(lengths, dim=2), value.split(lengths, dim=2)
@@ -190,12 +189,7 @@ def _segment_attention(
         v = torch.cat([values[s] for s in seen], dim=2) if len(seen) > 1 else values[index]
         square = len(seen) == 1 and (window is None or k.shape[2] <= window)
         mask = None if square else _causal_mask(queries.shape[2], k.shape[2], window, query.device, sink)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                queries, k, v, attn_mask=mask, dropout_p=dropout, is_causal=square, scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        )  # fmt: skip
+        outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -203,8 +197,7 @@ def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """Keys and values as torch's kernels with masks take them."""
     if query.device.type == "cpu" or query.shape[1] == key.shape[1]:
         return key, value
-    # The fused kernel that takes masks and float32 there takes no grouped heads; torch would fall back to one that
-    # stores all scores.
+    # The fused kernel for masks takes no grouped heads there; torch would fall back to one that stores all scores.
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
@@ -217,8 +210,7 @@ def _seen_both_ways(
     runs: Sequence[tuple[int, int]],
     options: tuple[float | None, float, int | None],
 ) -> torch.Tensor:
-    """The attention (1, tokens of all runs, H, D) of the runs' tokens, which attend to everything before the end of
-    their run. One call per run; ``options`` are scaling, dropout and window."""
+    """(1, tokens of all runs, H, D): each sees all before its run's end; ``options``: scaling, dropout, window."""
     scaling, dropout, window = options
     key, value = _heads_for_masks(query, key, value)
     starts, again = layout.starts, []
@@ -232,12 +224,7 @@ def _seen_both_ways(
         if window is not None and count > window:
             places = torch.arange(count, device=query.device)
             mask = places[first - end :, None] - places[None, :] < window
-        again.append(
-            F.scaled_dot_product_attention(
-                query[:, :, first:end], keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        )  # fmt: skip
+        again.append(_fused(query[:, :, first:end], keys, values, mask, dropout, scaling))
     return torch.cat(again, dim=2).transpose(1, 2)
 
 
@@ -265,29 +252,23 @@ FLASH_HEAD = 256  # its largest heads
 
 
 def _flash_takes(query: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's variable-length flash attention computes this, on this device."""
     return (
         query.is_cuda
         and query.dtype in FLASH_DTYPES
         and query.shape[-1] <= FLASH_HEAD
         and dropout == 0.0
-        and _flash() is not None
         and _capability(query.device) >= FLASH_CAPABILITY
     )
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache
-def _flash() -> tuple[Any, frozenset[str]] | None:
-    """torch's variable-length flash attention and the names of its parameters, or None where it is missing."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+def _flash() -> tuple[Any, frozenset[str]]:
+    """torch's variable-length flash attention and the names of its parameters."""
+    from torch.nn.attention.varlen import varlen_attn
+
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
@@ -300,31 +281,18 @@ def _flash_attention(
     window: int | None,
     sink: bool = False,
 ) -> torch.Tensor:
-    """One flash call over all segments, keys gathered per segment; (1, T, H, D). With a ``sink`` the last key is one
-    that all see."""
-    found = _flash()
-    assert found is not None
-    attend, takes = found
+    """One flash call, keys gathered per segment; (1, T, H, D). With a ``sink`` all see the last key."""
+    attend, takes = _flash()
     plan = _gather_plan(layout, query.device, sink)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
-    options: dict[str, Any] = {}
-    if "window_size" in takes:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None:
-        options["is_causal"] = True
-    else:
-        raise ValueError("This torch's variable-length attention has no sliding windows: use torch 2.11 or newer.")
-    repeat, head_dim = q.shape[1] // k.shape[1], q.shape[-1]
+    scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    repeat = q.shape[1] // k.shape[1]
     if repeat > 1 and "enable_gqa" in takes:
         options["enable_gqa"] = True
-    elif repeat > 1:
+    elif repeat > 1:  # an older torch
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    scale = scaling if scaling is not None else head_dim**-0.5
-    if "scale" in takes:
-        options["scale"] = scale
-    else:
-        q = q * (scale * head_dim**0.5)  # the kernel divides by sqrt(head_dim) itself
     return attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **options).unsqueeze(0)
 
 
@@ -347,13 +315,11 @@ class _GatherPlan:
         self.max_queries, self.max_keys = max(layout.lengths), max(key_lengths)
 
 
-@functools.lru_cache(maxsize=16)
-def _gather_plan(layout: SegmentLayout, device: torch.device, sink: bool = False) -> _GatherPlan:
-    return _GatherPlan(layout, device, sink)
+_gather_plan = functools.lru_cache(maxsize=16)(_GatherPlan)
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """None for packed rows: the layout says what is visible, and a dense mask is never built. Else `sdpa`'s."""
+    """None for packed rows, whose layout says what is visible; else `sdpa`'s."""
     if not _packed_rows:
         windowed = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **windowed, **kwargs)
@@ -367,7 +333,7 @@ _packed_rows = False
 
 @contextmanager
 def packed_rows() -> Iterator[None]:
-    """Forwards in the body have a layout. The masks are made before the layers get it, and must know."""
+    """Forwards in the body have a layout, of which the masks must know before the layers get it."""
     global _packed_rows
     _packed_rows = True
     try:

@@ -1,8 +1,7 @@
 """Images in a forward: which models take them, and how a row's pictures come into its hidden states.
 
-The features of a row's pictures are computed together, once per prompt or tool's answer, and put in the place of their
-tokens' embeddings. Those places are known (`Images.places`), never looked for among the row's tokens: a completion may
-contain the image token, which is a token like any other there, as it is in the engine.
+The features of a row's pictures are computed together and put in the place of their tokens' embeddings. Those places
+are known (`Images.places`), never looked for: in a completion the image token is a token like any other.
 """
 
 from __future__ import annotations
@@ -28,23 +27,19 @@ PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_proje
 
 
 def takes_images(model_config: Any) -> bool:
-    """Whether it is a model of one of the families above, with its vision tower."""
     return getattr(model_config, "model_type", None) in FAMILIES
 
 
 def find_processors() -> None:
-    """Let Idefics3's image processor be found where torchvision isn't installed.
-
-    transformers has one that needs PIL alone, but takes it for one of torchvision's, which its source mentions.
-    """
+    """Let Idefics3's image processor be found without torchvision, of which transformers thinks that it needs it."""
     import transformers
 
     name = "Idefics3ImageProcessorPil"
     package = importlib.import_module("transformers.models.idefics3")
     if getattr(getattr(package, name, None), "is_dummy", False):
         found = getattr(importlib.import_module("transformers.models.idefics3.image_processing_pil_idefics3"), name)
-        setattr(package, name, found)
-        setattr(transformers, name, found)
+        for place in (package, transformers):
+            setattr(place, name, found)
 
 
 def has_tower(model_config: Any) -> bool:
@@ -65,18 +60,17 @@ def freeze_tower(model: Any) -> int:
 
 def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
     """Let no gradient go through frozen layers, not even where checkpointing has asked for one of what comes in."""
+
+    def detach(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
+
     if layers:
-        layers[0].register_forward_pre_hook(_detached)
-
-
-def _detached(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
+        layers[0].register_forward_pre_hook(detach)
 
 
 @torch.no_grad()
 def load_weights(model: Any, folder: str) -> None:
-    """Give a whole model a folder's weights, in place. Files may name them as older versions of transformers did, which
-    its loading understands and its Trainer doesn't.
+    """Give a whole model a folder's weights, in place, also under names that older versions of transformers gave them.
 
     Raises:
         ValueError: some of them aren't there.
@@ -94,10 +88,7 @@ def load_weights(model: Any, folder: str) -> None:
 
 
 def saved_names(model: Any) -> dict[str, str]:
-    """By the name of each parameter of a model that reads images, what a checkpoint calls it; empty: it reads none.
-
-    `save_pretrained` undoes the renamings with which transformers has loaded the model.
-    """
+    """By the name of each parameter of a model that reads images, what a checkpoint calls it; empty: it reads none."""
     if not takes_images(model.config):
         return {}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -120,15 +111,12 @@ def tower_layers(model: Any) -> list[torch.nn.Module]:
     """Of the tower that sees; empty: the model has none."""
     if not takes_images(model.config):
         return []
-    lists = [
-        module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList) and in_tower(name)
-    ]
-    return list(max(lists, key=len, default=()))
+    modules = (module for name, module in model.named_modules() if in_tower(name))
+    return list(max((each for each in modules if isinstance(each, torch.nn.ModuleList)), key=len, default=()))
 
 
 def in_each_forward(model: Any) -> bool:
-    """Whether the tower has a part in a row without pictures, too: where ranks meet in its forward, all must go through
-    it. Its sharding strategy says so."""
+    """Whether rows without pictures go through the tower too, as its sharding strategy asks: ranks meet there."""
     return getattr(model, "tower_in_each_forward", False)
 
 
@@ -150,11 +138,7 @@ def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:
 
 
 def of_sequence(prompt: Sequence[Images], answers: Sequence[Images], lengths: tuple[int, int]) -> dict[str, Any]:
-    """`own_inputs` of a sequence that may have pictures in its completion, too.
-
-    Args:
-        lengths: of prompt and completion.
-    """
+    """`own_inputs` of a sequence with pictures in its completion, too; ``lengths`` are of prompt and completion."""
     placed = [*((0, of) for of in prompt), *((lengths[0], of) for of in answers)]
     parts = [own_inputs(of, 0) for _, of in placed]
     found: dict[str, torch.Tensor] = {}
@@ -170,16 +154,14 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """The last hidden states of a packed row with pictures, (1, T, hidden)."""
     starts = micro_batch.layout.starts
     placed = [(starts[segment], of) for segment, images in (micro_batch.images or {}).items() for of in images]
-    device = micro_batch.input_ids.device
-    positions = micro_batch.position_ids
-    if hasattr(_body(model), "get_rope_index"):
-        positions = _row_positions(model, micro_batch)
+    own_positions = hasattr(_body(model), "get_rope_index")
+    positions = _row_positions(model, micro_batch) if own_positions else micro_batch.position_ids
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
     if placed and model.config.model_type in BOTH_WAYS:
         more["both_ways"] = [(at + first, at + end) for at, of in placed for first, end in _runs(of.places)]
     output = model.get_decoder()(
         inputs_embeds=embeds,
-        attention_mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=device),
+        attention_mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device),
         position_ids=positions,
         layout=micro_batch.layout,
         use_cache=False,
@@ -198,12 +180,7 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Those of padded rows, (B, L, hidden).
-
-    Args:
-        ids, mask: (B, L), the mask 1 where there is a token.
-        chains: [B] the segments of each row.
-    """
+    """Those of padded rows, (B, L, hidden): ``ids`` and ``mask`` are (B, L), ``chains`` each row's segments."""
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -217,17 +194,14 @@ def padded_hidden_states(
     masks: Any = mask.long()
     if model.config.model_type in BOTH_WAYS:
         masks = _masks_both_ways(model, embeds, masks, positions, placed)
-    output = model.get_decoder()(
-        inputs_embeds=embeds, attention_mask=masks, position_ids=positions, use_cache=False, **more
-    )
-    return output.last_hidden_state
+    more |= {"attention_mask": masks, "position_ids": positions}
+    return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
 
 
 Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids that its places count from
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
-    """The images of a sequence of segments."""
     found, at = [], 0
     for segment in chain:
         found += [(at, of) for of in (micro_batch.images or {}).get(segment, ())]
@@ -236,11 +210,8 @@ def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Im
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The embeddings of ``ids`` (B, L) with the pictures' features in their places, and what else the language model
-    takes of them.
-
-    Args:
-        placed: in the flattened ids. Equal images' features are computed once.
+    """The embeddings of ``ids`` (B, L) with the pictures' features in their places (``placed`` counts in the flattened
+    ids), and what else the language model takes of them. Equal images' features are computed once.
 
     Raises:
         RuntimeError: there are more or fewer features than places.
@@ -262,9 +233,8 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
     def repeated(values: torch.Tensor) -> torch.Tensor:
         if len(times) == len(placed):
             return values
-        return torch.cat(
-            [part.repeat(len(places), 1) for part, places in zip(values.split(counts), times.values(), strict=True)]
-        )
+        parts = zip(values.split(counts), times.values(), strict=True)
+        return torch.cat([part.repeat(len(places), 1) for part, places in parts])
 
     at = to_device_async(torch.cat([each for places in times.values() for each in places]), ids.device)
     order = at.argsort()
@@ -302,16 +272,12 @@ def _unseen_picture(config: Any) -> Images:
     vision = config.vision_config
     if hasattr(vision, "spatial_merge_size"):
         side, area = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
-        inputs = {
-            "pixel_values": torch.ones(side**2, vision.in_channels * area),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
-        }
+        pixels = torch.ones(side**2, vision.in_channels * area)
+        inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
     elif hasattr(config, "scale_factor"):
         side = config.scale_factor * vision.patch_size
-        inputs = {
-            "pixel_values": torch.ones(1, 1, vision.num_channels, side, side),
-            "pixel_attention_mask": torch.ones(1, 1, side, side, dtype=torch.long),
-        }
+        mask = torch.ones(1, 1, side, side, dtype=torch.long)
+        inputs = {"pixel_values": torch.ones(1, 1, vision.num_channels, side, side), "pixel_attention_mask": mask}
     else:
         inputs = {"pixel_values": torch.ones(1, vision.num_channels, vision.image_size, vision.image_size)}
     return Images("", (), (), inputs, ())
@@ -326,8 +292,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
     tiled = "pixel_attention_mask" in given
     inputs: dict[str, torch.Tensor] = {}
     for name in sorted(given):
-        parts = [of.inputs[name] for of in images]
-        value = _joined(parts, tiled)
+        value = _joined([of.inputs[name] for of in images], tiled)
         inputs[name] = to_device_async(value.to(dtype) if value.is_floating_point() else value, device)
     output = body.get_image_features(**inputs, return_dict=True)
     pooled = output.pooler_output
@@ -336,8 +301,7 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Texts' inputs one after the other. Those with a pixel mask are (1, tiles, ...), and of different sizes are
-    filled up with what the mask hides."""
+    """Texts' inputs one after the other. Those with a pixel mask are (1, tiles, ...), filled up to one size."""
     if not tiled:
         return torch.cat([*parts])
     height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
@@ -346,8 +310,8 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Positions (3, 1, T) of a packed row: of each sequence by the model's own scheme. A prompt's are the same before
-    whatever follows it, so only what has pictures is asked for; all else goes on behind its prompt."""
+    """Positions (3, 1, T) of a packed row. The model is asked for those of segments with pictures, which are the same
+    before whatever follows them; all else goes on behind its prompt."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
@@ -382,19 +346,14 @@ def _kinds(placed: Placed, length: int) -> torch.Tensor:
 
 
 def _masks_both_ways(
-    model: Any,
-    embeds: torch.Tensor,
-    mask: torch.Tensor,
-    positions: torch.Tensor,
-    placed: Placed,
+    model: Any, embeds: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, placed: Placed
 ) -> Any:
     """Gemma 3's masks: causal, but within a picture."""
     kinds = _kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long()
+    kinds = to_device_async(kinds, embeds.device)
     theirs = sys.modules[type(_body(model)).__module__]
     return theirs.create_masks_for_vision_model(
-        block_sequence_ids=theirs.get_block_sequence_ids_for_mask(
-            to_device_async(kinds, embeds.device), device=embeds.device
-        ),
+        block_sequence_ids=theirs.get_block_sequence_ids_for_mask(kinds, device=embeds.device),
         config=model.config.get_text_config(),
         inputs_embeds=embeds,
         attention_mask=mask,

@@ -1,8 +1,7 @@
 """The policy's decoder layers: which they are, and how torch compiles them for packed rows (``torch_compile``).
 
-What is compiled is the code of a layer, which all of them share, for rows of any length: norms, rotary embedding,
-activation and residuals become a few fused kernels. Attention, which follows the row's layout, runs between them as it
-is. A call without a layout (``generate``, the model's own log-probabilities) runs as if nothing were compiled.
+Norms, rotary embedding, activation and residuals of a layer become a few fused kernels, shared by all layers, for rows
+of any length; attention runs between them as it is. A call without a layout runs as if nothing were compiled.
 """
 
 from __future__ import annotations
@@ -28,14 +27,7 @@ class NotCompiled(ValueError):
 
 
 def check_compiled(config: GRPOConfig, why_padded: str) -> None:
-    """Refuse to compile layers that no packed row would go through.
-
-    Args:
-        why_padded: why rows are padded; empty: they are packed.
-
-    Raises:
-        ValueError: rows are padded.
-    """
+    """Raise a ValueError if layers are to be compiled, but rows are padded (``why_padded``)."""
     if config.torch_compile and why_padded:
         raise ValueError(
             f"torch_compile is true, but compiled layers take packed rows, and this model's are padded ({why_padded}): "
@@ -55,13 +47,8 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
-    """Have packed rows go through compiled layers. Nothing is compiled yet: the first row of each kind does it.
-
-    A copy of the model has compiled layers too. Parameters and their names stay as they are.
-
-    Args:
-        backend, mode: `torch.compile`'s.
-    """
+    """Have packed rows go through compiled layers, also in copies of the model; the first row of each kind compiles
+    them. Parameters and their names stay. ``backend`` and ``mode`` are `torch.compile`'s."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     # Traced, each layout would make another graph.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
@@ -72,15 +59,13 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether packed rows go through compiled layers."""
     return any(_is_compiled(layer) for layer in decoder_layers(model))
 
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """A training forward's mode, whose graphs aren't those of an evaluation: where layers are compiled, and nothing
-    is drawn at random; else the mode stays. Gradients must not be there yet: torch traces no parameter beside one in
-    another dtype."""
+    """A training forward's mode, which has graphs of its own, where layers are compiled and nothing is drawn at random.
+    Gradients must not be there yet: torch traces no parameter beside one in another dtype."""
     if not is_compiled(model) or _drops_out(model):
         yield
         return
@@ -99,7 +84,6 @@ def _drops_out(model: torch.nn.Module) -> bool:
 
 
 def forget_compiled(model: torch.nn.Module) -> None:
-    """Undo `compile_layers`."""
     for layer in decoder_layers(model):
         if _is_compiled(layer):
             del layer.forward
@@ -120,11 +104,7 @@ def _compiled(forward: Callable[..., Any], backend: str, mode: str | None) -> Ca
 def _forward(
     own: Callable[..., Any], compiled: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """A layer's forward.
-
-    Raises:
-        NotCompiled: with torch's reason and the remedy.
-    """
+    """Raise a NotCompiled if torch can't compile the layer."""
     if kwargs.get("layout") is None:
         return own(layer, *args, **kwargs)
     try:

@@ -1,8 +1,7 @@
 """Liger's Triton kernels in the policy (``use_liger_kernel``): norms, rotary embedding and activation, on a GPU.
 
-liger-kernel puts forwards of its own into the modules of a loaded model. Parameters stay the objects that they are, in
-the engine's memory or cut by ranks. The rotary embedding's function it can exchange in the architecture's module alone,
-for all models in the process, and it exchanges classes there too: both come back when the trainer is closed.
+liger-kernel puts forwards of its own into the modules of a loaded model, whose parameters stay the objects that they
+are. What it exchanges in the architecture's module, for all models in the process, comes back when the trainer closes.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ from .row_proof import allowed, own_sample_logprobs
 
 
 def check_liger(config: GRPOConfig) -> None:
-    """Check what can be said before the model is known.
-
-    Raises:
-        ValueError: no GPU, or no liger-kernel.
-    """
+    """Raise a ValueError if there is no GPU, or no liger-kernel."""
     if not config.use_liger_kernel:
         return
     if config.on_cpu:
@@ -51,12 +46,10 @@ def _kernels() -> dict[str, Callable[..., None]]:
 
 
 def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
-    """Put Liger's kernels into a model that is in its place, or into a PeftModel's.
+    """Put Liger's kernels into a model (or a PeftModel's) that computes on ``device``, and into ``also``.
 
     Args:
-        device: where it computes.
         given: what its functions are told: `{rope: false}`.
-        also: other models of the kind, wherever they are.
 
     Returns:
         Gives other models of this architecture its own code again.

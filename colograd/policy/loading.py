@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,11 @@ class Policy:
 
     @property
     def image_token(self) -> int:
-        """The token whose embeddings are replaced by an image's features."""
         return int(self.model.config.image_token_id)
 
     @property
     def checkpointing(self) -> tuple[int, ...]:
-        """What the model can do: that every so many-th layer computes its activations again, least first; 0: none."""
+        """Every how many-th layer may compute its activations again, least first; 0: none."""
         model = unwrap(self.model)
         if not model.supports_gradient_checkpointing:
             return (0,)
@@ -103,15 +102,17 @@ class Policy:
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        every = config.checkpointing
+        layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
         share = f", {trained / 1e6:,.2f} M trained (LoRA)" if self.adapter else ""
         lines = [
             f"policy: {self.model.num_parameters() / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
             f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
-            f"{_recomputed(config.checkpointing)}"
+            f"activations of {layers} computed twice"
         ]
         if self.quantization is not None:
-            packed = [weight for _, weight in packed_weights(self.model).items()]
+            packed = packed_weights(self.model).values()
             size = sum(weight.nbytes for weight in packed) / 2**20
             lines.append(f"base: {len(packed)} matrices quantised to {self.quantization.name}, {size:,.1f} MiB")
         if coefficient := self.router_coef(config):
@@ -127,9 +128,7 @@ class Policy:
         """What TRL does and isn't done here, or rarely does what was meant, in lines."""
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim != "adamw_split":
-            yield (
-                f"optimizer: {config.optim} rounds each update to bfloat16 and loses small ones; `adamw_split` doesn't"
-            )
+            yield f"optimizer: {config.optim} rounds updates to bfloat16 and loses small ones; `adamw_split` doesn't"
         if (dropout := largest_dropout(self.model)) > 0:
             yield (
                 f"policy: it trains with dropout (up to {dropout:g}, from its configuration) and samples without, so "
@@ -137,34 +136,23 @@ class Policy:
             )
 
 
-def _recomputed(every: int) -> str:
-    layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
-    return f"activations of {layers} computed twice"
-
-
 def load_policy(
-    model: str | os.PathLike[str] | PreTrainedModel,
-    tokenizer: Any,
-    config: GRPOConfig,
-    peft_config: Any = None,
+    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None
 ) -> Policy:
-    """Load the model if it is a name, its tokenizer if none is given; put an adapter on it if one is asked for.
-
-    A folder that holds an adapter alone (as training one saves it) is the model it was trained on, with that adapter.
+    """Load the model if it is a name (or the folder of an adapter alone), and its tokenizer if none is given; put an
+    adapter on it if one is asked for.
 
     Raises:
         ValueError: no such model, one whose log-probabilities can't be computed, or an adapter that can't be trained.
     """
     untouched = isinstance(model, str | os.PathLike)
-    tokenizer_path = ""
-    if isinstance(model, str | os.PathLike):
-        path = str(model)
-        if (saved := adapter_folder(path)) is None:
-            loaded = _from_name(path, config)
-        else:
-            loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config)
+    path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
+    if not untouched:
+        loaded: Any = model
+    elif (saved := adapter_folder(path)) is None:
+        loaded = _from_name(path, config)
     else:
-        loaded, path = model, _origin(model, config, peft_config)
+        loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config)
     quantization = _quantization(loaded, path, config)
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
@@ -206,16 +194,12 @@ def load_policy(
         products_in_float32(loaded)
     if config.router_replay:
         make_replaying(loaded)
-    new_adapter = peft_config is not None
-    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new_adapter, quantization, processor)
+    new = peft_config is not None
+    return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new, quantization, processor)
 
 
 def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | None:
-    """How the loaded model is quantised, its products made those of its dequantised weights.
-
-    Raises:
-        ValueError: its head is quantised.
-    """
+    """How the loaded model is quantised, its products made those of its dequantised weights (`settle`)."""
     inner = unwrap(model)
     if not packed_weights(inner):
         return None
@@ -255,8 +239,7 @@ def proven_with_images(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
     """The policy with its rows proved on prompts with images, which it then packs or pads."""
     if not prompts:
         return policy
-    why = choose_rows(policy.model, why=policy.why_padded, asked=prompts)
-    return dataclasses.replace(policy, why_padded=why)
+    return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
 
 
 def check_tokenizer(given: Any) -> None:
@@ -338,35 +321,27 @@ def _from_adapter(
     return model, base, folder if has_tokenizer else base
 
 
-def auto_class(path: str, kwargs: Mapping[str, Any]) -> Any:
-    """The class of transformers that loads the model at ``path``: with its vision tower, where it has one."""
-    known = {name: kwargs[name] for name in ("revision", "trust_remote_code") if kwargs.get(name) is not None}
-    try:
-        found = AutoConfig.from_pretrained(path, **known)
-    except (OSError, ValueError):
-        found = None
-    return AutoModelForImageTextToText if takes_images(found) else AutoModelForCausalLM
-
-
 def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedModel:
-    """
-    Args:
-        adapter: the folder of one that will be put on it, which may say how its base was quantised.
-    """
+    """The model at ``path``; the folder of an ``adapter`` to be put on it may say how its base was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    for name in ("quantization_config", "load_in_8bit", "load_in_4bit"):
+    # The last one is for `choose_rows` to settle.
+    for name in ("quantization_config", "load_in_8bit", "load_in_4bit", "torch_dtype", "attn_implementation"):
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
-    kwargs.pop("torch_dtype", None)
-    kwargs.pop("attn_implementation", None)  # `choose_rows` settles it
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
-    asked, packed = quantized.asked_for(config, adapter or path), _is_packed(path, kwargs)
+    known = {name: kwargs[name] for name in ("revision", "trust_remote_code") if kwargs.get(name) is not None}
+    try:
+        saved = AutoConfig.from_pretrained(path, **known)
+    except (OSError, ValueError):  # of which loading will tell
+        saved = None
+    asked, packed = quantized.asked_for(config, adapter or path), quantized.saved_in(saved) is not None
     if packed or asked is not None:
         kwargs |= quantized.load_arguments(None if packed else asked, config.device)
     if not config.verbose and os.path.isdir(path):
         hf_logging.disable_progress_bar()  # a download keeps its bar
     try:
-        return auto_class(path, kwargs).from_pretrained(path, **kwargs)
+        kind = AutoModelForImageTextToText if takes_images(saved) else AutoModelForCausalLM
+        return kind.from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         if has_config and not isinstance(error, OSError):
@@ -380,14 +355,3 @@ def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedMo
     finally:
         if not config.verbose:
             hf_logging.disable_progress_bar()  # nor one for each file that is saved
-
-
-def _is_packed(path: str, given: dict[str, Any]) -> bool:
-    """Whether a checkpoint's configuration says that its weights are quantised."""
-    try:
-        found = AutoConfig.from_pretrained(
-            path, revision=given.get("revision"), trust_remote_code=given["trust_remote_code"]
-        )
-    except (OSError, ValueError):  # of which loading will tell
-        return False
-    return quantized.saved_in(found) is not None

@@ -1,9 +1,8 @@
 """Packed forward -> log-probability and entropy of each label, never the logits of a whole row.
 
-Only the positions that predict a completion token reach the language-model head. Its logits exist one tile (some rows x
-some of the vocabulary) at a time: the forward keeps a running maximum and sum per row (an online softmax, as in arXiv
-1805.02867), the backward computes each tile again and turns it into its gradient in place. So memory grows with neither
-the vocabulary nor the number of labels, but for one number per label (two where the entropy's gradient is asked for).
+Only positions that predict a completion token reach the head. Its logits exist one tile (some rows x some of the
+vocabulary) at a time: the forward keeps a running maximum and sum per row (an online softmax, arXiv 1805.02867), the
+backward computes each tile again. So memory grows with neither vocabulary nor labels, but for two numbers per label.
 """
 
 from __future__ import annotations
@@ -35,26 +34,23 @@ FLOAT32_PRODUCTS = "colograd_float32_products"  # an attribute of a head: see `c
 def policy_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label and entropy of its distribution, at ``temperature``.
-
-    Returns:
-        logprobs (N,) float32, nats, differentiable; entropy (N,) float32, nats, with a gradient if it is asked for.
-    """
+    """Of each label, at ``temperature``: its log-probability (N,) float32 in nats, differentiable, and the entropy of
+    its distribution (N,) float32 in nats, with a gradient if it is asked for."""
     return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
 
 def routed_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, Routing]:
-    """`policy_logprobs`, and what the routers did, of a mixture of experts that tells (`routing.tells_routing`)."""
+    """`policy_logprobs` and what the routers did, of a mixture of experts that tells (`routing.tells_routing`)."""
     logprobs, entropy, *routing = PolicyForward(model, temperature, entropy_gradient, routing=True)(micro_batch)
     return logprobs, entropy, Routing(*routing)
 
 
 @torch.no_grad()
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """The step with the log-probabilities of the present weights, for when these have moved on: without dropout, as
-    the sampler had none, and so that a run that goes on finds the same ones."""
+    """The step with the present weights' log-probabilities, without dropout: the sampler had none, and a resumed run
+    finds the same ones."""
     with evaluation_mode(model):
         forward = PolicyForward(model, temperature)
         rows = tuple(dataclasses.replace(row, old_logprobs=forward.of_row(row)[0]) for row in step.rows)
@@ -65,9 +61,9 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
 class PolicyForward:
     """One forward of the policy, from a packed row to its labels' log-probabilities.
 
-    Hidden states and the head's product are both computed inside a call of the model itself, whichever wrapper that is:
-    its hooks fire (a sharded model gathers its weights in them), the head's too, and no part is skipped. A model may
-    have a context of its own for it, ``around_forward``: where ranks meet in a forward, it fails on all or on none.
+    All is computed inside a call of the model (or its wrapper), and of its head, so that their hooks fire: a sharded
+    model gathers its weights in them. Where ranks meet in a forward, the model's ``around_forward`` is a context in
+    which it fails on all or on none.
     """
 
     model: torch.nn.Module  # or a wrapper around it, such as a PeftModel
@@ -77,17 +73,14 @@ class PolicyForward:
 
     @staticmethod
     def prepare(row: PackedRow) -> MicroBatch:
-        """The row's tensors on the device. Nothing else lays rows out: another layout changes this method and
-        `__call__`."""
+        """The row's tensors on the device: the only place that lays rows out."""
         return collate(row)
 
     def of_row(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
-        """See `__call__`."""
         return self(self.prepare(row))
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """(N,) log-probabilities and (N,) entropies (see `policy_logprobs`); the fields of a `Routing`, if asked for.
-        Tensors alone: hooks of a sharded model look for them."""
+        """`policy_logprobs`, and the fields of a `Routing` if asked for: tensors alone, for a sharded model's hooks."""
         watchdog.progress()  # of a pass over many rows each is one
         around = getattr(self.model, "around_forward", nullcontext)
         with calls(self.model, self._compute), around():
@@ -96,22 +89,16 @@ class PolicyForward:
 
     def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         model = unwrap(self.model)
-        states, routers = _states_and_routers(
-            model, micro_batch, **({"output_router_logits": True} if self.routing else {})
-        )
+        asked = {"output_router_logits": True} if self.routing else {}
+        states, routers = _states_and_routers(model, micro_batch, **asked)
         hidden = states[0].index_select(0, micro_batch.logit_positions)
         head = model.get_output_embeddings()
 
         def logprobs(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
+            at, transform = self.temperature, _logit_transform(model)
             return label_logprobs(
-                hidden,
-                head.weight,
-                getattr(head, "bias", None),
-                micro_batch.labels,
-                self.temperature,
-                _logit_transform(model),
-                self.entropy_gradient,
-                getattr(head, FLOAT32_PRODUCTS, False),
+                hidden, head.weight, bias, micro_batch.labels, at, transform, self.entropy_gradient, wide
             )
 
         with calls(head, logprobs):
@@ -149,16 +136,14 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """The last hidden states of a packed row, (1, T, hidden), of all of the model but its head. A model with any other
-    attention than the packed one runs its sequences padded."""
+    """A packed row's last hidden states, (1, T, hidden); a model without packed attention runs its sequences padded."""
     return _states_and_routers(model, micro_batch)[0]
 
 
 def _states_and_routers(
     model: Any, micro_batch: MicroBatch, **asked: Any
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """`hidden_states`, and of each layer with experts its router's logits (T, E), where ``asked`` has the model return
-    them."""
+    """`hidden_states`, and of each layer with experts its router's logits (T, E), where ``asked`` has them returned."""
     sees = micro_batch.images is not None or images.in_each_forward(model)
     if sees and model.config._attn_implementation == attention.NAME:
         with attention.packed_rows():
@@ -172,8 +157,7 @@ def _states_and_routers(
     with attention.packed_rows():
         output = body(
             input_ids=micro_batch.input_ids,
-            # It hides nothing, and says so: without one transformers looks for packed sequences in the positions, for
-            # whose answer the host would wait.
+            # Hides nothing. Without one transformers looks at the positions' values, for which the host would wait.
             attention_mask=torch.ones_like(micro_batch.input_ids, dtype=torch.bool),
             position_ids=micro_batch.position_ids,
             layout=micro_batch.layout,
@@ -196,9 +180,8 @@ def label_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden).
 
-    The matrix products are in the head's dtype, or in autocast's where it is on; all else is in float32 (float64 for
-    float64 weights). With ``float32_products`` no autocast has a part, and the logits aren't rounded to bfloat16. The
-    weight's gradient has its ``grad_dtype`` where it has one (see `optim.accumulate_in_float32`).
+    Matrix products are in autocast's dtype or the head's, all else in float32 (float64 for float64 weights). With
+    ``float32_products`` the logits aren't rounded to 16 bits. The weight's gradient has its ``grad_dtype``, if any.
 
     Raises:
         RuntimeError: at a second derivative, which isn't implemented.
@@ -221,7 +204,7 @@ class _Head:
 
     @property
     def exact(self) -> torch.dtype:
-        """Of everything else."""
+        """The dtype of everything but the products."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -325,29 +308,25 @@ class _LabelLogprobs(torch.autograd.Function):
             for vocabulary in _parts(len(weight), columns):
                 part, part_bias = _cast(weight, bias, vocabulary, head.dtype)
                 # Sums over rows are finished before the next columns: no second gradient of the head's size.
-                of_weight, of_bias = _Sum(head.exact), _Sum(head.exact)
+                of_weight: torch.Tensor | None = None
+                of_bias: torch.Tensor | None = None
                 for row in _parts(len(labels), rows):
+                    place = _place(labels[row], vocabulary)
+                    spread = None if entropy is None else (of_entropy[row], entropy[row])
                     tile = _tile_gradient(
-                        head,
-                        states[row],
-                        part,
-                        part_bias,
-                        _place(labels[row], vocabulary),
-                        normaliser[row],
-                        gradient[row],
-                        None if entropy is None else (of_entropy[row], entropy[row]),
+                        head, states[row], part, part_bias, place, normaliser[row], gradient[row], spread
                     )
                     if d_bias is not None:
-                        of_bias.add(tile.sum(dim=0))
+                        of_bias = _plus(of_bias, tile.sum(dim=0), head.exact)
                     tile = tile.to(head.dtype)
                     if d_hidden is not None:
                         d_hidden[row] += tile @ part
                     if d_weight is not None:
-                        of_weight.add(tile.t() @ states[row])
+                        of_weight = _plus(of_weight, tile.t() @ states[row], head.exact)
                 if d_weight is not None:
-                    d_weight[vocabulary] = of_weight.value
+                    d_weight[vocabulary] = of_weight
                 if d_bias is not None:
-                    d_bias[vocabulary] = of_bias.value
+                    d_bias[vocabulary] = of_bias
         return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
 
 
@@ -361,7 +340,7 @@ def _tile_gradient(
     gradient: torch.Tensor,
     entropy: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """A tile's logits again, turned into the gradient of the head's product, with the chain after it.
+    """A tile's logits again, turned into the gradient of the head's product.
 
     Args:
         gradient: (n,) of the log-probabilities.
@@ -388,18 +367,9 @@ def _tile_gradient(
     return tile
 
 
-class _Sum:
-    """A sum of tensors that takes no memory of its own where there is one."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.value: torch.Tensor | None = None
-        self._dtype = dtype
-
-    def add(self, term: torch.Tensor) -> None:
-        if self.value is None:
-            self.value = term
-        else:
-            self.value = self.value.to(self._dtype).add_(term)
+def _plus(total: torch.Tensor | None, term: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum, in ``dtype`` from the second term on: a single one takes no memory of its own."""
+    return term if total is None else total.to(dtype).add_(term)
 
 
 def _place(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,12 +39,8 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """An adapted layer: y = W x + scaling * B A x, and with DoRA each row of that matrix scaled to a trained length.
-
-    Of a mixture's experts peft adapts the parameter that holds all E of them, each by matrices of its own: A then has
-    E times as many rows, B as many columns.
-
-    LoRA: arXiv 2106.09685. DoRA: arXiv 2402.09353, equation 5.
+    """y = W x + scaling * B A x (LoRA, arXiv 2106.09685); with DoRA (arXiv 2402.09353, equation 5) each row of that
+    matrix is scaled to a trained length. Of a parameter that holds E experts A has E times the rows, B the columns.
     """
 
     name: str  # in the model without adapters: model.layers.0.self_attn.q_proj, or ... .mlp.experts.down_proj
@@ -59,7 +55,7 @@ class AdaptedLayer:
 
     @classmethod
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
-        """The layer that carries peft's ``adapter``. Its tensors are the parameters themselves."""
+        """The layer that carries peft's ``adapter``; its tensors are the parameters themselves."""
         parameter = f"{name}.weight"
         if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests one of these in another
             name = parameter = ".".join([*(part for part in name.split(".") if part != "base_layer"), own])
@@ -101,7 +97,7 @@ def is_adapted(model: Any) -> bool:
 
 
 def unwrap(model: Any) -> Any:
-    """The transformers model inside a PeftModel, whose layers carry the adapter; any other model as it is."""
+    """The transformers model inside a PeftModel; any other model as it is."""
     return model.get_base_model() if is_adapted(model) else model
 
 
@@ -119,11 +115,11 @@ def base_name(name: str) -> str | None:
 def adapted_layers(model: Any) -> list[AdaptedLayer]:
     """The layers of a PeftModel that carry its active adapter, in the model's order."""
     (adapter,) = model.active_adapters
-    found = []
-    for name, module in model.named_modules():
-        if adapter in getattr(module, "lora_A", ()) or adapter in getattr(module, "lora_embedding_A", ()):
-            found.append(AdaptedLayer.of(name.removeprefix(PREFIX), module, adapter))
-    return found
+    return [
+        AdaptedLayer.of(name.removeprefix(PREFIX), module, adapter)
+        for name, module in model.named_modules()
+        if adapter in getattr(module, "lora_A", ()) or adapter in getattr(module, "lora_embedding_A", ())
+    ]
 
 
 def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -162,11 +158,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def check_lora_config(peft_config: Any) -> None:
-    """Check that it is a LoRA that only adds to the base.
-
-    Raises:
-        ValueError: with the value, the rule and the remedy.
-    """
+    """Raise a ValueError if it isn't a LoRA that only adds to the base."""
     import peft
 
     if not isinstance(peft_config, peft.PeftConfig):

@@ -20,10 +20,7 @@ LARGE = 1.0  # billions of parameters, of which a CPU trains few tokens a second
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """The model at ``path`` as it would be loaded, in no memory.
-
-    Args:
-        path: a folder or a Hub id; its ``config.json`` is read and nothing else.
+    """The model at ``path`` (a folder or a Hub id) as it would be loaded, in no memory: only its config.json is read.
 
     Raises:
         ValueError: there is no configuration, or it isn't a causal language model's.
@@ -43,11 +40,7 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
 
 
 def note_on_cpu(model: Any, config: GRPOConfig) -> str:
-    """What to say before a large model's weights are loaded on a machine without a GPU; empty: nothing.
-
-    Args:
-        model: its name; one that is loaded already is no surprise.
-    """
+    """What to say before a large model's weights are loaded, by its name, without a GPU; empty: nothing."""
     if torch.accelerator.is_available() or not isinstance(model, str | os.PathLike):
         return ""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
@@ -77,11 +70,8 @@ def with_adapter(model: Any, rank: int) -> Any:
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """The weights of an outline that are quantised when it is loaded with ``settings``, and the bytes each then takes;
-    none without settings.
-
-    As transformers picks them: of all linear layers but the head and what the settings leave out.
-    """
+    """The weights of an outline that transformers quantises with ``settings`` (all linear layers but the head and what
+    these leave out), and the bytes each then takes; none without settings."""
     if not settings:
         return {}
     from transformers.quantizers.base import HfQuantizer
@@ -90,9 +80,8 @@ def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
     kept = HfQuantizer.get_modules_to_not_convert(
         model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
     )
-    linear = ((name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear)
     return {
         module.weight: packed_bytes(module.weight.shape, settings)
-        for name, module in linear
-        if should_convert_module(name, kept)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and should_convert_module(name, kept)
     }

@@ -69,12 +69,8 @@ def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[Packe
 
 
 def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> PackedRow:
-    """A row of token 0 that goes through forward and backward with loss 0, and gives every parameter that the model
-    uses a gradient of zeros. No token is in the loss, so it counts in no metric.
-
-    Args:
-        groups: tokens of each prompt and of its completions.
-    """
+    """A row of token 0 whose gradients are zeros, and which counts in no metric: no token is in the loss. ``groups``
+    has the tokens of each prompt and of its completions."""
     nothing = torch.zeros(())
 
     def zeros(n: int) -> array[int]:
@@ -108,7 +104,6 @@ class PackedSequence(NamedTuple):
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """The completions of a row, in its order."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), [], 0
     ids = iter(row.rollouts)
     images = row.images or {}
@@ -128,28 +123,19 @@ def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
 
 
 def pack(
-    groups: Sequence[ScoredGroup],
-    budget: int,
-    mask_truncated: bool,
-    device: torch.device,
-    share_prompts: bool = True,
+    groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches of some groups, all at once; see `plan_rows`."""
     return tuple(collate(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
 
 
 def plan_rows(
-    groups: Sequence[ScoredGroup],
-    budget: int,
-    mask_truncated: bool,
-    device: torch.device,
-    share_prompts: bool = True,
+    groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[PackedRow, ...]:
-    """Pack groups into rows of at most ``budget`` tokens.
+    """Pack groups into rows of at most ``budget`` tokens, first-fit decreasing.
 
-    First-fit decreasing. A group over the budget is split by completions, its prompt repeated once per part; a single
-    sequence over the budget gets a row of its own. Without ``share_prompts`` each completion has its own
-    prompt, and the budget counts the tokens of rows padded to the longest, as `padded` runs them.
+    A group over the budget is split by completions, its prompt repeated in each part; a single sequence over it has a
+    row of its own. Without ``share_prompts`` each completion has its prompt, and tokens of padding count (`padded`).
     """
     if not share_prompts:
         return tuple(PackedRow(tuple(row), mask_truncated, device) for row in _padded_rows(groups, budget))
@@ -172,9 +158,9 @@ def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Packed
     """Sequences of similar length together: as many as the budget has room for at the length of the longest."""
     parts = [
         PackedGroup((identity,), (rollout,), (advantage,))
-        for group in groups
+        for scored in groups
         for identity, rollout, advantage in zip(
-            group.group.rollout_ids, group.group.rollouts, _advantages(group), strict=True
+            scored.group.rollout_ids, scored.group.rollouts, _advantages(scored), strict=True
         )
     ]
     rows: list[list[PackedGroup]] = []
@@ -211,33 +197,27 @@ def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
 def collate(row: PackedRow) -> MicroBatch:
     """The row's tokens one after the other on its device. Token t of a completion is predicted at the place before it:
     the prompt's last, or t-1."""
-    ids: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    lengths: list[int] = []
+    ids: list[torch.Tensor] = []  # of each segment, a prompt or a completion
     attends_to: list[tuple[int, ...]] = []
     images: dict[int, tuple[Images, ...]] = {}
-    logit_positions: list[torch.Tensor] = []
-    labels: list[torch.Tensor] = []
-    at = 0
+    positions, logit_positions, labels, at = [], [], [], 0
     for part in row.parts:
         asked = part.rollouts[0].input
         prompt = asked.ids
         if asked.images is not None:
-            images[len(lengths)] = (asked.images,)
-        prompt_segment, prompt_end = len(lengths), at + len(prompt) - 1
+            images[len(ids)] = (asked.images,)
+        prompt_segment, prompt_end = len(ids), at + len(prompt) - 1
         ids.append(torch.tensor(prompt))
         positions.append(torch.arange(len(prompt)))
-        lengths.append(len(prompt))
         attends_to.append(())
         at += len(prompt)
         for rollout in part.rollouts:
             length = len(rollout.completion_ids)
             if rollout.images:
-                images[len(lengths)] = rollout.images
+                images[len(ids)] = rollout.images
             labels.append(torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long())
             ids.append(labels[-1])
             positions.append(torch.arange(len(prompt), len(prompt) + length))
-            lengths.append(length)
             attends_to.append((prompt_segment,))
             logit_positions.append(torch.cat([torch.tensor([prompt_end]), torch.arange(at, at + length - 1)]))
             at += length
@@ -250,7 +230,7 @@ def collate(row: PackedRow) -> MicroBatch:
     return MicroBatch(
         input_ids=to_device_async(torch.cat(ids)[None], device),
         position_ids=to_device_async(torch.cat(positions)[None], device),
-        layout=SegmentLayout(tuple(lengths), tuple(attends_to)),
+        layout=SegmentLayout(tuple(len(segment) for segment in ids), tuple(attends_to)),
         logit_positions=to_device_async(torch.cat(logit_positions), device),
         labels=to_device_async(torch.cat(labels), device),
         loss_mask=to_device_async(in_loss.float(), device),

@@ -1,8 +1,7 @@
 """A packed row through a model that can't run it: one padded row per sequence, its hidden states put back in place.
 
-For architectures whose tokens mix by other ways than transformers' attention interface (state-space layers,
-convolutions, custom code). Padding stands to the right, where a causal model doesn't look, so it is exact; a prompt
-goes through once per completion.
+For tokens that mix by other ways than transformers' attention interface (state-space layers, convolutions, custom
+code). Padding stands to the right, where a causal model doesn't look; a prompt goes through once per completion.
 """
 
 from __future__ import annotations
@@ -55,23 +54,16 @@ def rows_of(layout: SegmentLayout) -> PaddedRows:
 
 
 def hidden_states(
-    model: Any,
-    decoder: torch.nn.Module,
-    micro_batch: MicroBatch,
-    routed: torch.Tensor | None = None,
-    **asked: Any,
+    model: Any, decoder: torch.nn.Module, micro_batch: MicroBatch, routed: torch.Tensor | None = None, **asked: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The decoder's last hidden states, computed on padded rows, in the packed row's order: (1, T, hidden).
+    """The decoder's last hidden states (1, T, hidden) in the packed row's order, computed on padded rows; and of each
+    layer with experts its router's logits (T, E), if ``asked`` has ``output_router_logits``.
 
-    A prompt's states are those of its first completion's row: the others' are the same function of the weights.
+    A prompt's are those of its first completion's row.
 
     Args:
-        model: of which ``decoder`` is all but the head, and which knows what to do with pictures.
+        model: of which ``decoder`` is all but the head.
         routed: (T, L, K) experts to be replayed, in the packed row's order.
-        asked: further arguments of the decoder; ``output_router_logits`` has it return those too.
-
-    Returns:
-        And of each layer with experts its router's logits, likewise (T, E), if they were asked for.
     """
     rows, device = rows_of(micro_batch.layout), micro_batch.input_ids.device
     tokens, lengths = to_device_async(rows.tokens, device), to_device_async(rows.lengths, device)
@@ -96,12 +88,10 @@ def hidden_states(
     accepted = _parameters(kind)
     output = decoder(**{name: value for name, value in inputs.items() if name in accepted or name in asked})
     hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
-    return hidden, [
-        logits.flatten(0, -2).index_select(0, places) for logits in getattr(output, "router_logits", None) or ()
-    ]
+    routers = getattr(output, "router_logits", None) or ()
+    return hidden, [logits.flatten(0, -2).index_select(0, places) for logits in routers]
 
 
 @functools.cache
 def _parameters(kind: Any) -> frozenset[str]:
-    """The names of what its forward takes."""
     return frozenset(inspect.signature(kind.forward).parameters)

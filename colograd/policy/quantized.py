@@ -21,8 +21,6 @@ FILE = "base_quantization.json"  # beside a saved adapter, whose base must be lo
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a policy's base is quantised."""
-
     settings: Mapping[str, Any]  # as in a checkpoint's config.json
     in_checkpoint: bool  # what vLLM would load is packed already
 
@@ -32,11 +30,7 @@ class Quantization:
         return name_of(self.settings)
 
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
-        """Note it beside an adapter that is saved, which fits this base alone.
-
-        Args:
-            dtype: the policy's.
-        """
+        """Note it, and the policy's dtype, beside a saved adapter, which fits this base alone."""
         said = {"quantization_config": dict(self.settings), "dtype": str(dtype).removeprefix("torch.")}
         Path(folder, FILE).write_text(json.dumps(said, indent=2) + "\n")
 
@@ -52,10 +46,7 @@ def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
 
 
 def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
-    """
-    Raises:
-        ValueError: the adapter in the folder was trained on a base of another precision.
-    """
+    """Raise a ValueError if the adapter in the folder was trained on a base of another precision."""
     noted = beside(folder)
     then = "as it is" if noted is None else f"quantised to {name_of(noted[0])}"
     now = "as it is" if quantization is None else f"quantised to {quantization.name}"
@@ -67,15 +58,12 @@ def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
 
 
 def name_of(settings: Mapping[str, Any]) -> str:
-    """See `Quantization.name`."""
     return str(settings.get("bnb_4bit_quant_type", "fp4")).upper() if is_4bit(settings) else "int8"
 
 
 def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """What ``model_init_kwargs`` asks for, as in a checkpoint's config.json; else what is noted beside the adapter of
-    which ``name`` is the folder. None: nothing.
-
-    Where it doesn't say in which precision products are computed, in the policy's (transformers': float32).
+    """What ``model_init_kwargs`` asks for, as in a checkpoint's config.json; else what is noted beside the adapter in
+    the folder ``name``; None: nothing. Products are in the policy's precision, if no other is named.
 
     Raises:
         ValueError: of another kind than bitsandbytes', or of both 4 and 8 bits.
@@ -114,8 +102,7 @@ def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) 
         return
     if not isinstance(model, str | os.PathLike):
         raise ValueError(
-            "quantization_config is given, but the model is an object, loaded as it is: remove it, or give the model's "
-            "name."
+            "quantization_config is given, but the model is an object, loaded as it is: remove it, or give its name."
         )
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     if given.get("quantization_config") is not None:
@@ -134,10 +121,7 @@ def saved_in(model_config: Any) -> dict[str, Any] | None:
 
 
 def check_method(settings: Mapping[str, Any], where: str) -> None:
-    """
-    Raises:
-        ValueError: another one than bitsandbytes', with the remedy.
-    """
+    """Raise a ValueError if it isn't bitsandbytes'."""
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "mxfp4":
         raise ValueError(
@@ -160,14 +144,13 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
 
 
 def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has_adapter: bool) -> None:
-    """From the configurations alone, before weights are read.
-
+    """
     Args:
         model_config: the checkpoint's, or the given model's; None: it can't be read.
         name: of what is to be loaded: the model, or an adapter on it; None: it is given as an object.
 
     Raises:
-        ValueError: a base that can't be trained, with the value, the rule and the remedy.
+        ValueError: a quantised base that can't be trained.
     """
     saved, asked = saved_in(model_config), None if name is None else asked_for(config, name)
     if saved is not None:
@@ -199,11 +182,7 @@ def check_quantized(model_config: Any, config: GRPOConfig, name: str | None, has
 
 
 def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is given for a quantised base: it goes to the device as it is read, packed.
-
-    Args:
-        settings: None: the checkpoint is packed already, and has its own.
-    """
+    """What `from_pretrained` is given for a base that is quantised as it is read; None: the checkpoint is already."""
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}

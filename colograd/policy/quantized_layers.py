@@ -1,8 +1,5 @@
-"""Quantised layers, bitsandbytes' of 4 and 8 bits: what their packed weights amount to, and products with just that.
-
-`PackedWeight.values` is the matrix that the policy's products are computed with, in their precision, and what the
-engine is given.
-"""
+"""Quantised layers, bitsandbytes' of 4 and 8 bits: what their packed weights amount to (`PackedWeight.values`), which
+the policy's products are computed with and the engine is given."""
 
 from __future__ import annotations
 
@@ -34,19 +31,14 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Of the values and their scales."""
-        scales = _scales(self.layer)
-        return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
+        return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in _scales(self.layer)))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The matrix that products are computed with, as a new tensor (out, in).
-
-        Args:
-            dtype: to which it is rounded at last; default: that of the products.
-        """
+        """The matrix that products are computed with, as a new tensor (out, in), rounded at last to ``dtype``."""
         layer = self.layer
         if type(layer.weight).__name__ == "Int8Params":
-            rows: torch.Tensor = _row_scales(layer)[:, None]
-            return (layer.weight.detach() * rows).to(dtype or torch.float32)
+            values: torch.Tensor = layer.weight.detach() * _row_scales(layer)[:, None]
+            return values.to(dtype or torch.float32)
         found = _dequantised(layer.weight)
         products = layer.compute_dtype or found.dtype
         return found.to(products).to(dtype or products)
@@ -92,8 +84,7 @@ def dense_weight(module: Any) -> torch.Tensor:
 
 
 def _has_broken_rows(weight: Any) -> bool:
-    """Whether a block of 4-bit values ends in another row than it begins in, on a CPU: bitsandbytes' kernel (0.50)
-    takes the scales of others for these, and some from behind their end."""
+    """Whether a block of 4-bit values spans rows on a CPU, where bitsandbytes' kernel (0.50) takes wrong scales."""
     state = getattr(weight, "quant_state", None)
     return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
 
@@ -125,10 +116,8 @@ def _row_scales(layer: Any) -> torch.Tensor:
 
 
 def settle(model: Any) -> None:
-    """Make a quantised model's products those of its dequantised weights, in training and evaluation alike.
-
-    On some CPUs bitsandbytes packs 4-bit weights anew for a bfloat16 kernel when no gradient is wanted. Its 8-bit
-    layers round their inputs to 8 bits too, which the engine doesn't; and see `_has_broken_rows`.
+    """Make a quantised model's products those of its dequantised weights. bitsandbytes packs 4-bit weights anew for
+    evaluation on some CPUs, rounds the inputs of 8-bit layers too, and see `_has_broken_rows`.
 
     Raises:
         ValueError: the head is quantised, whose weight logits are computed from in tiles.
@@ -156,7 +145,7 @@ def _exact_products(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tens
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, with W dequantised for it and once more for its gradient, so that it isn't kept from one to the other."""
+    """x W^T, with W dequantised for it and once more for its gradient, so that it isn't kept in between."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
@@ -174,11 +163,8 @@ def is_4bit(settings: Mapping[str, Any]) -> bool:
 
 
 def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
-    """Of a weight (out, in) once it is quantised, with its scales.
-
-    4 bits: half a byte each, and a float32 per block; with nested quantisation a byte per block, and a float32 per
-    block of those. 8 bits: a byte each, and a float32 per row.
-    """
+    """Of a weight (out, in) once it is quantised. 4 bits: with a float32 per block; nested, a byte per block and a
+    float32 per block of those. 8 bits: with a float32 per row."""
     numel = math.prod(shape)
     if not is_4bit(settings):
         return numel + 4 * shape[0]

@@ -30,29 +30,19 @@ from .lora import base_name
 FILE = "reference.safetensors"  # in a checkpoint, where the reference follows the policy
 
 
-# -- the kinds
-
-
 class FrozenCopy:
-    """A second model: the policy's weights as they are now, in memory of its own. Ranks hold equal ones.
-
-    Made after the policy has found its place, which may be the engine's memory: the copy is shared with nobody.
+    """A second model: the weights of the policy (``model``) as they are now, in memory of its own, equal on all ranks.
 
     Args:
-        model: the policy's.
         offload: keep the weights in host memory, pinned where there is a GPU, but while they are asked.
-        follows: it will be mixed with the policy, so that a checkpoint has to hold it.
+        follows: how it will be mixed with the policy, so that a checkpoint has to hold it; empty: it won't.
         place: where it is made; default: where it will be.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        device: torch.device,
-        offload: bool,
-        follows: str = "",
+        self, model: torch.nn.Module, device: torch.device, offload: bool, follows: str = "",
         place: torch.device | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.device, self.offload, self.follows = device, offload, follows
         place = torch.device("cpu") if offload else place or device
         self.model = _frozen_copy(model, place, pin=offload and device.type == "cuda")
@@ -61,10 +51,8 @@ class FrozenCopy:
     def describe(self) -> str:
         nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         place = "in host memory between uses" if self.offload else "beside it"
-        return (
-            f"reference: a frozen copy of the policy {place} ({nbytes / 2**20:,.0f} MiB)"
-            f"{f', {self.follows}' if self.follows else ''}"
-        )
+        said = f"reference: a frozen copy of the policy {place} ({nbytes / 2**20:,.0f} MiB)"
+        return f"{said}, {self.follows}" if self.follows else said
 
     @contextmanager
     def present(self) -> Iterator[torch.nn.Module]:
@@ -84,11 +72,7 @@ class FrozenCopy:
             own.copy_(torch.lerp(own.to(theirs.device), theirs.detach(), alpha))
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Write the weights into a checkpoint, if they may differ from what the next start finds.
-
-        Args:
-            write: takes tensors and a file, and sees to it that it will be there.
-        """
+        """Write the weights into a checkpoint, if they may differ from what the next start finds."""
         if self._changes:
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             if write is save_file:
@@ -97,7 +81,7 @@ class FrozenCopy:
 
     @torch.no_grad()
     def load(self, checkpoint: str | Path) -> None:
-        """Take the weights of a checkpoint; one without them leaves the reference as it is."""
+        """Take a checkpoint's weights, if it has some."""
         path = Path(checkpoint) / FILE
         if not path.is_file():
             return
@@ -116,10 +100,10 @@ class _OfAdapter:
         self.model = model
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Nothing."""
+        pass
 
     def load(self, checkpoint: str | Path) -> None:
-        """Nothing."""
+        pass
 
 
 class WithoutAdapter(_OfAdapter):
@@ -153,8 +137,7 @@ class InitialAdapter(_OfAdapter):
 
 @contextmanager
 def _values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
-    """Other values in the place of parameters while the context lasts; then the same memory as before, to which
-    pointers stay right."""
+    """Other values in the place of parameters while the context lasts; then the same memory as before."""
     own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     try:
         for parameter, value in values:
@@ -167,10 +150,8 @@ def _values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) 
 
 
 def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> torch.nn.Module:
-    """The model once more, with parameters of its own on ``device`` and buffers where they are; nothing is trained.
-
-    No tensor exists twice on the way: `deepcopy` finds each one's copy made.
-    """
+    """The model once more, with parameters of its own on ``device`` and buffers where they are; nothing is trained."""
+    # `deepcopy` finds each tensor's copy made, so that none exists twice on the way.
     made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     for parameter in model.parameters():
         place = torch.empty_like(parameter, device=device, pin_memory=pin and device.type == "cpu")
@@ -178,15 +159,8 @@ def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> tor
     return copy.deepcopy(model, made).eval()
 
 
-# -- picked at start
-
-
 def check_reference(config: GRPOConfig, policy: Policy) -> None:
-    """Check what can be said once the policy is known.
-
-    Raises:
-        ValueError: the reference is to follow, and there is no second model that could.
-    """
+    """Raise a ValueError if the reference is to follow, and there is no second model that could."""
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
             "sync_ref_model is true and sharding is 'fsdp', but a rank has a part of the policy only and can't mix it "
@@ -206,8 +180,8 @@ def _keeps_no_copy(policy: Policy) -> bool:
 
 
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """What the reference will hold on the policy's device, for the plan of that memory. Offloaded weights take the
-    place of gradients, which don't exist when they are there."""
+    """What the reference will hold on the policy's device. Offloaded weights come there while there are no gradients,
+    in whose place they fit."""
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:
         ranks = config.world_size if config.cuts_weights else 1
@@ -231,7 +205,7 @@ def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdap
 
 
 class FollowPolicy(TrainerCallback):
-    """Mixes the reference with the policy every so many steps. Each rank does, with the same numbers."""
+    """Mixes the reference with the policy every so many steps, on each rank alike."""
 
     def __init__(self, reference: FrozenCopy, policy: torch.nn.Module) -> None:
         self.reference, self.policy = reference, policy

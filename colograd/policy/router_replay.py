@@ -1,9 +1,8 @@
 """Router replay: in the trainer's forward a token goes to the experts that the engine chose for it.
 
-Trainer and engine round differently, and a token whose scores are nearly alike then goes to other experts on one side
-than on the other. With the engine's choice on both sides that is gone (rollout routing replay, R3, arXiv 2510.11370).
-What is replayed is the choice alone: the experts' shares are the trainer's own, by its own router's logits at those
-experts, so the router gets its gradient. A token whose experts weren't told has those that the policy's router chooses.
+Trainer and engine round differently, so that tokens with nearly equal scores would go to other experts (rollout routing
+replay, R3, arXiv 2510.11370). Only the choice is replayed: the experts' shares come from the trainer's own logits, and
+its router gets its gradient. A token whose experts weren't told has those that the policy's router chooses.
 """
 
 from __future__ import annotations
@@ -118,8 +117,8 @@ def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: 
 
 @torch.no_grad()
 def replay_figures(model: Any, micro_batch: MicroBatch) -> dict[str, tuple[Any, Any]]:
-    """Sums and counts of the forward that was just made of a micro-batch: tokens whose experts were replayed, and
-    choices (a token's in a layer) that the trainer's router wouldn't have made."""
+    """Sums and counts of the last forward: tokens whose experts were replayed, and choices (a token's in a layer) that
+    the trainer's router wouldn't have made."""
     if all(identity.position == NOBODY for identity in micro_batch.rollouts):
         return {}
     tokens = micro_batch.layout.num_tokens

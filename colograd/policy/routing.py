@@ -1,7 +1,6 @@
 """What the routers of a mixture of experts did with a row: how its tokens were spread, and the gradient of that.
 
-A completion is counted with its prompt, so a prompt that a row holds once counts once per completion: as if each
-sequence had a row of its own.
+A prompt that a row holds once counts once per completion: as if each sequence had a row of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from ..batch import MicroBatch
+from ..runtime.sizes import size_of
 from .packing import NOBODY
 from .sending import to_device_async
 
@@ -28,17 +28,15 @@ class Routing:
 
     @property
     def balance_loss(self) -> torch.Tensor:
-        """E times the sum over experts of the share of tokens that each got and its mean probability: K for K experts
-        per token and an even spread. All layers are pooled, as transformers' `load_balancing_loss_func` has it.
-
-        Switch Transformer, arXiv 2101.03961, equations 4 to 6. Differentiable by the probabilities.
-        """
+        """E times the sum over experts of each one's share of tokens times its mean probability, of all layers pooled:
+        K for K experts per token and an even spread. Switch Transformer, arXiv 2101.03961, equations 4 to 6, as in
+        transformers' `load_balancing_loss_func`. Differentiable by the probabilities."""
         rows = self._rows
         return self.loads.shape[1] * (self.loads.sum(0) / rows * self.probabilities / rows).sum()
 
     @property
     def largest_load(self) -> torch.Tensor:
-        """() of a layer's experts, the load of the one that got the most by their mean; the layers' mean. 1: even."""
+        """() the largest load of a layer's experts by their mean load, averaged over layers; 1: even."""
         loads = self.loads
         return (loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)).mean()
 
@@ -54,10 +52,13 @@ class Routing:
 
 def num_experts(model_config: Any) -> int:
     """Experts of a layer among which routers choose; 0: it is no mixture."""
-    text = model_config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    found = max((int(getattr(text, name, None) or 0) for name in names), default=0)
-    return found if getattr(text, "num_experts_per_tok", None) or found > 1 else 0
+    found = size_of(model_config, "num_experts", "num_local_experts", "n_routed_experts")
+    return found if experts_per_token(model_config) or found > 1 else 0
+
+
+def experts_per_token(model_config: Any) -> int:
+    """0: the configuration doesn't say."""
+    return size_of(model_config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 def active_parameters(model: Any) -> int:
@@ -65,7 +66,7 @@ def active_parameters(model: Any) -> int:
     total, experts = int(model.num_parameters()), num_experts(model.config)
     if not experts:
         return total
-    idle = 1 - model.config.get_text_config().num_experts_per_tok / experts
+    idle = 1 - (experts_per_token(model.config) or experts) / experts
     return total - int(idle * sum(p.numel() for name, p in model.named_parameters() if ".experts." in name))
 
 
@@ -77,11 +78,7 @@ def tells_routing(model: Any) -> bool:
 
 
 def routing_of(router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch) -> Routing:
-    """
-    Args:
-        router_logits: of each layer with experts, (T, E), in the packed row's order.
-        chosen: experts per token.
-    """
+    """From each layer's ``router_logits`` (T, E), in the packed row's order, with ``chosen`` experts per token."""
     weights = token_weights(micro_batch)
     loads, probabilities, entropy = [], [], []
     for logits in router_logits:
@@ -89,9 +86,8 @@ def routing_of(router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: 
         of_experts = logprobs.exp()
         probabilities.append(weights @ of_experts)
         with torch.no_grad():
-            picked = of_experts.topk(chosen, dim=-1).indices
-            counts = torch.zeros_like(of_experts[0]).index_add(0, picked.flatten(), weights.repeat_interleave(chosen))
-            loads.append(counts)
+            picked = of_experts.topk(chosen, dim=-1).indices.flatten()
+            loads.append(torch.zeros_like(of_experts[0]).index_add(0, picked, weights.repeat_interleave(chosen)))
             entropy.append(weights @ torch.special.entr(of_experts).sum(-1))
     return Routing(weights.sum(), torch.stack(loads), torch.stack(probabilities).sum(0), torch.stack(entropy).sum())
 

@@ -1,8 +1,7 @@
 """Which rows a model can take, packed or padded: proved on a handful of tokens, not assumed.
 
-An architecture may mix tokens past the attention interface (state-space layers, convolutions), drop what the interface
-was told (windows, biases), or do something to its logits that `logprobs` doesn't know. All of it shows where
-log-probabilities from our rows are compared with the model's own logits of each sequence alone.
+An architecture may mix tokens past the attention interface, drop what that was told (windows, biases), or change its
+logits in a way that `logprobs` doesn't know. All of it shows in a comparison with its own logits of each sequence.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ TOLERANCE_16_BIT = 0.1
 
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
     """Set the model's attention for packed rows if it computes them rightly, and to its own for padded rows if not.
-
-    What is proved is what runs: the device's kernels, under autocast where it is on, compiled where they are. So it is
-    proved when the model is loaded, and again where it trains, if that is elsewhere.
+    What runs is proved: the device's kernels, under autocast where it is on, compiled where they are.
 
     Args:
         device: where it computes; default: where it is.
         why: it is to be padded, for this reason.
-        asked: prompts to prove it on beside made-up ones: such with images.
+        asked: prompts with images, to prove it on beside made-up ones.
 
     Returns:
         Why rows are padded; empty if they are packed.
@@ -59,9 +56,8 @@ def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[Mod
     images.set_attention(model, own)
     try:
         error = _difference(model, own, device, asked, share_prompts=False)
-        fault = (
-            f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits" if error else ""
-        )
+        said = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
+        fault = said if error else ""
     except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
         fault = str(refusal).splitlines()[0]
     if fault:
@@ -86,8 +82,7 @@ def _obstacle(model: Any) -> str:
 def choose_rows_where_it_trains(
     model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
-    """`choose_rows` for a model in its place; the ranks choose alike, and ``others`` run on the same rows. A
-    collective."""
+    """`choose_rows` for a model in its place, alike on all ranks and for ``others``. A collective."""
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
@@ -127,8 +122,8 @@ def _own_attention(model: Any) -> str:
 
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
-    """Two groups of two completions, of some tokens that any vocabulary has; one more of each given prompt, of which a
-    third completion repeats it, with its images."""
+    """Two groups of two completions, of tokens that any vocabulary has; one more of each given prompt, whose third
+    completion repeats it with its images."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     groups: list[ScoredGroup] = []
     token = 11
@@ -175,16 +170,10 @@ def _mistaken(model: Any, part: PackedSequence) -> bool:
 def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far the trainer's log-probabilities of ``rows`` are from the sampler's, and from the model's own.
+    """Absolute differences in nats, (N,) float32, of the trainer's log-probabilities of ``rows`` to the sampler's and
+    to the model's own, computed one sequence at a time with ``own`` attention (default: transformers' usual one).
 
-    The own ones are computed one sequence at a time.
-
-    Args:
-        own: the attention implementation for these; default: transformers' usual one.
-
-    Returns:
-        Two (N,) float32 of absolute differences in nats: to the sampler's, to the model's own. The second lacks the
-        completions in which the model itself would look for a picture.
+    The second lack the completions in which the model itself would look for a picture.
     """
     chosen, to_sampler, to_own = model.config._attn_implementation, [], []
     with evaluation_mode(model):
@@ -211,7 +200,7 @@ def _difference(model: Any, own: str, device: torch.device, asked: Sequence[Mode
 
 
 def allowed(dtype: torch.dtype) -> float:
-    """By which the log-probabilities of equal sequences, computed in two ways, may differ on average, in nats."""
+    """How far two ways to compute a sequence's log-probabilities may differ on average, in nats."""
     return TOLERANCE.get(dtype, TOLERANCE_16_BIT)
 
 

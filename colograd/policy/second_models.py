@@ -38,8 +38,6 @@ class SecondModel(Protocol):
 
 
 class Kind(NamedTuple):
-    """How a second model is made."""
-
     make: Callable[[GRPOConfig, Policy], SecondModel]  # once the policy is in its place
     nbytes: Callable[[GRPOConfig, Policy], int]  # on the policy's device
 

@@ -1,10 +1,9 @@
 """What of a mixture of experts, a quantised base or a vision-language model can't be trained, said from its
-configuration alone: before weights are read, and long before an engine would find no place for them."""
+configuration alone, before weights are read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig
@@ -17,8 +16,8 @@ from .quantized import check_quantized
 from .router_replay import SHARES
 from .routing import num_experts
 
-# Model types whose experts the engine has a place for; docs/models.md says what was tried of each.
-FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+# Mixtures of experts that tests train; docs/models.md says what was tried of each. Others are proved when a run starts.
+TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 
 
@@ -29,16 +28,15 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
         peft_config: of the adapter that will be put on it.
 
     Raises:
-        ValueError: it is a mixture of experts or a quantised base that can't be trained, or not with these settings,
-            with the remedy.
+        ValueError: it can't be trained, or not with these settings.
     """
     by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
     check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
-    if model_config is not None and images.has_tower(model_config):
-        _check_images(model_config, config)
     if model_config is None:
         return
+    if images.has_tower(model_config):
+        _check_images(model_config, config)
     if num_experts(model_config):
         _check_experts(model_config, config)
     elif config.router_replay:
@@ -49,16 +47,9 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
 
 
 def check_planned(model_config: Any, ranks: int) -> None:
-    """The same of what a plan names.
-
-    Args:
-        ranks: that share an engine.
-
-    Raises:
-        ValueError: see `check_supported`.
-    """
+    """`check_supported` of what a plan names; ``ranks`` share an engine."""
     if images.has_tower(model_config):
-        _check_family(model_config, {})
+        _check_family(model_config)
     if num_experts(model_config):
         _check_experts_split(model_config, ranks)
 
@@ -82,12 +73,7 @@ def _check_experts(model_config: Any, config: GRPOConfig) -> None:
 def _check_experts_split(model_config: Any, ranks: int) -> None:
     text = model_config.get_text_config()
     kind = text.model_type
-    if kind not in FAMILIES:
-        raise ValueError(
-            f"{kind} is a mixture of experts that wasn't tried in this version, and perhaps has experts that can't be "
-            f"given to vLLM: choose one of {', '.join(FAMILIES)}."
-        )
-    if ranks > 1 and kind in WHOLE:
+    if ranks > 1 and (kind in WHOLE or kind not in TRIED):
         raise ValueError(
             f"vllm_tensor_parallel_size is {ranks}, but the engine of {kind}, a mixture of experts, can't be split "
             "over ranks in this version: set it to 1 (each rank has a whole engine)."
@@ -101,14 +87,10 @@ def _check_experts_split(model_config: Any, ranks: int) -> None:
 
 
 def _check_images(model_config: Any, config: GRPOConfig) -> None:
-    """
-    Raises:
-        ValueError: a model that reads more than text, which can't be trained, or not with these settings.
-    """
     kind = model_config.model_type
-    _check_family(model_config, {})
-    text = model_config.get_text_config()
-    tokens, window = getattr(model_config, "mm_tokens_per_image", 0), getattr(text, "sliding_window", None)
+    _check_family(model_config)
+    tokens = getattr(model_config, "mm_tokens_per_image", 0)
+    window = getattr(model_config.get_text_config(), "sliding_window", None)
     if kind in images.BOTH_WAYS and window and tokens > window:
         raise ValueError(
             f"{kind} has mm_tokens_per_image {tokens}, which must be at most its sliding_window, {window}: the tokens "
@@ -126,22 +108,16 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
         "use_liger_kernel": config.use_liger_kernel,
         "vllm_engine_kwargs: {mm_processor_kwargs}": "mm_processor_kwargs" in given,
     }
-    _check_family(model_config, settings)
-
-
-def _check_family(model_config: Any, settings: Mapping[str, bool]) -> None:
-    """
-    Args:
-        settings: what isn't available for models that read images, by name, and whether it is set.
-    """
-    kind = model_config.model_type
-    if not images.takes_images(model_config):
-        raise ValueError(
-            f"{kind} reads more than text, in a way that isn't known in this version: choose a vision-language model "
-            f"of the types {', '.join(images.FAMILIES)}, or a text model."
-        )
     if asked := [name for name, is_set in settings.items() if is_set]:
         raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
+
+
+def _check_family(model_config: Any) -> None:
+    if not images.takes_images(model_config):
+        raise ValueError(
+            f"{model_config.model_type} reads more than text, in a way that isn't known in this version: choose a "
+            f"vision-language model of the types {', '.join(images.FAMILIES)}, or a text model."
+        )
 
 
 def _configuration(model: Any, config: GRPOConfig) -> Any:

@@ -9,19 +9,22 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-# The phases of a step in the order of the line; the rest of a step is `other`.
+# The phases of a step in the order of the line, which leaves the short ones out; the rest of a step is `other`.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "pack", "log", "sleep", "offload", "ref_logprobs",
     "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
+COLUMNS = 120  # of a step's line, at most
+LONG = 10.0  # seconds after which the first step says how far it is
+SHORTEST = 0.005  # seconds of a phase that is shown
 RECENT = 20  # steps from which the end of a run is predicted
 
 LOGGER = logging.getLogger("colograd")
@@ -34,6 +37,7 @@ class Console(TrainerCallback):
         self.enabled = enabled
         self.bars = enabled and bars and sys.stderr.isatty()
         self._training: Any = tqdm(disable=True)
+        self._first = True  # no step has ended
         self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # when the last steps ended, and their numbers
 
     def say(self, line: str, level: int = logging.INFO) -> None:
@@ -51,28 +55,27 @@ class Console(TrainerCallback):
         for line in sorted({line for line in lines if line}):
             self.warn(line)
 
-    def generation(self, groups: int, name: str = "generate") -> GenerationBar:
-        return GenerationBar(groups, name, self.bars)
+    def progress(self, total: int, name: str, unit: str) -> Progress:
+        """Shows how far a part of a step is: as a bar, or in the first step, which nobody knows yet, in a few lines."""
+        first = self.enabled and not self.bars and self._first
+        return Progress(total, name, unit, self.bars, self.say if first else lambda line: None)
 
     def step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
+        self._first = False
         if not self.enabled:
             return
-        phases = [f"{name} {metrics[f'time/{name}']:.2f}" for name in PHASES if f"time/{name}" in metrics]
-        sampled, trained = metrics.get("train/sampled_tokens", 0.0), metrics.get("train/packed_tokens", 0.0)
-        rates = []
-        if metrics.get("time/generate"):
-            rates.append(f"sampled {sampled / metrics['time/generate']:,.0f} tok/s")
-        if metrics.get("time/train") and trained:
-            rates.append(f"trained {trained / metrics['time/train']:,.0f} tok/s")
-        tail = [", ".join(rates)] if rates else []
-        if left := self._time_left(step, max_steps):
-            tail.append(left)
-        if not trained:
-            tail.append("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
         reward = f"{metrics['reward']:.3f}" if metrics.get("reward") is not None else "-"
-        times = f"{metrics.get('step_time', 0.0):.2f} s: {', '.join(phases)}"
-        length = f"length {metrics.get('completions/mean_length', 0.0):.0f}"
-        self.say(" | ".join([f"step {step}/{max_steps}", f"reward {reward}", length, times, *tail]))
+        length, total = metrics.get("completions/mean_length", 0.0), metrics.get("step_time", 0.0)
+        head = f"step {step}/{max_steps} | reward {reward} | length {length:.0f} | {total:.2f} s"
+        seconds = {name: metrics[f"time/{name}"] for name in PHASES if metrics.get(f"time/{name}", 0.0) >= SHORTEST}
+        rates = {}
+        for name, tokens in (("generate", "sampled"), ("train", "packed")):
+            if name in seconds and metrics.get(f"train/{tokens}_tokens"):
+                rates[name] = f" ({metrics[f'train/{tokens}_tokens'] / seconds[name]:,.0f} tok/s)"
+        left = self._time_left(step, max_steps)
+        self.say(_fitting(head, seconds, rates, f" | {left}" if left else ""))
+        if not metrics.get("train/packed_tokens"):
+            self.say("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
 
     def _time_left(self, step: int, max_steps: int) -> str:
         """When the run will end, by its last steps and the time between them; empty at its end."""
@@ -83,7 +86,7 @@ class Console(TrainerCallback):
         if step >= max_steps or step == first_step:
             return ""
         seconds = (last - first) / (step - first_step) * (max_steps - step)
-        return f"{duration(seconds)} left, until {until(seconds)}"
+        return f"{duration(seconds)} left ({until(seconds)})"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ended.clear()
@@ -100,6 +103,25 @@ class Console(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training.close()
+
+
+def _fitting(head: str, seconds: Mapping[str, float], rates: Mapping[str, str], tail: str) -> str:
+    """A step's line with as many phases, the longest, as fit; their rates make room before the last two do."""
+    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
+    for count, told in [*with_rates, *((count, {}) for count in range(len(longest), 0, -1))]:
+        shown = [f"{name} {seconds[name]:.2f}{told.get(name, '')}" for name in seconds if name in longest[:count]]
+        if len(fuller := f"{head}: {', '.join(shown)}{tail}") <= COLUMNS:
+            return fuller
+    return head + tail
+
+
+def reward_ends(rewards: Sequence[float]) -> str:
+    """The reward at a run's begin, and its mean over the last logs, of which none is in the first half."""
+    if len(rewards) < 2:
+        return "".join(f", mean reward {reward:.3f}" for reward in rewards)
+    last = rewards[-min(5, len(rewards) // 2) :]
+    return f", mean reward {rewards[0]:.3f} at first, {sum(last) / len(last):.3f} at last"
 
 
 def duration(seconds: float) -> str:
@@ -119,16 +141,37 @@ def until(seconds: float, now: datetime | None = None) -> str:
     return then.strftime("%H:%M" if then.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
-class GenerationBar:
-    def __init__(self, groups: int, name: str, shown: bool) -> None:
-        self._bar = tqdm(total=groups, unit="group", desc=name, leave=False, disable=not shown)
-        self._started, self._tokens = time.perf_counter(), 0
+class Progress:
+    """How far a part of a step is.
+
+    Args:
+        tell: is told in a line after `LONG` seconds, and then after twice as many each time.
+    """
+
+    def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
+        self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
+        self._of, self._tell, self._next = f"of {total} {unit}s", tell, LONG
+        self._name, self._started = name, time.perf_counter()
+        self._done, self._tokens, self._is_sampled = 0, 0, False
+
+    def sampled(self, tokens: int) -> None:
+        """Take tokens of parts that aren't done; `update` counts none then."""
+        self._is_sampled = True
+        self._go_on(0, tokens)
 
     def update(self, tokens: int) -> None:
-        self._tokens += tokens
-        rate = self._tokens / max(time.perf_counter() - self._started, 1e-9)
-        self._bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
-        self._bar.update(1)
+        """Take a part that is done."""
+        self._go_on(1, 0 if self._is_sampled else tokens)
+
+    def _go_on(self, done: int, tokens: int) -> None:
+        self._done, self._tokens = self._done + done, self._tokens + tokens
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        rate = f"{self._tokens / seconds:,.0f} tok/s"
+        self._bar.set_postfix_str(rate, refresh=False)
+        self._bar.update(done)
+        if seconds >= self._next:
+            self._tell(f"{self._name}: {self._done} {self._of} in {seconds:.0f} s, {rate}")
+            self._next = 2 * seconds
 
     def close(self) -> None:
         self._bar.close()

@@ -4,7 +4,7 @@
     async functions    on one event loop in a thread, all groups together
     reward models      here, all groups that wait for them together: when the first is asked for, after the generation
 
-A call that is late becomes an abstention, unless it runs here, where nothing can end it: that ends the run.
+A call that is late becomes an abstention, unless it runs here, where nothing can surely end it: that ends the run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import inspect
 import pickle
 import re
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
@@ -29,6 +30,7 @@ from ..parallel import watchdog
 from ..runtime import process
 from ..usercode.calls import (
     GRACE,
+    Late,
     Outcome,
     awaited_outcome,
     event_loop,
@@ -114,7 +116,7 @@ class Scoring:
             ) from None
         self._scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
         if outcome.kind == "late":
-            self._scorer.counts[f"rewards/{reward.name}/timeouts"] += 1
+            self._scorer.note_late(reward.name, self._size)
             return [float("nan")] * self._size
         if outcome.kind == "raised":
             raise _raised_error(reward, self._first, outcome)
@@ -176,6 +178,7 @@ class Scorer:
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
         # Somebody watches: a function's name, the start and the end of a call, and how many completions it was of.
         self.on_call: Callable[[str, float, float, int], None] | None = None
+        self._told_late: set[str] = set()
         self._state: tuple[Any, bytes] = (None, b"")
         self._for_models: list[tuple[RewardModel, dict[str, Any], Future[Outcome]]] = []  # calls that wait for them
         sync = [r for r in self.rewards if not (isinstance(r.function, RewardModel) or is_async(r.function))]
@@ -212,6 +215,18 @@ class Scorer:
     def _watch(self, name: str, call: Future[Outcome], completions: int) -> None:
         if (tell := self.on_call) is not None:
             when_done(call, lambda started, ended: tell(name, started, ended, completions))
+
+    def note_late(self, name: str, completions: int) -> None:
+        """Count a late call, and say so the first time, as its completions go on without the function."""
+        self.counts[f"rewards/{name}/timeouts"] += 1
+        if name not in self._told_late:
+            self._told_late.add(name)
+            warnings.warn(
+                f"reward function {name!r} gave no answer within reward_timeout ({self.timeout:g} s) on {completions} "
+                "completions. It abstains from them: what the other functions say of them counts, and without another "
+                f"they aren't trained on. rewards/{name}/timeouts counts such calls from now on.",
+                stacklevel=2,
+            )
 
     def take_counts(self) -> dict[str, float]:
         """Sums since the last call: ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``."""
@@ -263,13 +278,22 @@ class Scorer:
             return done
         started = time.perf_counter()
         watchdog.progress(f"reward function {reward.name!r}")
+        late = RewardError(
+            reward.name,
+            groups[0].position,
+            None,
+            f"it gave no answer within reward_timeout ({self.timeout or 0:g} s) on {sum(map(len, texts))} completions. "
+            "It runs in the trainer's process, where a call can't be ended alone, so the run ends: raise "
+            "reward_timeout, or set reward_workers or make it async, where a late call abstains and training goes on.",
+        )
         try:
-            with time_limit(
-                self.timeout,
-                f"reward function {reward.name!r} took longer than reward_timeout ({self.timeout or 0:g} s) in the "
-                "trainer's process, where it can't be ended alone: set reward_workers, or make it async.",
-            ):
+            with time_limit(self.timeout, str(late)):
                 value = reward.function(**keywords)
+        except Late:
+            if self.on_error == "raise":
+                raise late from None
+            done.set_result(Outcome("late", None, self.timeout or 0.0))
+            return done
         except (Exception, SystemExit) as error:  # the latter would end this rank in silence
             done.set_result(raised_outcome(error))
             if self.on_error == "raise":

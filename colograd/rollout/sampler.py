@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..config import GRPOConfig
 from ..data import PromptDataset, extra_prompts
+from ..engine.load import stepping
 from ..engine.protocol import Engine
 from ..engine.queue_order import LengthHistory
 from ..engine.sampling import Sampling
@@ -157,16 +159,16 @@ class Sampler:
         """Sample each prompt's group for the present purpose; yield groups as they finish."""
         config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
         sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
-        bar = self.console.generation(len(prompts), "evaluate" if evaluates else "generate")
+        bar = self.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
         if len(prompts) * sampling.n > self.engine.max_sequences:
             prompts = self.lengths.longest_first(prompts)
         by_position = {prompt.position: prompt for prompt in prompts}
         purpose = self.purpose.value
-        for group in self.source.generate(prompts, sampling, version=step, seed=config.seed, purpose=purpose):
-            self.lengths.add(by_position[group.position], group)
-            bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
-            yield group
-        bar.close()
+        with contextlib.closing(bar), stepping(self.engine, bar.sampled):
+            for group in self.source.generate(prompts, sampling, version=step, seed=config.seed, purpose=purpose):
+                self.lengths.add(by_position[group.position], group)
+                bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
+                yield group
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
         """Start to score groups in one call of the reward functions, while the engine goes on decoding."""

@@ -54,13 +54,8 @@ class Blocks(NamedTuple):
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """The exchanges of a backward, in which a block's weights are gathered one block ahead.
-
-        The root's gradients are summed last, as its input has none; so are the embedding's. A frozen tower has no part
-        in it.
-
-        Args:
-            sizes: elements of each block's gradients.
+        """The exchanges of a backward, in which a block's weights are gathered one block ahead; ``sizes`` are elements
+        of each block's gradients. Root and embedding come last, as their input has no gradient; a frozen tower never.
         """
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
@@ -131,7 +126,9 @@ def cut(
     Raises:
         ValueError: it can't be cut so.
     """
-    blocks = blocks_of(model)
+    tower: Any = tower_layers(model)
+    decoder: Any = decoder_layers(model.get_decoder() if tower else model)
+    blocks = Blocks(model, decoder, *ends(model), tower)
     check_blocks(model, blocks.layers)
     rule: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size(),)),
@@ -152,27 +149,16 @@ def cut(
     for block in blocks.all():
         block.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the whole step's denominator
         block.set_force_sum_reduction_for_comms(True)
-        if hasattr(block, "set_reduce_scatter_unused_params") and _alike(block, gradients):
+        alike = all(parameter.dtype == gradients for parameter in block.parameters())
+        if alike and hasattr(block, "set_reduce_scatter_unused_params"):
             block.set_reduce_scatter_unused_params(True)  # torch's zeros are of the parameter's own dtype
         block.set_custom_all_gather(_Gather(block, listener))
         block.set_custom_reduce_scatter(_Reduce(block, listener))
     return blocks
 
 
-def blocks_of(model: Any) -> Blocks:
-    """How it will be cut."""
-    tower = tower_layers(model)
-    decoder = decoder_layers(model.get_decoder() if tower else model)
-    return Blocks(model, decoder, *ends(model), tower)
-
-
-def _alike(block: Any, dtype: torch.dtype) -> bool:
-    return all(parameter.dtype == dtype for parameter in block.parameters())
-
-
 def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
-    """The parameters of which a pass makes the gradients: the same objects in each, without memory in between.
-    A collective."""
+    """The parameters of which each pass makes the gradients, without memory in between. A collective."""
     block.unshard()
     whole = [parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)]
     block.reshard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +13,7 @@ from ..parallel import watchdog
 from ..parallel.gradients import in_buckets
 from .strategy import Owned
 
-# Elements of a bucket; a larger parameter has one of its own, and is exchanged where it lies. 64 MiB of float32
-# gradients keep a link busy, and few enough of them are alive at once to cost nothing beside a model.
+# Elements of a bucket; a larger parameter has one of its own. 64 MiB of float32 gradients keep a link busy.
 ELEMENTS = 2**24
 
 # torch 2.13 has new names for both.
@@ -24,11 +23,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """Parameters as one flat tensor, padded to N equal parts, of which this rank owns one.
-
-    The flat tensor is made for an exchange only. A single parameter whose size N divides needs none: its own memory is
-    the flat tensor, so that its gradient is reduced and its new weights are gathered without a copy.
-    """
+    """Parameters as one flat tensor, padded to N equal parts, of which this rank owns one. It exists in an exchange
+    only; of a single parameter whose size N divides it is that one's own memory."""
 
     names: Sequence[str]
     parameters: Sequence[torch.nn.Parameter]
@@ -97,14 +93,10 @@ class Bucket:
     def add(self, summed: torch.Tensor) -> None:
         """Add what a reduction brought to this rank's part of the step's gradient, and let the optimizer see it."""
         self.sum = summed if self.sum is None else self.sum.add_(summed)
-        for piece, gradient in zip(self.owned, self._gradients(self.sum), strict=True):
-            piece.part.grad = gradient
-
-    def _gradients(self, total: torch.Tensor) -> Iterator[torch.Tensor]:
         starts = dict(zip(self.names, self.starts, strict=True))
         for piece in self.owned:
             first = starts[piece.name] + piece.start - self.begin
-            yield total[first : first + piece.stop - piece.start]
+            piece.part.grad = self.sum[first : first + piece.stop - piece.start]
 
     def discard(self) -> None:
         self.sum = None

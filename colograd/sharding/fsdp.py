@@ -1,15 +1,13 @@
 """FSDP2 (`fully_shard`): the policy itself is cut too. Its weights come together block by block, in each pass over it.
 
-torch gathers a block's weights before it computes, and sums its gradients afterwards. As in the other strategies
-gradients add up in their own precision, and the optimizer updates this rank's rows, plain tensors in the memory that
-torch gathers from.
-
-As ranks exchange inside a forward, all of them must go through it: one that fails takes part in what the others still
-wait for, and then all fail alike.
+As in the other strategies gradients add up in their own precision, and the optimizer updates this rank's rows, plain
+tensors in the memory that torch gathers from. As ranks exchange inside a forward, one that fails takes part in what the
+others still wait for, and then all fail alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -161,11 +159,8 @@ class FullySharded(SharedParts):
 
     def _decline(self, error: Exception) -> None:
         """This rank can't begin the forward in which the others are, or will be: they learn it at its end."""
-        try:
-            with self._forward(self.blocks):
-                raise error
-        except Exception:
-            return
+        with contextlib.suppress(Exception), self._forward(self.blocks):
+            raise error
 
     @contextmanager
     def _forward(self, blocks: Blocks) -> Iterator[None]:
@@ -221,19 +216,16 @@ class FullySharded(SharedParts):
         return [piece.part.grad for piece in self._pieces.values() if piece.part.grad is not None]
 
     def _after_step(self) -> None:
-        self._forget_gradients()
+        self._summed = torch.empty(0)
+        for piece in self._pieces.values():
+            piece.part.grad = None
 
     def discard(self) -> None:
-        self._forget_gradients()
+        self._after_step()
         for parameter in self._whole:
             parameter.grad = None
         for model in self._entered:
             model.reset_iter_state()  # as if the pass that failed hadn't begun
-
-    def _forget_gradients(self) -> None:
-        self._summed = torch.empty(0)
-        for piece in self._pieces.values():
-            piece.part.grad = None
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())

@@ -1,9 +1,8 @@
 """An optimizer's state in files, one per rank, by parameter and range of elements: read by any number of ranks.
 
 A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first element|name of the state`` for each part
-that it owns; where nothing is shared out, one writes them all. A rank that reads takes the ranges that it owns, from
-whichever files hold them. An optimizer whose state isn't made of such tensors has the usual file (``optimizer.pt``), as
-have older checkpoints of runs that shared nothing out.
+that it owns; where nothing is shared out, one writes them all. An optimizer whose state isn't made of such tensors has
+the usual file (``optimizer.pt``), as have older checkpoints of runs that shared nothing out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +35,8 @@ class Stored(NamedTuple):
 
 
 def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
-    """Whether all of the state is tensors, with an element for each of the parameter or for none in particular, of
-    parameters that have names; and whether the groups' settings can be said in JSON."""
+    """Whether all of the state is tensors of named parameters, with as many elements or one; and the groups' settings
+    can be said in JSON."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
@@ -101,8 +100,7 @@ def load(
 
     Args:
         order: the parameters' names as an optimizer counts them that has all of them.
-        rank: this one, of as many as ``ranks``. Where its own file has all it needs, the others needn't be there: they
-            may lie on other nodes.
+        rank: this one, of ``ranks``. Where its own file has all it needs, the others may lie on other nodes.
 
     Raises:
         ValueError: a file is missing, or the state is of another model.
@@ -133,7 +131,6 @@ def load(
 
 
 def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Whether the groups' saved settings are of the kind that they have in this optimizer."""
     present = optimizer.param_groups
     if not isinstance(settings, list) or len(settings) != len(present):
         raise ValueError(f"The optimizer state in {str(folder)!r} isn't of {len(present)} groups of parameters.")
@@ -188,7 +185,6 @@ def _in_files(paths: Sequence[Path], files: contextlib.ExitStack) -> tuple[State
 
 
 def _has(stored: State, piece: Owned) -> bool:
-    """Whether all of a part's state is there."""
     of_parameter = stored.get(piece.name, {})
     wanted = range(piece.start, piece.stop)
     found = {
@@ -214,11 +210,10 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
         for value in values.values():
             if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
                 raise ValueError(f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file.")
-    stored: dict[str, dict[str, list[Stored]]] = {}
-    for index, values in saved["state"].items():
-        stored[order[index]] = {
-            key: [_whole(value)] for key, value in values.items() if isinstance(value, torch.Tensor)
-        }
+    stored = {
+        order[index]: {key: [_whole(value)] for key, value in values.items() if isinstance(value, torch.Tensor)}
+        for index, values in saved["state"].items()
+    }
     return stored, [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
 
 
@@ -234,17 +229,11 @@ def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) ->
     first = ranges[0]
     if first.stop == first.start:
         return first.read(0, 0).clone()
-    found = list(_overlaps(piece, ranges))
+    places = [(r, max(r.start, piece.start), min(r.stop, piece.stop)) for r in sorted(ranges, key=lambda r: r.start)]
+    found = [stored.read(start - stored.start, stop - stored.start) for stored, start, stop in places if start < stop]
     if sum(len(values) for values in found) != piece.stop - piece.start:
         raise ValueError(
             f"The optimizer state in {str(folder)!r} lacks elements of {piece.name} ({key}): it is of another model, "
             "or a file of it is missing."
         )
     return torch.cat(found).view(piece.part.shape)
-
-
-def _overlaps(piece: Owned, ranges: Sequence[Stored]) -> Iterator[torch.Tensor]:
-    for stored in sorted(ranges, key=lambda stored: stored.start):
-        first, last = max(stored.start, piece.start), min(stored.stop, piece.stop)
-        if first < last:
-            yield stored.read(first - stored.start, last - stored.start)

@@ -47,7 +47,6 @@ class Cut:
         return self.shape[1:].numel()
 
     def rows_of(self, owner: int) -> range:
-        """The rows that a rank has."""
         return range(min(owner * self.share, self.shape[0]), min((owner + 1) * self.share, self.shape[0]))
 
     @property
@@ -76,13 +75,8 @@ def gathered(
     dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
 ) -> Iterator[Rows]:
-    """All rows of all parameters, on every rank. A collective; each `Rows` holds until the next is asked for.
-
-    Args:
-        device: where ranks exchange, and the rows come.
-        dtype_of: by a parameter's name, what it is cast to before it is sent; default: its own.
-        elements: that are whole at once.
-    """
+    """All rows of all parameters, on every rank's ``device``, so many ``elements`` at a time. A collective; each `Rows`
+    holds until the next is asked for. ``dtype_of`` says by a parameter's name what it is cast to before it is sent."""
     pieces = ((cut, rows) for cut in cuts for rows in _few(cut, elements))
 
     def dtype(piece: tuple[Cut, range]) -> torch.dtype:
@@ -94,7 +88,7 @@ def gathered(
 
 
 def _few(cut: Cut, elements: int) -> Iterator[range]:
-    """The rows of a rank's share (counted from its first), so many at a time as all ranks may send at once."""
+    """The rows of a rank's share, counted from its first, so many at a time as all ranks may send at once."""
     step = max(1, elements // (cut.row * world_size()))
     return (range(first, min(first + step, cut.share)) for first in range(0, cut.share, step))
 

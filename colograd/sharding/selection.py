@@ -19,24 +19,15 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
 
 
 def strategy_name(config: GRPOConfig) -> str:
-    """The strategy's name: one rank has nobody to share with."""
     return config.sharding if config.world_size > 1 else "none"
 
 
 def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
-    """The strategy's class, once ``auto`` is resolved."""
     return STRATEGIES[strategy_name(config)]
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Refuse what can't be shared out.
-
-    Args:
-        optimizer: the one that the trainer was given, if any.
-
-    Raises:
-        ValueError: its state might be made for whole parameters.
-    """
+    """Raise a ValueError if the given optimizer's state might be made for whole parameters."""
     if optimizer is not None and config.sharding != "none":
         raise ValueError(
             f"sharding is {config.sharding!r} and an optimizer is given ({type(optimizer).__name__}), but each rank's "

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,8 +21,8 @@ WriteTensors = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], A
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The part of a parameter whose optimizer state lies on this rank: elements ``start`` ... ``stop`` of the flattened
-    parameter, as a view that the optimizer writes into."""
+    """The elements ``start`` ... ``stop`` of a flattened parameter whose optimizer state lies on this rank, as a view
+    that the optimizer writes into."""
 
     name: str
     part: torch.Tensor
@@ -41,22 +41,19 @@ class Traffic:
     reduced: int = 0  # of gradients
     gathered: int = 0  # of weights, after the optimizer
     published: int = 0  # written into the engine's tensors beside that
-    _names: ClassVar[Sequence[str]] = ("reduced", "gathered", "published")
 
     def take(self) -> dict[str, float]:
         """As metrics; counting begins anew."""
-        taken = {f"sync/{name}_bytes": float(getattr(self, name)) for name in self._names}
+        taken = {f"sync/{name}_bytes": float(number) for name, number in asdict(self).items()}
         self.reduced = self.gathered = self.published = 0
         return taken
 
 
 @dataclass
 class ShardingStrategy(ABC):
-    """How ranks share out a policy's training. Made once the policy lies where it stays, and before its optimizer.
-
-    In the order of a step: `backward` for each micro-batch, `sum_gradients`, `clip`, then the optimizer's own step,
-    after which every rank has the new weights.
-    """
+    """How ranks share out a policy's training. Made once the policy lies where it stays, and before its optimizer. A
+    step is `backward` for each micro-batch, `sum_gradients`, `clip`, and the optimizer's own, after which every rank
+    has the new weights."""
 
     model: torch.nn.Module
     traffic: Traffic = field(default_factory=Traffic)
@@ -66,7 +63,6 @@ class ShardingStrategy(ABC):
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> ShardingStrategy:
-        """As the configuration wants it."""
         return cls(model)
 
     def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most strategies leave whole what isn't trained)
@@ -94,10 +90,7 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def clip(self, largest: float) -> float:
-        """The norm of the whole gradient over all ranks, which is scaled down to ``largest`` if it is above.
-
-        Infinite: nothing is scaled.
-        """
+        """The norm of the whole gradient over all ranks, which is scaled down to ``largest`` if it is above."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -119,11 +112,7 @@ class ShardingStrategy(ABC):
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
     ) -> bool:
-        """Write this rank's optimizer state. False: it is none that can be cut, and the same on each rank.
-
-        Args:
-            keep: this rank writes what is the same on all.
-        """
+        """Write this rank's optimizer state, with ``keep`` also what is the same on all. False: it can't be cut."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
@@ -133,11 +122,8 @@ class ShardingStrategy(ABC):
         """Leave the model as it was found: another trainer may take it."""
 
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor] | None:
-        """The model's state dict, whole and in host memory; None: the model's own is. A collective.
-
-        Args:
-            keep: this rank wants it; else it gets an empty one.
-        """
+        """The model's state dict, whole and in host memory, where ``keep`` asks for it, else empty; None: the model's
+        own is. A collective."""
         return None
 
     def load_weights(self, folder: Path) -> bool:

@@ -1,8 +1,5 @@
-"""A saved model's files, of which each rank reads its own rows.
-
-transformers saves a mixture's experts one by one, under the names that the architecture's checkpoints have, and stacks
-them again when it loads a model; its Trainer, which loads a checkpoint by the parameters' names, doesn't.
-"""
+"""A saved model's files, of which each rank reads its own rows, and a mixture's experts, which transformers saves one
+by one and its Trainer doesn't stack again."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, names: Sequence[str], cut: Cut) -> None:
-        """Give this rank's rows of a parameter the saved values.
-
-        Args:
-            names: of the parameter; a tied one has several, of which one is saved.
+        """Give this rank's rows of a parameter (a tied one has several names) the saved values.
 
         Raises:
             ValueError: there is no such parameter, or one of another shape.
@@ -93,7 +87,6 @@ class WeightFiles:
         return tensor
 
     def _file(self, name: str) -> Any:
-        """The open file that has a tensor."""
         file = self._places[name]
         if file not in self._opened:
             self._opened[file] = safe_open(self.folder / file, framework="pt", device="cpu")
@@ -108,8 +101,8 @@ class WeightFiles:
 
 
 def load_mixture(model: torch.nn.Module, folder: Path) -> bool:
-    """Give a whole model with experts what a folder has for its parameters, in place. False: it has no experts that are
-    saved one by one, and can be loaded by its parameters' names.
+    """Give a whole model with experts what a folder has for its parameters, in place. False: it has none that are saved
+    one by one.
 
     Raises:
         ValueError: a parameter isn't there, or of another shape.

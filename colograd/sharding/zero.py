@@ -1,8 +1,7 @@
 """ZeRO (arXiv 1910.02054) over parameters that stay whole, and stay where they are: in the engine's memory, say.
 
-Each rank owns one N-th of every bucket: its optimizer's parameters are views of those elements, so its step writes
-straight into the policy. The other ranks' elements come by an all-gather, into the same tensors. Where these are the
-engine's, the optimizer's exchange is the publishing too, and nothing more is moved.
+Each rank's optimizer has views of its N-th of every bucket, and writes straight into the policy. The other ranks'
+elements come by an all-gather, into the same tensors: where these are the engine's, that is the publishing too.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ IN_FLIGHT = 2  # reductions at once: the next gradients are computed meanwhile, 
 class SharedOptimizer(SharedParts):
     """Stage 1: the optimizer's state is shared out. Gradients are whole until a step's last backward."""
 
+    shared_out = "optimizer state"
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.buckets: list[Bucket] = buckets_of(model, rank(), world_size())
@@ -31,14 +32,11 @@ class SharedOptimizer(SharedParts):
 
     def describe(self) -> str:
         elements = sum(sum(bucket.sizes) for bucket in self.buckets)
+        when = "in each backward" if self.meets_in_backward else "once per step"
         return (
-            f"sharding: {self._what()} of {elements / 1e6:,.1f} M trained parameters in {self.parts} parts, one per "
-            f"rank; {len(self.buckets)} buckets, exchanged "
-            f"{'in each backward' if self.meets_in_backward else 'once per step'}"
+            f"sharding: {self.shared_out} of {elements / 1e6:,.1f} M trained parameters in {self.parts} parts, one per "
+            f"rank; {len(self.buckets)} buckets, exchanged {when}"
         )
-
-    def _what(self) -> str:
-        return "optimizer state"
 
     def _after_step(self) -> None:
         self.gather_weights()
@@ -50,16 +48,12 @@ class SharedOptimizer(SharedParts):
         self._finish()
 
     def _reduce(self, bucket: Bucket) -> None:
-        if len(self._under_way) == IN_FLIGHT:
-            self._finish_one()
+        self._finish(but=IN_FLIGHT - 1)
         self._under_way.append(bucket.reduce())
 
-    def _finish_one(self) -> None:
-        self.traffic.reduced += self._under_way.popleft().finish()
-
-    def _finish(self) -> None:
-        while self._under_way:
-            self._finish_one()
+    def _finish(self, but: int = 0) -> None:
+        while len(self._under_way) > but:
+            self.traffic.reduced += self._under_way.popleft().finish()
 
     def _sums(self) -> Sequence[torch.Tensor]:
         return [bucket.sum for bucket in self.buckets if bucket.sum is not None]
@@ -83,7 +77,7 @@ class SharedOptimizer(SharedParts):
 class SharedGradients(SharedOptimizer):
     """Stage 2: gradients are shared out too. A bucket's are reduced, and freed, as soon as a backward has made them."""
 
-    meets_in_backward = True
+    meets_in_backward, shared_out = True, "optimizer state and gradients"
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -98,9 +92,6 @@ class SharedGradients(SharedOptimizer):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    def _what(self) -> str:
-        return "optimizer state and gradients"
 
     def agree(self, what: str) -> AbstractContextManager[None]:
         return on_all_ranks(what)

@@ -80,9 +80,8 @@ class Assembly:
         yield from () if self.engine is None else self.engine.warnings(config)
         yield from task.policy.warnings(config)
         for part in task.prompts:
-            if isinstance(part, PromptDataset) and part.num_dropped:
-                total = part.num_dropped + len(part)
-                yield f"data: {part.num_dropped} of {total} prompts are too long and were dropped"
+            if isinstance(part, PromptDataset) and part.dropped:
+                yield part.dropped_line()
         if task.rollout_func is None:
             yield from without_template(task.train_prompts, task.policy)
 

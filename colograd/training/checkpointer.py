@@ -308,6 +308,7 @@ class Checkpointer(TrainerCallback):
 
     def _sources(self, folder: Path) -> Mapping[str, Source]:
         if not self._in_background:
+            folders.open_to_readers(folder)
             return writing.files_in(folder)
         images = {path.relative_to(folder).as_posix(): image for path, image in self._host_files.take().items()}
         return writing.contents_of(folder) | images

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -190,7 +191,11 @@ class Learner:
         """This rank's micro-batches through the loss; backward too where a ``sharding`` does it."""
         compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
         denominator = self.objective.denominator(step)
-        return loss_pass(step, compute_loss, denominator, self.hooks.compute_loss_context_manager, sharding)
+        bar = self.console.progress(len(step.rows), "train" if sharding else "evaluate", "micro-batch")
+        with contextlib.closing(bar):
+            return loss_pass(
+                step, compute_loss, denominator, self.hooks.compute_loss_context_manager, sharding, bar.update
+            )
 
     # -- an evaluation
 

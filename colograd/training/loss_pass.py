@@ -24,12 +24,14 @@ def loss_pass(
     denominator: float,
     autocast: Callable[[], AbstractContextManager],
     sharding: ShardingStrategy | None,
+    passed: Callable[[int], None] = lambda tokens: None,
 ) -> Metrics:
     """Forward, and backward where asked for, of this rank's micro-batches. Gradients add up in the parameters.
 
     Args:
         denominator: what the step's sum is divided by, on all ranks alike.
         sharding: does the backward; None: there is none.
+        passed: is called after each micro-batch with its tokens.
 
     Returns:
         The loss's metrics, and `loss`, this rank's share of the step's loss.
@@ -52,6 +54,7 @@ def loss_pass(
                 sharding.backward(output.loss / denominator)
         metrics.total("loss", output.loss.detach() / denominator)
         metrics.update(output.sums, output.minima, output.maxima)
+        passed(row.num_tokens)
     if sharding is not None:
         _check_finite(losses, step)
     return metrics

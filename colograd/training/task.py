@@ -105,6 +105,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         rewards = rewards_of(with_models(given.reward_funcs, given.reward_processing_classes, args), args, toolbox)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
         closing.callback(scorer.close)
+        watchdog.progress("loading the model")
         policy = load_policy(given.model, given.processing_class, args, given.peft_config)
         check_choice(args.weights, policy.adapter, args.cuts_weights)
         check_split(args, policy.model.config)

@@ -183,6 +183,7 @@ class SeamTrainer(Trainer):
                 state_dict = state_dict_on_host(self.model, self.checkpointer.weight_places())
         with self.checkpointer.saving_model():
             super()._save(output_dir, state_dict)
+        folders.open_to_readers(output_dir or self.args.output_dir)
         if self.policy.quantization is not None:
             self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
 

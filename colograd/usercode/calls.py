@@ -108,6 +108,10 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+class Late(TimeoutError):
+    """A call took longer than its `time_limit`, and was interrupted."""
+
+
 class _Stuck(BaseException):
     """Raised in a call that took too long. Not an Exception, which user code may catch."""
 
@@ -117,7 +121,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
     """Interrupt a block in the trainer's own thread after ``seconds`` (None: never). If it goes on, end the process.
 
     Raises:
-        TimeoutError: ``problem``.
+        Late: ``problem``, which a process that ends prints.
     """
     if seconds is None:
         yield
@@ -146,7 +150,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
                 ended = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
     except _Stuck:
-        raise TimeoutError(problem) from None
+        raise Late(problem) from None
     finally:
         for timer in timers:
             timer.cancel()

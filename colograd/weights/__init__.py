@@ -1,8 +1,8 @@
 """Publishing: how a step's weights become the engine's. `WeightSync` is the interface.
 
-They are `shared`, `copied`, `gathered`, `adapter` and `merged`; `selection` picks one, or takes a class of the
-user's. `mapping` says which engine tensor holds which parameter,
-`proof` shows that it does, of most parameters at once by the changes that `sign_probe` makes.
+They are `shared`, `copied` (also of merged adapters), `gathered` and `adapter`; `selection` picks one, or takes a class
+of the user's. `mapping` says which engine tensor holds which parameter, `proof` shows that it does, of most at once by
+the changes that `sign_probe` makes.
 """
 
 from .mapping import Slice, packed_parts

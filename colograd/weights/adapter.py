@@ -1,11 +1,8 @@
 """`adapter`: LoRA. The base is published once; each publish writes only the adapter, into vLLM's own LoRA slots.
 
-vLLM keeps, beside each layer that may be adapted, zeroed stacks for A (slots, 1, rank, in) and B (slots, 1, out, rank),
-one pair per part of a fused layer, and adds x A' B' to the layer's output. The scaling is folded into B. Nothing is
-merged into the base, so it can't drift.
-
-The plan is proved when it is made: vLLM itself loads an adapter of random numbers from a folder, and each must lie
-where the plan says, with nothing but zeros around.
+Beside each layer that may be adapted vLLM keeps zeroed stacks for A (slots, 1, rank, in) and B (slots, 1, out, rank),
+one pair per part of a fused layer, and adds x A' B' to the layer's output. The scaling is folded into B. The plan is
+proved with an adapter of random numbers, which vLLM itself loads from a folder.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ class Slot:
 
     @property
     def stack(self) -> torch.Tensor:
-        """The holder's present tensor of all slots; looked up anew, so that a replaced one is noticed."""
+        """The holder's present tensor of all slots, which may have been replaced."""
         return self.holder.stacks(self.kind)[self.part]
 
     @property
@@ -59,13 +56,8 @@ class Slot:
 
 
 class AdapterWeights(PlannedSync):
-    """Publishes a LoRA adapter into the engine's first LoRA slot.
-
-    Args:
-        policy: a PeftModel, on its device.
-        engine: built with LoRA slots.
-        slots: the places of the adapter's tensors (`map_adapter`).
-        base: publishes the frozen base, once; where it is shared, there is nothing to do.
+    """Publishes the adapter of a PeftModel into the engine's first LoRA slot (`map_adapter`), and the frozen ``base``
+    once.
 
     Raises:
         RuntimeError: vLLM put an adapter elsewhere than planned.
@@ -96,7 +88,6 @@ class AdapterWeights(PlannedSync):
         )
 
     def _base(self) -> str:
-        """How the engine has the base, in words."""
         shared = isinstance(self.base, SharedWeights)
         if served := self.engine.served.weights:
             size = sum(weight.nbytes for weight in served) / 2**20
@@ -143,10 +134,8 @@ def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
     slots, missing = [], []
     for layer in adapted_layers(policy):
         holder, part = _holder_and_part(layer, engine.tensors)
-        pair = [
-            Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part),
-            Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part),
-        ]
+        a = Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part)
+        pair = [a, Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part)]
         if holder is None or not all(_fits(slot) for slot in pair):
             missing.append(layer.name)
         slots += pair
@@ -168,7 +157,6 @@ def _holder_and_part(layer: AdaptedLayer, engine: EngineTensors) -> tuple[Any, i
 
 
 def _fits(slot: Slot) -> bool:
-    """Whether the slot is as wide as the tensor, and its rank at least as large."""
     stack, (rows, columns) = slot.stack.shape, slot.source.shape
     if slot.kind == "lora_A":
         return stack[-1] == columns and stack[-2] >= rows
@@ -177,11 +165,7 @@ def _fits(slot: Slot) -> bool:
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """Let vLLM load random numbers, look for them where the plan says, and for zeros everywhere else.
-
-    Raises:
-        RuntimeError: they lie elsewhere.
-    """
+    """Raise a RuntimeError if random numbers that vLLM loads lie elsewhere than planned, or other values do."""
     generator = torch.Generator().manual_seed(0)
     probes = [torch.rand(slot.source.shape, generator=generator) + 0.5 for slot in slots]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:

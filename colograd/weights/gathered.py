@@ -1,7 +1,6 @@
 """`gathered`: each rank holds some rows of the policy; a publish brings all of them, a few at a time, into each engine.
 
-The rows go from the exchange between ranks straight to their places in the engine's tensors, already cast: no block of
-the policy is ever whole beside the engine. All ranks publish at the same time, in the same exchanges.
+Rows go from the exchange straight to their places, already cast: no block of the policy is whole beside the engine.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ class Place:
 
 
 class GatheredWeights(PlannedSync):
-    """Publishes a policy that ranks have cut by rows.
-
-    Args:
-        policy: whole still, or cut already. It is asked for its rows at each publish, so they may move.
-        engine: ``slices`` pairs the policy's parameters with its tensors.
-    """
+    """Publishes a policy that ranks cut by rows (whole still, or cut already), whose rows may move in between."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
@@ -63,7 +57,6 @@ class GatheredWeights(PlannedSync):
         )
 
     def write(self) -> int:
-        """A collective."""
         for _, destination, values in self._rows():
             destination.copy_(values)
         return self.nbytes
@@ -85,5 +78,4 @@ class GatheredWeights(PlannedSync):
                     yield rows.name, *found
 
     def _addresses(self) -> dict[str, int]:
-        """Of the engine's tensors alone."""
         return {f"engine {name}": p.data_ptr() for name, p in self.engine.tensors.parameters().items()}

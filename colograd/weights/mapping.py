@@ -2,18 +2,18 @@
 
 vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The model class names its fusions
 in ``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``; shapes decide the rest, also which part of a
-parameter a rank has of an engine that it shares with others. A mixture's experts are one tensor per kind on both sides,
-under names and in modules of their own.
+parameter a rank of a shared engine has. A mixture's experts are one tensor per kind on both sides, under other names.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from ..engine.protocol import EngineTensors
 from ..policy.images import in_tower
@@ -33,10 +33,7 @@ TOWER = ("vision_tower.", "vision_tower.vision_model.")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A policy parameter and its place in the engine: ``destination`` is a view of the engine's own storage.
-
-    Where several ranks share the engine, this rank's part of it may hold a part of the parameter only.
-    """
+    """A policy parameter, or the part of it that this rank has of its engine, and its place in the engine's storage."""
 
     name: str  # the policy's name of the parameter
     source: torch.Tensor  # of a quantised one only its shape and dtype, without memory
@@ -66,8 +63,11 @@ class Slice:
         return part if self.through is None else self.through(part)
 
     def equal(self) -> bool:
-        """Whether the engine holds the policy's value, cast to its dtype, bit for bit."""
-        return torch.equal(self.destination, self.held.to(self.destination))
+        """Whether the engine holds the policy's value, cast to its dtype, bit for bit; of one that it keeps in a wider
+        dtype, as checkpoints have it, whether it rounds to the policy's."""
+        held, found = self.held, self.destination
+        narrow = held.dtype if held.element_size() < found.element_size() else found.dtype
+        return torch.equal(found.to(narrow), held.to(narrow))
 
 
 class UnmappedParameter(ValueError):
@@ -81,9 +81,7 @@ def map_parameters(
     ranks: int = 1,
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:
-    """Pair every parameter of the policy with its slice of the engine's tensors.
-
-    Of a LoRA policy, the parameters of its base: an adapter's tensors have no place among the engine's weights.
+    """Pair every parameter of the policy, or of a LoRA policy's base, with its slice of the engine's tensors.
 
     Args:
         place: of this rank among the ``ranks`` of its engine.
@@ -101,35 +99,79 @@ def map_parameters(
     for name, buffer in policy.named_buffers():  # what the engine has as a parameter: a router's correction, say
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], own_names[base] = buffer, name
-    slices, missing = [], []
+    slices, missing, others = [], [], dict[str, str]()
     for name, source in sources.items():
+        own, parts = own_names[name], []
         if (experts := _experts(name, targets, engine)) is not None:
-            own = own_names[name]
-            parts = (
-                _parts(experts, source, place, ranks, own)
-                if ranks > 1
-                else [(_turned(experts, source, policy, own), ())]
-            )
-            slices += [Slice(own, source, *part) for part in parts]
-            continue
-        found = _whereabouts(name, sources, targets, engine)
-        if found and ranks > 1 and name.split(".")[-2] in engine.fusions:
-            if in_tower(name):
-                slices += [Slice(own_names[name], source, *part) for part in _thirds(found[0], source, place, ranks)]
-                continue
-            found = None  # fused in the checkpoint already: where its parts end, no shape tells
-        split = found and _split(*found, place, ranks)
-        if not split:
-            missing.append(f"{name} {tuple(source.shape)}")
-        else:
-            slices.append(Slice(own_names[name], source, *split))
+            split = ranks > 1
+            parts = _parts(experts, source, place, ranks, own) if split else _turned(experts, source, policy, own)
+        elif found := _whereabouts(name, sources, targets, engine):
+            if isinstance(policy.get_submodule(own.rpartition(".")[0]), Conv1D) and source.dim() == 2:
+                parts = [(found[0].detach().mT, ())]  # as GPT-2's projections
+            elif ranks == 1 or name.split(".")[-2] not in engine.fusions:
+                parts = _split(*found, place, ranks)
+            elif in_tower(name):  # any other that the checkpoint has fused: where its parts end, no shape tells
+                parts = _thirds(found[0], source, place, ranks)
+        if not parts:
+            missing.append(name)
+        slices += [Slice(own, source, *part) for part in parts]
     if missing:
-        raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {', '.join(missing[:4])}.")
+        free = {name: targets[name] for name in _uncovered(slices, targets)}
+        others = {name: _alike(name, sources, missing, free) for name in missing}
+        slices += [Slice(own_names[n], sources[n], _within(free[other], sources[n])) for n, other in others.items()]
+    slices += _of_buffers(policy, {name: targets[name] for name in _uncovered(slices, targets)})
     bare = sorted(_uncovered(slices, targets))
     if bare:
         raise UnmappedParameter(f"The policy has no source for {len(bare)} engine tensors: {', '.join(bare[:4])}.")
-    functions = {own: engine.written_through(name) for name, own in own_names.items() if name is not None}
+    functions = {
+        own: engine.written_through(name, others.get(name)) for name, own in own_names.items() if name is not None
+    }
     return [dataclasses.replace(p, packed=packed.get(p.name), through=functions.get(p.name)) for p in slices]
+
+
+def _alike(
+    name: str, sources: Mapping[str, torch.Tensor], missing: Sequence[str], free: Mapping[str, torch.Tensor]
+) -> str:
+    """The engine's other name for a parameter: that of the only tensor left of its layer and its shape, but for a
+    filled-up vocabulary. (That it holds the parameter's value and is read, the proof shows as of any.)
+
+    Raises:
+        UnmappedParameter: there is none, or more than one.
+    """
+
+    source = sources[name]
+
+    def fits(tensor: torch.Tensor) -> bool:
+        sizes, own = ([size for size in each.shape if size > 1] for each in (tensor, source))
+        return sizes == own or (len(own) == 2 and not _layer_of(name) and sizes[1:] == own[1:] and sizes[0] > own[0])
+
+    def like(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return [each for each in names if _layer_of(each) == _layer_of(name) and fits(tensors[each])]
+
+    found, rivals = like(free, free), like(missing, sources)
+    if len(found) != 1 or len(rivals) != 1:
+        every = ", ".join(f"{each} {tuple(sources[each].shape)}" for each in missing[:4])
+        raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {every}.")
+    return found[0]
+
+
+def _of_buffers(policy: torch.nn.Module, free: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
+    """What the engine has as a parameter and the policy as a buffer of another name: a router's correction, say."""
+    buffers = {name: b for name, b in policy.named_buffers() if b.is_floating_point() and _layer_of(name)}
+    for place, target in free.items():
+        found = [n for n, b in buffers.items() if b.shape == target.shape and _layer_of(n) == _layer_of(place)]
+        if len(found) == 1:
+            yield Slice(found[0], buffers[found[0]], target.detach())
+
+
+def _within(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The view of an engine's tensor that holds a parameter of another number of dimensions, or of fewer rows."""
+    target = target.detach()
+    return target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
+
+
+def _layer_of(name: str) -> str:
+    return next((part for part in name.split(".") if part.isdecimal()), "")
 
 
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -178,11 +220,11 @@ def _experts(name: str, targets: dict[str, torch.Tensor], engine: EngineTensors)
     return targets[place]
 
 
-def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> torch.Tensor:
-    """
-    Raises:
-        UnmappedParameter: the engine's tensor of the experts has another shape.
-    """
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view of an engine's tensor, and the part of a parameter that it holds
+
+
+def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> list[Part]:
+    """All experts of a block."""
     target = target.detach()
     if target.dim() == 3 and getattr(policy.get_submodule(name.rpartition(".")[0]), "is_transposed", False):
         target = target.transpose(1, 2)
@@ -191,18 +233,11 @@ def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module,
             f"The engine keeps {name} as {tuple(target.shape)}, the policy as {tuple(source.shape)}: its kernel for "
             "experts has a layout of its own."
         )
-    return target
+    return [(target, ())]
 
 
-def _parts(
-    target: torch.Tensor, source: torch.Tensor, place: int, ranks: int, name: str
-) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
-    """Of all experts a rank's part: some gates and the ups that belong to them, or some columns. Each view of the
-    engine's tensor with what it holds of the parameter.
-
-    Raises:
-        UnmappedParameter: the engine's tensor has another shape.
-    """
+def _parts(target: torch.Tensor, source: torch.Tensor, place: int, ranks: int, name: str) -> list[Part]:
+    """A rank's part of all experts: some gates and the ups that belong to them, or some columns."""
     target, everything = target.detach(), slice(None)
     halves = 2 if name.endswith(".gate_up_proj") else 1
     size = source.shape[1 if halves == 2 else 2] // halves  # I, of all ranks
@@ -218,10 +253,8 @@ def _parts(
     ]
 
 
-def _split(
-    target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int
-) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
-    """The view of ``target`` that holds ``parts[index]``, and the part of it that it holds; None: the shapes don't fit.
+def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
+    """What ``target`` holds of ``parts[index]``; empty: the shapes don't fit.
 
     As vLLM splits: a matrix whose outputs are added up by columns, any other by rows, each fused part by itself;
     key-value heads that are fewer than the ranks are repeated; the last rows of a filled-up vocabulary are nobody's;
@@ -229,37 +262,31 @@ def _split(
     """
     target, source = target.detach(), parts[index]
     if target.dim() != source.dim():
-        return None
+        return []
     if len(parts) == 1 and target.shape == source.shape:
-        return target, ()
+        return [(target, ())]
     if len(parts) == 1 and target.dim() == 2 and target.shape[0] == source.shape[0]:
         columns = target.shape[1]
         cut = slice(place * columns, (place + 1) * columns)
-        return (target, (slice(None), cut)) if columns * ranks == source.shape[1] else None
+        return [(target, (slice(None), cut))] if columns * ranks == source.shape[1] else []
     if target.shape[1:] != source.shape[1:]:
-        return None
+        return []
     if len(parts) == 1:  # rows, and perhaps a filled-up vocabulary
         start = min(place * target.shape[0], source.shape[0])
         stop = min(start + target.shape[0], source.shape[0])
         fits = target.shape[0] * ranks >= source.shape[0]
-        return (target[: stop - start], _rows(start, stop, source)) if fits else None
+        return [(target[: stop - start], _rows(start, stop, source))] if fits else []
     if sum(part.shape[0] for part in parts) == target.shape[0]:  # of a tower that each rank has whole
         ranks = 1
     rows, repeated = _fused_rows(target, parts, ranks)
     if sum(rows) != target.shape[0]:
-        return None
+        return []
     offset, start = sum(rows[:index]), place % ranks // repeated[index] * rows[index]
-    return target[offset : offset + rows[index]], _rows(start, start + rows[index], source)
+    return [(target[offset : offset + rows[index]], _rows(start, start + rows[index], source))]
 
 
-def _thirds(
-    target: torch.Tensor, source: torch.Tensor, place: int, ranks: int
-) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
-    """Of a tower's queries, keys and values, which are fused in the checkpoint and equally many, a rank's part.
-
-    Raises:
-        UnmappedParameter: the engine's tensor has another shape.
-    """
+def _thirds(target: torch.Tensor, source: torch.Tensor, place: int, ranks: int) -> list[Part]:
+    """A rank's part of a tower's queries, keys and values, which are fused in the checkpoint and equally many."""
     target = target.detach()
     if target.shape == source.shape:
         return [(target, ())]
@@ -302,10 +329,8 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
 
 
 def packed_parts(policy: torch.nn.Module, engine: EngineTensors) -> dict[str, list[PackedWeight]]:
-    """By the names of vLLM's linear layers, the policy's packed weights that each would multiply with, in their order.
-
-    None for a layer some of whose parts aren't packed.
-    """
+    """By the names of vLLM's linear layers, the packed weights that each would multiply with, in their order; a layer
+    some of whose parts aren't packed has none."""
     own = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in own.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}

@@ -1,16 +1,10 @@
 """Proof that the engine reads a policy's parameter where the mapping says it does.
 
-Two things are shown for each parameter. *The right place*: after both sides loaded the same checkpoint, the slice holds
-the parameter's value bit for bit. *A place that is read*: when the value changes there, the engine's output changes.
-Equality alone proves nothing for norms of ones and biases of zeros, nor for a tensor that the engine has since packed
-away into a private layout.
-
-The second takes a forward for each parameter where it is shown of one after the other (`unread`). Of most it is shown
-at once (`read_together`): all are changed such that the changes cancel (`signs`). Then the output is as it was, and the
-policy's gradients say of each parameter how much it would differ if the engine hadn't seen that one's change.
-
-Where several ranks share the engine, both are shown of each rank's part: all take part in each forward and see what it
-gives, and run the same program.
+*The right place*: after both sides loaded the same checkpoint, the slice holds the parameter's value bit for bit, which
+proves nothing for norms of ones, biases of zeros, or a tensor that the engine has since packed away. *A place that is
+read*: when the value changes there, the engine's output changes. That is shown by a forward per parameter (`unread`),
+of most at once (`read_together`): all are changed such that the changes cancel, and the policy's gradients say how much
+the output would differ if the engine hadn't seen one of them. Ranks of one engine take part in each forward.
 """
 
 from __future__ import annotations
@@ -35,8 +29,7 @@ from .mapping import Slice
 from .sign_probe import EMBEDDING, cancelling, plain_name, with_signs
 
 PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer one
-# What one parameter's change does to the output must be so many times what is left of all changes together. By its
-# gradient the first is known to a factor of three or so.
+# One parameter's change must do so many times what is left of all together; its gradient says it to a factor of three.
 MARGIN = 10.0
 # And so many nats, below which a change might be lost in rounding.
 VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
@@ -69,9 +62,7 @@ class Probe:
 
 
 def check_equal(slices: Sequence[Slice]) -> None:
-    """Check that every slice holds its parameter's value, after both loaded the same checkpoint. A collective.
-
-    Of a parameter that the policy has quantised since, up to what that changes.
+    """Check that every slice holds its parameter's value, up to the policy's quantisation. A collective.
 
     Raises:
         RuntimeError: naming the parameters that differ.
@@ -87,18 +78,14 @@ def check_equal(slices: Sequence[Slice]) -> None:
 
 
 def _near(part: Slice) -> bool:
-    """Whether the slice differs from the policy's value by rounding to a few bits; other weights differ by more than
-    their length."""
+    """Whether it differs by rounding to a few bits; other weights differ by more than their length."""
     held, found = part.held.float(), part.destination.float()
     return bool(torch.linalg.vector_norm(found - held) <= QUANTISED * torch.linalg.vector_norm(held))
 
 
 def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None = None) -> None:
-    """Check that engine and policy, without its adapter, say the same of a prompt, up to the rounding of their dtype. A
-    collective.
-
-    Args:
-        seen: a prompt with images, of which they are asked too: of tokens behind it.
+    """Check that engine and policy, without its adapter, say the same of a prompt, and of tokens behind a prompt with
+    images (``seen``), up to the rounding of their dtype. A collective.
 
     Raises:
         RuntimeError: they differ.
@@ -111,10 +98,11 @@ def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None 
             logits = policy(tokens).logits[0, :-1].float()
         ours = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
         _check_differences(ours - theirs, engine)
-    room = 0 if seen is None else engine.context - len(seen) - 1
     if seen is None:
         return
-    if room < 1:  # completions of one token: what sees has computed at least, and is looked at in `check_read`
+    if (
+        room := engine.context - len(seen) - 1
+    ) < 1:  # completions of one token: what sees has computed at least, and is looked at in `check_read`
         engine.prompt_logprobs(seen)
         return
     behind = ids[: min(PROBE_TOKENS[0], room)]
@@ -129,9 +117,9 @@ def _check_differences(found: torch.Tensor, engine: Engine, where: str = "") -> 
     error, most = float(found.abs().mean()), allowed(engine.dtype)
     if not error <= most:
         raise RuntimeError(
-            f"With the quantised base's values the engine differs from the policy by {error:.2g} nats on average"
-            f"{where}, where {most:g} is rounding: this architecture's weights are laid out in a way that isn't known "
-            "yet. Take the model without quantisation."
+            f"With the policy's values the engine differs from it by {error:.2g} nats on average{where}, where "
+            f"{most:g} is rounding: vLLM computes this architecture otherwise, or has its weights in a way that isn't "
+            "known yet. Choose another model; or this one without quantisation, if it is quantised."
         )
 
 
@@ -174,10 +162,9 @@ def check_read(
 def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice]) -> set[str]:
     """Names of those of ``slices`` that the engine is shown to read in a few forwards, whatever their number.
 
-    All parameters get the signs of `signs.cancelling`. No part of these cancels by itself, so an engine that
-    reads all but some of the parameters gives another output, by what a change of these alone does; and one that reads
-    none of them gives its usual output where the embedding alone is changed. A parameter is shown to be read if what
-    its change would do, by the policy's gradient, is far above what is left of all changes together.
+    ``every`` parameter gets the signs of `cancelling`, no part of which cancels by itself: an engine that reads all but
+    some gives another output, and one that reads none its usual output where the embedding alone is changed. A
+    parameter is read if its change alone, by the policy's gradient, would do far more than what is left of all.
 
     None are shown where an architecture is built in another way. A collective: ranks agree on what is shown.
     """
@@ -209,10 +196,8 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
 
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
-    """By how many nats, about, the log-probability of the prompt changes where a random half of a parameter's values
-    change their sign: the norm of gradient times value, of the part that this rank's engine has.
-
-    A gradient is freed when it has been looked at. None are known where the memory doesn't suffice for one.
+    """By how many nats, about, the prompt's log-probability changes if a random half of a parameter's values (of those
+    that this rank's engine has) change their sign: the norm of gradient times value. Empty: there is no memory for it.
     """
     found: dict[str, float] = {}
     given = {parameter: parameter.requires_grad for parameter in policy.parameters()}
@@ -252,8 +237,7 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
 
 @contextmanager
 def base_alone(policy: torch.nn.Module) -> Iterator[None]:
-    """The policy in evaluation mode (a dropout would change the output by itself) and without its adapter, which the
-    engine doesn't have yet."""
+    """The policy without dropout and without its adapter, which the engine doesn't have yet."""
     given = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
     try:
         with evaluation_mode(policy), policy.disable_adapter() if is_adapted(policy) else nullcontext():
@@ -266,8 +250,7 @@ def base_alone(policy: torch.nn.Module) -> Iterator[None]:
 
 
 def _look_behind(part: Slice, found: dict[str, float], layer: Any, inputs: Any, output: torch.Tensor) -> None:
-    """A forward hook of a quantised layer, whose weight can't have a gradient: that is the gradient of what comes out
-    times what went in."""
+    """A forward hook of a quantised layer: its weight's gradient is that of what comes out times what went in."""
     assert part.packed is not None
     packed, seen = part.packed, inputs[0].detach().flatten(0, -2).float()
     if not output.requires_grad:  # nothing before it does
@@ -281,11 +264,8 @@ def _look_behind(part: Slice, found: dict[str, float], layer: Any, inputs: Any, 
 
 
 def unread(slices: Sequence[Slice], engine: Engine, seen: ModelInput | None = None) -> list[Slice]:
-    """Those of ``slices`` that can be changed without a change of the engine's output.
-
-    One short forward of the engine per slice and rank of it, with the slice's values negated and then negated back,
-    which restores every bit and needs no copy.
-    """
+    """Those of ``slices`` that can be changed without a change of the engine's output: one short forward per slice and
+    rank of the engine."""
     layout = engine.layout
     silent = [(part, place) for part in slices for place in range(layout.ranks_per_engine)]
     for length in PROBE_TOKENS:
@@ -317,18 +297,15 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine, seen: ModelInput
     if seen is not None and seen.images is not None and sees(part.name):
         ids = torch.tensor([seen.ids], device=device)
         more = {name: value.to(device) for name, value in own_inputs(seen.images, 0).items()}
-    was_training = policy.training
-    policy.eval()  # a dropout would change the output by itself
-    usual = policy(ids, **more).logits
-    with changed(part.view) if part.packed is None else _negated(part.packed.layer):
-        same = torch.equal(policy(ids, **more).logits, usual)
-    policy.train(was_training)
-    return same
+    with evaluation_mode(policy):  # a dropout would change the output by itself
+        usual = policy(ids, **more).logits
+        with changed(part.view) if part.packed is None else _negated(part.packed.layer):
+            return torch.equal(policy(ids, **more).logits, usual)
 
 
 @contextmanager
 def _negated(layer: Any) -> Iterator[None]:
-    """A quantised layer as with another weight, while the context lasts: it is multiplied by -1."""
+    """A quantised layer as with its weight times -1, while the context lasts."""
 
     def negate(layer: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return -output if layer.bias is None else 2 * layer.bias - output

@@ -19,10 +19,9 @@ from ..policy.quantized_layers import packed_weights
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
-from .copied import CopiedWeights, Copies
+from .copied import CopiedWeights, Copies, MergedWeights
 from .gathered import GatheredWeights
 from .mapping import Slice, map_parameters
-from .merged import MergedWeights
 from .shared import SharedWeights
 from .sync import WeightSync
 
@@ -38,10 +37,6 @@ class Sides:
     equal: bool  # every slice was found to hold its parameter's value, as both sides loaded one checkpoint
     seen: ModelInput | None = None  # a prompt with images
 
-    def place_policy(self) -> None:
-        """Move what isn't on the device yet."""
-        _move(self.policy, self.device)
-
 
 def _move(policy: torch.nn.Module, device: torch.device) -> None:
     if any(tensor.device.type != device.type for tensor in [*policy.parameters(), *policy.buffers()]):
@@ -49,10 +44,8 @@ def _move(policy: torch.nn.Module, device: torch.device) -> None:
 
 
 def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
-    """The adapter that the engine is to have slots for; None: there is none, or it is merged on its way.
-
-    Args:
-        cut: a rank will hold a part of the policy's weights only.
+    """The adapter that the engine is to have slots for; None: there is none, or it is merged on its way. With ``cut`` a
+    rank will hold a part of the policy's weights only.
 
     Raises:
         ValueError: what ``weights`` forces can't be had.
@@ -110,9 +103,8 @@ def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice
 def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
     """Whether the policy will share the engine's memory, as far as can be known before both are there."""
     adapter, dtype = policy.adapter, policy.model.dtype
-    if config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged):
-        return False
-    if config.cuts_weights:
+    copied = config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged)
+    if copied or config.cuts_weights:
         return False
     return engine_dtype(config, dtype) == dtype and config.vllm_tensor_parallel_size == 1
 
@@ -133,9 +125,8 @@ def weight_sync(
     cut: bool = False,
     seen: ModelInput | None = None,
 ) -> WeightSync:
-    """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it.
-
-    The policy comes on the CPU or wherever the user put it; the accelerator never holds two copies of what is shared.
+    """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it. The
+    device never holds two copies of what is shared.
 
     Args:
         wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a class (a
@@ -166,6 +157,13 @@ def weight_sync(
     if packed or served:
         _dequantise(slices if engine.blank else packed, policy, engine, device, seen)
     sides = Sides(policy, engine, slices, device, equal and not packed, seen)
+    found = _chosen(wanted, sides, adapter, cut)
+    if sides.equal:
+        proof.check_same(policy, engine)  # the architecture, too, is one for both
+    return found
+
+
+def _chosen(wanted: str, sides: Sides, adapter: Adapter | None, cut: bool) -> WeightSync:
     with_slots = check_choice(wanted, adapter, cut)
     if is_import_path(wanted):
         return _own(wanted, sides)
@@ -184,14 +182,9 @@ def weight_sync(
 
 
 def _dequantise(
-    slices: Sequence[Slice],
-    policy: torch.nn.Module,
-    engine: Engine,
-    device: torch.device,
-    seen: ModelInput | None,
+    slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, device: torch.device, seen: ModelInput | None
 ) -> None:
-    """Write a quantised base into the engine, which then is shown to say what the policy does: of text, and behind a
-    prompt with images, where there is one. Without one no layer that sees computes anything.
+    """Write a quantised base into the engine, which then is shown to say what the policy does.
 
     Raises:
         RuntimeError: it doesn't, or doesn't use some of the packed weights that it was given.
@@ -208,8 +201,7 @@ def _dequantise(
 
 
 def _own(path: str, sides: Sides) -> WeightSync:
-    """The user's class."""
-    sides.place_policy()
+    _move(sides.policy, sides.device)
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return find_weight_sync(path)(sides.policy, sides.engine, sides.slices)
 
@@ -218,18 +210,14 @@ def _gathered(sides: Sides) -> GatheredWeights:
     """Until it is cut, the policy lies in the engine's memory where it can: the device never holds it twice."""
     if not any(shared.obstacle(part) for part in sides.slices):
         shared.bind(sides.slices)
-        sides.place_policy()  # its buffers
+        _move(sides.policy, sides.device)  # its buffers
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return GatheredWeights(sides.policy, sides.engine, sides.slices)
 
 
 def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
-    """Shared or copied: a policy's own weights, or a LoRA's base.
-
-    Args:
-        constant: equal now and for good. Then they are right wherever the engine reads them from, and equality is proof
-            enough.
-    """
+    """Shared or copied: a policy's own weights, or a LoRA's base. ``constant``: equal now and for good, which is proof
+    enough, wherever the engine reads them from."""
     obstacles = {part.name: reason for part in sides.slices if (reason := shared.obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
@@ -240,7 +228,7 @@ def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:
     split = sides.engine.layout.ranks_per_engine > 1
     if wanted != "copied" and len(obstacles) < len(sides.slices) and not split:
         return _shared(sides, obstacles, constant)
-    sides.place_policy()
+    _move(sides.policy, sides.device)
     if not constant:
         proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     why = "as asked" if wanted == "copied" else next(iter(obstacles.values()), "")
@@ -254,7 +242,7 @@ def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> Share
     able = [part for part in sides.slices if part.name not in obstacles]
     rest = [(part, obstacles[part.name]) for part in sides.slices if part.name in obstacles]
     shared.bind(able)
-    sides.place_policy()  # what isn't bound: buffers, and the parameters that are copied
+    _move(sides.policy, sides.device)  # what isn't bound: buffers, and the parameters that are copied
     proved = [*able, *(part for part, _ in rest if part.packed is not None)]
     for part in [] if constant else proof.check_read(proved, sides.policy, sides.engine, sides.slices, seen=sides.seen):
         if part.packed is not None:
@@ -273,8 +261,7 @@ def _adapter(wanted: str, sides: Sides) -> AdapterWeights:
 
 
 def _merged(sides: Sides, why: str) -> MergedWeights:
-    """LoRA that is merged into the engine's copy on its way."""
-    sides.place_policy()
+    _move(sides.policy, sides.device)
     merged = MergedWeights(sides.policy, sides.engine, sides.slices, why)
     moving = merged.moving if sides.equal else sides.slices
     proof.check_read(moving, sides.policy, sides.engine, sides.slices, seen=sides.seen)

@@ -1,8 +1,5 @@
-"""`shared`: the policy's parameters are slices of the engine's own tensors; a publish has nothing to move.
-
-The optimizer writes into what the engine samples from. Where a single tensor can't be shared (another dtype, say), it
-is copied, and the others still are shared.
-"""
+"""`shared`: the policy's parameters are slices of the engine's own tensors, into which the optimizer writes; a publish
+moves only those that can't be shared (another dtype, say)."""
 
 from __future__ import annotations
 
@@ -36,23 +33,16 @@ def obstacle(part: Slice) -> str:
 
 @torch.no_grad()
 def bind(slices: Sequence[Slice]) -> None:
-    """Turn each source into a view of its destination, which takes the source's value.
-
-    The parameter object stays the same one, so tied weights stay tied, and an optimizer that holds it still does. The
-    policy's former storage is freed; one parameter at a time, so that no second copy of the model comes about.
-    """
+    """Turn each source into a view of its destination, which takes the source's value. The parameter objects stay, and
+    with them ties; storage is freed one parameter at a time, so that no second copy of the model comes about."""
     for part in slices:
         part.destination.copy_(part.source)
         part.source.data = part.destination
 
 
 class SharedWeights(CopiedWeights):
-    """The policy lives in the engine's memory; a publish copies nothing but the parameters that can't be shared.
-
-    Args:
-        policy, engine: the policy is already bound to the engine's tensors (`bind`).
-        shared: the slices that are one memory.
-        copied: those that aren't, each with the reason.
+    """The policy lives in the engine's memory, bound to it already (`bind`), but for what is ``copied``, each with the
+    reason.
 
     Raises:
         RuntimeError: a parameter among ``shared`` isn't bound.
@@ -72,10 +62,8 @@ class SharedWeights(CopiedWeights):
 
     def describe(self) -> str:
         nbytes = sum(part.destination.nbytes for part in self.shared)
-        line = (
-            f"weights: shared, {len(self.shared)} parameters ({nbytes / 2**20:,.0f} MiB) are views of the engine's "
-            "tensors, 0 bytes per publish"
-        )
+        own = f"{len(self.shared)} parameters ({nbytes / 2**20:,.0f} MiB)"
+        line = f"weights: shared, {own} are views of the engine's tensors, 0 bytes per publish"
         if self.copied:
             line += f"; {len(self.copied)} copied, {self.copies.nbytes:,} bytes ({self.copied[0][0].name}: {self.why})"
         return line
@@ -95,10 +83,8 @@ def bytes_apart(policy: torch.nn.Module, engine: EngineTensors) -> int:
 def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The model's state dict with every tensor whole and by itself in host memory; tied ones stay one tensor.
-
-    Writers of safetensors clone tensors that lie in one storage, on the device they are on: three projections in one
-    matrix would cost a second copy of the model on the accelerator during each save.
+    """The model's state dict with every tensor whole and by itself in host memory; tied ones stay one tensor. (On the
+    device writers of safetensors would clone what lies in one storage.)
 
     Args:
         places: by name, where a tensor of the same shape and dtype is to be copied to.

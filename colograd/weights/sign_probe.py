@@ -1,13 +1,10 @@
 """One change of many parameters at once that a decoder's output doesn't show, as long as all of them take part.
 
-Give some channels of the residual stream the other sign: in the embedding, in what each layer adds to the stream (the
-rows of its last projections), and, so that nobody notices, in the columns of whatever reads it. Likewise some channels
-of each norm, and the columns behind it. Queries, keys and values, with their biases, are negated as a whole: the
-first two cancel in the scores, the last in the columns of the output projection. A change of sign is exact in every
-dtype, products and sums keep each bit, and doing it twice restores all of them.
-
-Nobody has to believe that an architecture is built like this: where it isn't, its output changes, and `proof` shows its
-parameters one by one.
+Some channels of the residual stream get the other sign: in the embedding, in what each layer adds to the stream (the
+rows of its last projections), and in the columns of whatever reads it. Likewise some channels of each norm, and the
+columns behind it. Queries, keys and values, with their biases, are negated as a whole: the first two cancel in the
+scores, the last in the output projection. A change of sign is exact in every dtype, and doing it twice restores every
+bit. Where an architecture is built otherwise, its output changes, and `proof` shows its parameters one by one.
 """
 
 from __future__ import annotations
@@ -56,22 +53,19 @@ def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
         for name, signs in zip(shapes, of_norms, strict=True)
         if _kind(name) in changed and tuple(shapes[name]) == (width,)
     }
-    for name in shapes:
-        signs = _signs_of(name, stream, found, norms)
-        if signs is not None:
-            found[name] = signs
-    return found
+    others = {name: _signs_of(name, stream, found, norms) for name in shapes}
+    return found | {name: signs for name, signs in others.items() if signs is not None}
 
 
 def _signs_of(name: str, stream: torch.Tensor, of_norms: Signs, norms: bool) -> torch.Tensor | None:
-    """Those of a parameter that is no norm of the stream, given those of the norms."""
+    """Of a parameter that is no norm of the stream, given those of the norms."""
     kind, is_bias = _kind(name), name.endswith(".bias")
     all_of_it = torch.tensor(-1.0)
     if kind == EMBEDDING:
         return stream[None]
     if kind in READERS and is_bias:
         return all_of_it if kind in NEGATED else None
-    if kind in READERS or kind == HEAD:
+    if kind in READERS or (kind == HEAD and not is_bias):
         block = re.match(r".*\.\d+\.", name)
         before = f"{block.group()}{READERS[kind]}" if block and kind in READERS else _last_norm(of_norms)
         signs = stream * of_norms.get(f"{before}.weight", 1.0)

@@ -15,14 +15,8 @@ class WeightSync(Protocol):
 
     @abstractmethod
     def publish(self, version: int) -> int:
-        """Make the policy's present weights the engine's, then stamp it with ``version`` (`Engine.stamp`).
-
-        Args:
-            version: the optimizer steps that made the weights; 0 before the first.
-
-        Returns:
-            Bytes written into the engine's tensors.
-        """
+        """Make the policy's present weights the engine's, then stamp it with ``version`` (`Engine.stamp`), the
+        optimizer steps that made them. Returns the bytes written into the engine's tensors."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -34,13 +28,8 @@ class WeightSync(Protocol):
 
 
 class PlannedSync(WeightSync):
-    """A `WeightSync` that knows from the start which tensor goes where, and notices when one has moved.
-
-    Each publish walks both models anew: a weight that was replaced by another tensor (a reload, `.to()`, `.data =`)
-    would otherwise be published into memory that nobody reads.
-
-    Args:
-        policy, engine: both hold the weights, where they stay from now on.
+    """A `WeightSync` that knows from the start which tensor goes where, and notices at each publish when one has moved:
+    it would go into memory that nobody reads.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:

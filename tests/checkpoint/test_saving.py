@@ -309,6 +309,11 @@ def test_what_is_written_beside_is_what_would_be_written_at_once(run: Any, tiny_
             assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
     first, last = (load_file(beside / f"checkpoint-{step}" / "model.safetensors") for step in (1, 4))
     assert any(not torch.equal(first[key], last[key]) for key in first), "each is of its own step"
+    run.save_model(str(at_once / "model"))
+    usual = (at_once / "model" / "config.json").stat().st_mode
+    written = [path for folder in (beside, at_once) for path in folder.rglob("*.safetensors")]
+    assert len(written) == 17 and {path.stat().st_mode for path in written} == {usual}, "whom others read, read these"
+    assert not list(at_once.rglob(".*"))
 
 
 @engine

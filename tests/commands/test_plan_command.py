@@ -34,10 +34,11 @@ def planned(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tup
     """What comes before the table, its lines by their first word, and what comes after it."""
     status = cli.main(["plan", "--model", str(model), *flags])
     said = capsys.readouterr()
-    assert status == 0, said.err
+    assert status in (0, 1), said.err
     before, table, after = said.out.split("\n\n")
     lines = [line.rsplit(None, 11) for line in table.splitlines()[1:]]
     assert len({len(line) for line in table.splitlines()}) == 1, "aligned"
+    assert status == all(cells[-1] == "no" for _, *cells in lines), "1 if nothing fits"
     return before, {name.strip(): cells for name, *cells in lines}, after.strip()
 
 
@@ -93,6 +94,15 @@ def test_a_tiny_model_as_a_run_would_plan_it(tmp_path: Path, capsys: pytest.Capt
     _, strategies, after = planned(capsys, model, "--gpus", "2", "--gpu-memory", "16", "--context", "256", "--sleep")
     assert all(cells[-1] == "yes" for cells in strategies.values()) and after == "sharding: auto takes 'none'"
     assert torch.cuda.is_available() or not torch.cuda.is_initialized()
+
+
+def test_the_context_is_at_most_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, gpus = tiny.make_model(tmp_path / "tiny", context=256), ("--gpus", "1", "--gpu-memory", "16")
+    before, _, _ = planned(capsys, model, *gpus)
+    assert "sequences of up to 256 tokens" in before and "the context is the model's, 256 tokens, not 8,192" in before
+    assert "the context is" not in planned(capsys, model, *gpus, "--context", "128")[0]
+    assert cli.main(["plan", "--model", str(model), *gpus, "--completion", "256"]) == 2
+    assert "--completion is 256, but must leave room for a prompt in --context (256)" in capsys.readouterr().err
 
 
 def test_figures_are_those_of_a_run(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +209,7 @@ def test_without_gpus_of_its_own_a_machine_must_be_told_of_some(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     sizes = [types.SimpleNamespace(total_memory=size * GIB) for size in (80, 79)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
-    assert cli.main(["plan", "--model", str(qwen)]) == 0
+    assert cli.main(["plan", "--model", str(qwen), "--context", "4096"]) == 0
     assert "on 2 GPU(s) of 79 GiB" in capsys.readouterr().out
 
 

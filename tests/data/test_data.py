@@ -239,7 +239,10 @@ def test_long_prompts_are_dropped_and_counted_or_named(tokenizer: Any) -> None:
     prompts = tokenize(rows, tokenizer, limit=5)
     assert [(p.example["prompt"], p.position) for p in prompts.prompts()] == [("a", 0), ("b", 1)]
     assert [(p.example["prompt"], p.position) for p in prompts.prompts(1, 2)] == [("b", 1)], "the second of two ranks"
-    assert (len(prompts), prompts.num_dropped) == (2, 1)
+    assert (len(prompts), prompts.dropped) == (2, {1: 21})
+    said = tokenize([*rows, *[rows[1]] * 8], tokenizer, limit=5).dropped_line()
+    assert "9 of 11" in said and "train_dataset" in said and "row 1 (21 tokens), row 3 (21 tokens)" in said
+    assert "row 6" in said and "row 7" not in said, "the first five"
     with pytest.raises(ValueError, match=r"train_dataset, row 1: the prompt has 21 tokens, over the limit of 5\."):
         tokenize(rows, tokenizer, limit=5, overlong="error")
     with pytest.raises(ValueError, match="all 1 prompts are over the limit of 5 tokens"):

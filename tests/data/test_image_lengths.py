@@ -93,7 +93,7 @@ def test_long_rows_are_dropped_and_the_others_read_when_they_are_asked_for(monke
     rules = rules_of(tiled, limit=40)
     seen = counting(rules, monkeypatch)
     prompts = tokenize_prompts(rows(), rules)
-    assert 0 < prompts.num_dropped < 8 and prompts.longest <= 40
+    assert 0 < len(prompts.dropped) < 8 and prompts.longest <= 40
     proved = len(seen)
     assert len(prompts[0, 0].input.ids) <= 40 and len(seen) == proved + 1
     monkeypatch.setattr("colograd.data.prompts.BYTES_KEPT", 1)

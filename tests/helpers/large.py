@@ -52,6 +52,7 @@ def folder_of(name: str, place: Path) -> Path:
     shape = {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": keys, "vocab_size": vocabulary, "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768,
     }  # fmt: skip
     (LlamaConfig if name.startswith("Llama") else Qwen2Config)(**shape).save_pretrained(place / name)
     return place / name

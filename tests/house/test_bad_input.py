@@ -579,7 +579,7 @@ def test_a_tensor_parallel_size_that_divides_ranks_and_machines_is_taken(monkeyp
 
 def test_overlong_prompts_are_dropped_and_counted() -> None:
     prompts = tokenize([ROW, {"prompt": "a b c d e f", "answer": ""}, ROW], limit=5)
-    assert (len(prompts), prompts.num_dropped, prompts.longest) == (2, 1, 4)
+    assert (len(prompts), prompts.dropped, prompts.longest) == (2, {1: 6}, 4)
 
 
 def test_none_abstains() -> None:
@@ -605,7 +605,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "2 + 2 =", "answer": "4"}\n')
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "cut.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n{"prompt": "2 +')
+    (tmp_path / "cut.jsonl").write_text('{"prompt": "2\u2028+ 2 =", "answer": "4"}\n{"prompt": "2 +')
     monkeypatch.setattr("transformers.utils.hub._hf_api", HfApi(endpoint="http://127.0.0.1:9"))  # as without a network
 
     def run(*flags: str, **settings: str) -> str:
@@ -641,7 +641,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
         ({"dataset_name": ""}, "neither was given"),
         ({"dataset_name": "absent.jsonl"}, "no such file"),
         ({"dataset_name": "no_prompt.jsonl"}, "no column 'prompt'"),
-        ({"dataset_name": "empty.jsonl"}, "the file is empty. Write one JSON object per line"),
+        ({"dataset_name": "empty.jsonl"}, "the file has no rows: write some into it"),
         ({"dataset_name": "cut.jsonl"}, "line 2 isn't JSON"),
         (
             {"push_to_hub": "true", "max_completion_length": "8"},

@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from families import read
@@ -129,6 +130,26 @@ def test_the_list_of_pages_has_every_page() -> None:
     listed = (ROOT / "docs" / "contents.md").read_text()
     assert [name for name in pages if f"({name})" not in listed] == []
     assert "(docs/contents.md)" in (ROOT / "README.md").read_text()
+
+
+def test_who_follows_readme_and_quickstart_has_a_folder_for_each_run() -> None:
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md")]
+    named = [name for text in texts for name in re.findall(r"(?:GRPOConfig\(\"|--output_dir )(runs/[\w-]+)", text)]
+    assert len(named) == len(set(named)) >= 3, named
+
+
+def test_names_beside_unsloth_s_are_ours(generate: ModuleType) -> None:
+    """The middle column of its tables, and the arguments in Python."""
+    text = (ROOT / "docs" / "unsloth.md").read_text()
+    columns = [row.split(" | ")[1] for row in text.splitlines() if row.startswith("| `") and row.count(" | ") == 2]
+    named = {name for column in columns for name in re.findall(r"`(\w+)`", column)} - {"model"}
+    groups = (generate.GRPOConfig, generate.ModelConfig, generate.ScriptArguments)
+    assert len(named) > 25 and named <= {name for group in groups for name in generate.own_names(group)} | {
+        field.name for field in dataclasses.fields(TrainingArguments)
+    }
+    names: dict[str, Any] = {}
+    exec(compile(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], "unsloth.md", "exec"), names)
+    assert names["args"].prompts_per_step == 1 and names["adapter"].r == 32
 
 
 def test_the_architecture_names_files_that_are_there() -> None:

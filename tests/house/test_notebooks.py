@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import re
 import sys
@@ -15,6 +17,12 @@ from paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 STAGES = {"generate", "score", "compute_advantages", "compute_loss"}
+OUTPUTS = {  # the fields of nbformat 4
+    "stream": {"output_type", "name", "text"},
+    "display_data": {"output_type", "data", "metadata"},
+    "execute_result": {"output_type", "data", "metadata", "execution_count"},
+}
+OF_STAGES = [path for path in NOTEBOOKS if path.stem in STAGES]
 
 
 def cells(path: Path) -> list[str]:
@@ -26,10 +34,26 @@ def cells(path: Path) -> list[str]:
 
 
 def test_there_is_one_for_each_stage_and_pages_link_them() -> None:
-    assert {path.stem for path in NOTEBOOKS} == STAGES
+    assert {path.stem for path in NOTEBOOKS} == STAGES | {"quickstart"}
     for page in (ROOT / "docs" / "quickstart.md", ROOT / "docs" / "architecture.md"):
         text = page.read_text()
         assert all(f"notebooks/{stage}.ipynb" in text for stage in STAGES), page.name
+
+
+def test_the_quickstart_s_cells_compile_and_have_the_outputs_of_a_run() -> None:
+    path = ROOT / "docs" / "notebooks" / "quickstart.ipynb"
+    for source in cells(path):
+        compile(source, path.name, "exec")
+    found = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in found] == [*range(1, len(found) + 1)], "run once, from top to bottom"
+    assert all(set(output) == OUTPUTS[output["output_type"]] for cell in found for output in cell["outputs"])
+    said = json.dumps([cell["outputs"] for cell in found])
+    assert "step 5/5" in said and "<th>Training Reward</th>" in said and "Error" not in said
+    assert str(ROOT) not in said and "/tmp" not in said and "/root" not in said, "nothing of the machine"
+    for page in ("README.md", "docs/quickstart.md"):
+        assert "notebooks/quickstart.ipynb" in (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([\w./-]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target
 
 
 @pytest.fixture
@@ -55,7 +79,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OF_STAGES, ids=lambda path: path.stem)
 def test_a_notebook_runs(
     path: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: list[str]
 ) -> None:
@@ -64,8 +88,9 @@ def test_a_notebook_runs(
     monkeypatch.setenv("COLOGRAD_STEPS", "2")
     names: dict[str, Any] = {}
     try:
-        for source in cells(path):
-            exec(compile(source, f"{path.name}", "exec"), names)
+        with contextlib.redirect_stdout(io.StringIO()):  # without a file descriptor, as Colab's
+            for source in cells(path):
+                exec(compile(source, f"{path.name}", "exec"), names)
     except BaseException:
         if "trainer" in names and hasattr(names["trainer"], "weights"):
             names["trainer"].close()

@@ -403,3 +403,29 @@ def test_the_constructor_has_trls_arguments_in_trls_order() -> None:
     theirs = inspect.signature(pytest.importorskip("trl").GRPOTrainer.__init__).parameters
     ours = inspect.signature(GRPOTrainer.__init__).parameters
     assert list(ours) == list(theirs)
+
+
+def test_scripts_import_the_rest_from_here_too_and_pass_flags_bare() -> None:
+    """As gspo.py and grpo_vlm.py do: `trl` becomes `colograd` in their imports, and nothing else."""
+    from colograd import (
+        ModelConfig,
+        ScriptArguments,
+        TrlParser,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+
+    flags = [
+        "--gradient_checkpointing",
+        "--bf16",
+        "--use_vllm",
+        "--use_peft",
+        "--lora_target_modules",
+        "q_proj",
+        "v_proj",
+    ]
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    _, config, model = parser.parse_args_and_config(args=[*flags, "--output_dir", "unused"])
+    assert config.gradient_checkpointing is True and config.bf16 is True and not get_kbit_device_map()[""]
+    assert get_peft_config(model).target_modules == {"q_proj", "v_proj"} and get_quantization_config(model) is None

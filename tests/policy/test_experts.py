@@ -29,8 +29,8 @@ from colograd.policy.quantized_layers import packed_weights
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
 from colograd.weights import proof
+from colograd.weights.copied import MergedWeights
 from colograd.weights.mapping import UnmappedParameter, map_parameters
-from colograd.weights.merged import MergedWeights
 from colograd.weights.shared import SharedWeights
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
@@ -274,9 +274,9 @@ def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
         (GptOssConfig(), 2, r"vllm_tensor_parallel_size is 2, but the engine of gpt_oss, a mixture .*set it to 1"),
         (MixtralConfig(intermediate_size=99), 2, r"must divide the size of mixtral's experts, which is 99: choose"),
         (MixtralConfig(router_jitter_noise=0.1), 1, r"router_jitter_noise 0.1: .* model_init_kwargs: {router_jitter"),
-        (JetMoeConfig(), 1, r"jetmoe is a mixture of experts that wasn't tried .* choose one of .*mixtral.*qwen3_moe"),
+        (JetMoeConfig(), 2, r"vllm_tensor_parallel_size is 2, but the engine of jetmoe, a mixture .*set it to 1"),
     ],
-    ids=["tensor parallel", "a size", "noise", "another family"],
+    ids=["tensor parallel", "a size", "noise", "another family in parts"],
 )
 def test_what_a_mixture_cant_do_is_said_from_its_configuration_alone(model_config, ranks, said, tmp_path) -> None:
     """There are no weights in the folder: it is a 47B model's configuration."""

@@ -43,7 +43,7 @@ from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
 from colograd.weights.adapter import AdapterWeights
-from colograd.weights.merged import MergedWeights
+from colograd.weights.copied import MergedWeights
 
 WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
 

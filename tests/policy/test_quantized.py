@@ -43,7 +43,7 @@ from colograd.replayer import Replayer
 from colograd.training.replaying import Replay
 from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
-from colograd.weights.merged import MergedWeights
+from colograd.weights.copied import MergedWeights
 from colograd.weights.shared import SharedWeights
 
 bnb = pytest.importorskip("bitsandbytes")

@@ -32,7 +32,7 @@ from colograd.policy.quantized_layers import packed_weights, settle
 from colograd.policy.supported import check_supported
 from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
-from colograd.weights.merged import MergedWeights
+from colograd.weights.copied import MergedWeights
 
 pytest.importorskip("bitsandbytes")
 

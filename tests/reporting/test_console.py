@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from colograd.reporting.console import RECENT, Console, duration, until
+from colograd.reporting.console import RECENT, Console, duration, reward_ends, until
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,54 @@ def test_a_step_s_line_says_when_the_run_will_end(
         clock[0] += 60 if step <= 50 else 6  # it gets faster
         console.step(step, 100, {"reward": 0.5, "train/packed_tokens": 1.0})
     lines = capsys.readouterr().out.splitlines()
-    assert " | 89 min left, until " in lines[0], "from the first step on, also of a resumed run"
-    assert " | 3 min left, until " in lines[50 + RECENT - 11], "by the last steps"
+    assert " | 89 min left (" in lines[0], "from the first step on, also of a resumed run"
+    assert " | 3 min left (" in lines[50 + RECENT - 11], "by the last steps"
     assert "left" not in lines[-1]
+
+
+def test_the_last_rewards_are_none_of_the_first() -> None:
+    assert [reward_ends([]), reward_ends([0.5])] == ["", ", mean reward 0.500"]
+    assert reward_ends([0.0, 0.5, 1.0]) == ", mean reward 0.000 at first, 1.000 at last"
+    assert reward_ends([0.1] * 5 + [0.5, 1.0] * 20).endswith("0.800 at last")
+
+
+@pytest.mark.parametrize(
+    ("steps", "factor", "left", "shown"),
+    [
+        (28, 1, "5 min left (14:32)", "12.50 s: generate 5.84 (308 tok/s), train 6.51 (252 tok/s) | 5 min"),
+        (10_000, 100, "10 h 05 min left (2026-05-01 14:32)", "1250.00 s: generate 584.00, train 651.00 | 10 h"),
+    ],
+)
+def test_a_step_s_line_fits_a_terminal_with_the_phases_that_take_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, steps: int, factor: int, left: str, shown: str
+) -> None:
+    monkeypatch.setattr(Console, "_time_left", lambda *_: left)
+    seconds = {"publish": 0.001, "journal": 0.02, "generate": 5.84, "train": 6.51, "sync": 0.0, "optimizer": 0.13}
+    metrics = {f"time/{name}": factor * spent for name, spent in seconds.items()} | {"step_time": 12.5 * factor}
+    metrics |= {"reward": 0.312, "train/sampled_tokens": 1800.0 * factor, "train/packed_tokens": 1640.0 * factor}
+    Console(enabled=True, bars=False).step(3, steps, metrics)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert shown in line and len(line) <= 120
+
+
+def test_the_first_long_step_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    console = Console(enabled=True, bars=True)  # there is no terminal
+    for step in (1, 2):
+        progress = console.progress(8, "generate", "group")
+        for part in range(8):
+            clock[0] += 3
+            progress.sampled(30)  # each after as many seconds
+            clock[0] += 3
+            progress.sampled(30)
+            if part:
+                progress.update(60)
+        console.step(step, 2, {"train/packed_tokens": 1.0})
+    assert capsys.readouterr().out.splitlines()[:-2] == [
+        "generate: 0 of 8 groups in 12 s, 10 tok/s",
+        "generate: 2 of 8 groups in 24 s, 10 tok/s",
+        "generate: 6 of 8 groups in 48 s, 10 tok/s",
+    ]

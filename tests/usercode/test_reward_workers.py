@@ -106,7 +106,8 @@ def test_two_workers_work_at_the_same_time(scorer_of) -> None:
 
 def test_a_late_function_abstains_and_its_worker_is_replaced(scorer_of) -> None:
     scorer = scorer_of(hanging, process_id, timeout=2.0)
-    late, (first, *_) = run(scorer)
+    with pytest.warns(UserWarning, match=r"'hanging' .*reward_timeout \(2 s\) on 3 completions. It abstains"):
+        late, (first, *_) = run(scorer)
     assert all(map(math.isnan, late))
     assert scorer.take_counts()["rewards/hanging/timeouts"] == 1
     late, (second, *_) = run(scorer)
@@ -193,9 +194,15 @@ def test_a_function_that_hangs_in_this_process_ends_with_its_name(scorer_of, stu
     if stuck is not hanging:
         monkeypatch.setattr(time, "sleep", lambda seconds, wait=time.sleep: wait(1.5))
     scorer = scorer_of(stuck, workers=0, timeout=0.3)
-    with pytest.raises(RewardError, match=r"took longer than reward_timeout \(0\.3 s\) in the trainer's process"):
+    with pytest.raises(RewardError, match=r"prompt 17: .*reward_timeout \(0\.3 s\) on 3 completions.*so the run ends"):
         run(scorer)
     assert left == ([] if stuck is hanging else [1])
+    scorer.on_error = "abstain"
+    with pytest.warns(UserWarning, match="It abstains"):
+        assert all(map(math.isnan, run(scorer)[0]))
+    assert list(scorer.take_counts()) == [
+        f"rewards/{scorer.rewards[0].name}/{what}" for what in ("seconds", "timeouts")
+    ]
 
 
 def test_an_async_function_that_is_late_abstains(scorer_of) -> None:
@@ -204,7 +211,9 @@ def test_an_async_function_that_is_late_abstains(scorer_of) -> None:
         return [1.0] * len(completions)
 
     scorer = scorer_of(slow, workers=0, timeout=0.2)
-    assert all(map(math.isnan, run(scorer)[0])) and scorer.take_counts()["rewards/slow/timeouts"] == 1
+    with pytest.warns(UserWarning, match="It abstains"):
+        assert all(map(math.isnan, run(scorer)[0]))
+    assert scorer.take_counts()["rewards/slow/timeouts"] == 1
 
 
 def test_a_call_that_nobody_needs_any_more_gives_its_worker_back(scorer_of) -> None:

@@ -22,7 +22,7 @@ from colograd.engine.vllm_engine import StaleWeights
 from colograd.policy.lora import adapted_layers, unwrap
 from colograd.weights import proof
 from colograd.weights.adapter import AdapterWeights
-from colograd.weights.merged import MergedWeights
+from colograd.weights.copied import MergedWeights
 
 pytestmark = pytest.mark.engine
 

@@ -1,0 +1,221 @@
+"""A GPU that isn't there: tensors of device `cuda` that have shapes, dtypes and sizes, but no numbers.
+
+torch's `FakeTensorMode` does it. A build of torch without CUDA first asks for a device guard that it doesn't have:
+`run` starts a script before which a library of a few lines (`GUARD`) is loaded, that has one. In the script:
+
+    with FakeGPU() as gpu:
+        with torch.device("cuda"):
+            model = ...
+        with gpu.watched() as seen:
+            ...
+    seen.waits, seen.flash, seen.peak
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace {
+using Guard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+}
+namespace at::accelerator {  // else autograd asks for streams
+__attribute__((visibility("default"))) bool isAccelerator(c10::DeviceType) { return false; }
+}
+"""
+H100 = SimpleNamespace(name="fake", major=9, minor=0, total_memory=80 * 2**30)
+KERNELS = ("silu_backward",)  # without a kernel for CUDA autograd takes them apart, with temporaries of their own
+
+
+# -- for the test: a process that has the guard
+
+
+def why_not() -> str:
+    """Why there can't be a fake GPU here; empty: there can be one."""
+    if torch.version.cuda is not None:
+        return "this torch is built for CUDA, and asks a real driver"
+    return "" if _compiler() else "there is no C++ compiler"
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+@functools.cache
+def guard() -> Path:
+    """The library with the guard: built once per machine, user and torch."""
+    key = hashlib.sha256(f"{GUARD}{torch.__version__}{torch.__file__}".encode()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir()) / f"colograd-fake-gpu-{os.getuid()}" / f"{key}.so"
+    if not built.is_file():
+        built.parent.mkdir(mode=0o700, exist_ok=True)
+        parts = Path(torch.__file__).parent
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            source, made = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+            source.write_text(GUARD)
+            libraries = [f"-L{parts / 'lib'}", "-lc10", f"-Wl,-rpath,{parts / 'lib'}"]
+            options = ["-std=c++20", "-shared", "-fPIC", "-O1", f"-I{parts / 'include'}", "-o", str(made)]
+            subprocess.run([_compiler(), str(source), *options, *libraries], check=True, capture_output=True)
+            made.replace(built)  # whole or not at all, whoever else builds it
+    return built
+
+
+def run(script: Path, *arguments: str, patience: float = 600) -> list[dict[str, Any]]:
+    """What a script with a fake GPU printed: a dictionary per line."""
+    environment = os.environ | {"LD_PRELOAD": str(guard()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+# -- for the script
+
+
+@dataclass
+class Seen:
+    """What a stretch of a program did on the fake GPU."""
+
+    flash: Counter[str] = field(default_factory=Counter)  # calls: forward, backward
+    waits: list[str] = field(default_factory=list)  # for which the host would wait until the device is done
+    devices: set[str] = field(default_factory=set)  # of all that was computed from the GPU's tensors
+    products: set[str] = field(default_factory=set)  # dtypes of matrix products' factors
+    held: int = 0  # bytes at the start
+    most: int = 0  # bytes at once
+
+    @property
+    def peak(self) -> int:
+        """Bytes beside what was there before."""
+        return self.most - self.held
+
+
+FLASH = {"torch_attn::_varlen_attn": "forward", "torch_attn::_varlen_attn_backward": "backward"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"}
+ASKS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal"}
+
+
+class FakeGPU(TorchDispatchMode):
+    """While the context lasts, tensors of device `cuda` are fakes, and those of the host are real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: set[int] = set()  # storages that count in `bytes`
+        self._pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: Seen | None = None
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> FakeGPU:
+        self._open.enter_context(mock.patch("torch.cuda.get_device_properties", lambda *of: H100))
+        self._open.enter_context(mock.patch("torch.Tensor.pin_memory", lambda *of: self._pin(of[0])))
+        self._open.enter_context(mock.patch("torch.Tensor.is_pinned", lambda *of: self._is_pinned(of[0])))
+        kernels = self._open.enter_context(torch.library._scoped_library("aten", "IMPL", "CUDA"))
+        for name in KERNELS:
+            kernels.impl(name, lambda *of: NotImplemented)
+        self._open.enter_context(self._fakes)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._open.__exit__(*error)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Seen]:
+        self._seen = seen = Seen(held=self.bytes, most=self.bytes)
+        try:
+            yield seen
+        finally:
+            self._seen = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        place = kwargs.get("device")
+        on_host = place is None or torch.device(place).type == "cpu"
+        if on_host and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in outputs:
+            self._count(tensor)
+        if self._seen is not None:
+            self._note(self._seen, func, inputs, outputs, (args, kwargs))
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == "cuda" and storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.bytes += storage.nbytes()
+            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+
+    def _freed(self, storage: int, nbytes: int) -> None:
+        self._known.discard(storage)
+        self.bytes -= nbytes
+
+    def _note(
+        self, seen: Seen, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], called: Any
+    ) -> None:
+        name = func._schema.name
+        short = name.partition("::")[2]
+        inside = 0
+        if flash := FLASH.get(name):
+            seen.flash[flash] += 1
+            inside = _inside_backward(*inputs[:3]) if flash == "backward" else 0
+        seen.most = max(seen.most, self.bytes + inside)
+        seen.devices |= {tensor.device.type for tensor in outputs}
+        if short in PRODUCTS and inputs[-1].shape[-2] > 1:  # positions times frequencies are no sums
+            seen.products |= {str(tensor.dtype).removeprefix("torch.") for tensor in inputs[-2:]}
+        if short in ASKS or self._crosses(inputs, outputs, called):
+            seen.waits.append(name)
+
+    def _crosses(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], called: Any) -> bool:
+        """Whether data goes from one memory to the other, and the host waits for it."""
+        kinds = [{tensor.device.type for tensor in tensors if tensor.dim() or not tensor.is_cpu}
+                 for tensors in (inputs, outputs)]  # fmt: skip
+        if kinds[0] | kinds[1] != {"cpu", "cuda"}:
+            return False
+        host = [tensor for tensor in (*inputs, *outputs) if tensor.is_cpu]
+        args, kwargs = called
+        unblocked = kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)
+        return not unblocked or not all(self._is_pinned(tensor) for tensor in host)
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        self._pinned.add(copy.untyped_storage())
+        return copy
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage() in self._pinned
+
+
+def _inside_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> int:
+    """What flash attention's backward takes while it runs: the queries' gradients in float32, and where heads are
+    grouped the keys' and values' once per query head."""
+    spread = 0 if query.shape[1] == key.shape[1] else 2 * len(key) * query.shape[1] * query.shape[2] * key.itemsize
+    return 4 * query.numel() + spread
