@@ -19,6 +19,7 @@ import torch
 from packaging.version import Version
 
 from ..runtime import process
+from .cpu_layers import mend_cpu_layers
 from .experts import apply_experts
 from .whole_pictures import whole_of_known_features, whole_on_cpu
 
@@ -135,6 +136,7 @@ def build_conditions(
         if on_cpu:
             ranks_without_compiling()
             draws_taken_back()
+            mend_cpu_layers()
             for change in (live_weights, live_experts, one_draw_per_token, kernels_found_once):
                 enter(change())
         if on_cpu and ranks > 1:

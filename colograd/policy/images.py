@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers.core_model_loading import revert_weight_conversion
 
 from ..batch import PER_TOKEN, Images, MicroBatch
 from .sending import to_device_async
@@ -85,15 +84,6 @@ def load_weights(model: Any, folder: str) -> None:
         if parameter.shape != saved.shape:
             raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: it is of another model.")
         parameter.copy_(saved)
-
-
-def saved_names(model: Any) -> dict[str, str]:
-    """By the name of each parameter of a model that reads images, what a checkpoint calls it; empty: it reads none."""
-    if not takes_images(model.config):
-        return {}
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    saved = revert_weight_conversion(model, {name: torch.tensor(index) for index, name in enumerate(names)})
-    return {names[int(index)]: name for name, index in saved.items()}
 
 
 def in_tower(name: str) -> bool:

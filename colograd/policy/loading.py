@@ -211,6 +211,15 @@ def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | N
     return Quantization(quantized.saved_in(inner.config) or {}, in_checkpoint=saved is not None)
 
 
+def _freeze_as_made(model: Any) -> None:
+    """Loading forgets which parameters the class makes without a gradient, such as a router's correction biases."""
+    with torch.device("meta"):
+        made = type(model)(model.config)
+    for name, parameter in made.named_parameters():
+        if not parameter.requires_grad:
+            model.get_parameter(name).requires_grad_(False)
+
+
 def load_processor(path: str, config: GRPOConfig) -> Any:
     """A vision-language model's processor.
 
@@ -341,7 +350,10 @@ def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedMo
         hf_logging.disable_progress_bar()  # a download keeps its bar
     try:
         kind = AutoModelForImageTextToText if takes_images(saved) else AutoModelForCausalLM
-        return kind.from_pretrained(path, **kwargs)
+        loaded = kind.from_pretrained(path, **kwargs)
+        if num_experts(loaded.config) and not packed and asked is None:
+            _freeze_as_made(loaded)
+        return loaded
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         if has_config and not isinstance(error, OSError):

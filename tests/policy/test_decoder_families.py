@@ -30,6 +30,7 @@ def outcome(model_type: str, folder: Path) -> dict[str, object]:
 def test_other_names_and_layouts_are_found_and_proved(model_type: str, tmp_path: Path) -> None:
     found = outcome(model_type, tmp_path)
     assert found["status"] == "trained" and float(str(found["difference"])) < 1e-5, found
+    assert found["resumed"] and found["plain"], found
 
 
 @pytest.mark.slow
@@ -39,5 +40,6 @@ def test_a_family_is_trained_or_refused_in_a_line(model_type: str, tmp_path: Pat
     found = outcome(model_type, tmp_path)
     if found["status"] == "trained":
         assert float(str(found["difference"])) < (TRAINED if found["dtype"] == "float32" else 0.1), found
+        assert found["resumed"] and found["plain"], found
     else:
         assert found["status"] in ("ValueError", "RuntimeError") and len(str(found["message"])) > 40, found
