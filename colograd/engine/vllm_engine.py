@@ -45,6 +45,7 @@ class Needs:
     # The model's names -> its layers that multiply with the policy's packed weights. Such an engine is blank.
     parts_of: Callable[[EngineTensors], Parts] | None = None
     images: int = 0  # the most of one prompt; 0: it reads none
+    text_alone: bool = False  # of a model that could read more: the engine leaves out what it would read that with
 
 
 class VLLMEngine:
@@ -80,6 +81,8 @@ class VLLMEngine:
         self._reads_images, self._on_cpu = needs.images > 0, config.on_cpu
         self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, needs.sequences, needs.images)
+        if needs.text_alone:
+            kwargs["language_model_only"] = True
         kwargs |= lora_kwargs(model_path, config, needs.adapter)
         parts_of = needs.parts_of
         self.blank, self.served = needs.blank or parts_of is not None, ServedLayers()

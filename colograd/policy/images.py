@@ -46,6 +46,25 @@ def has_tower(model_config: Any) -> bool:
     return any(getattr(model_config, name, None) is not None for name in ("vision_config", "audio_config"))
 
 
+def reads_text_alone(model: Any) -> bool:
+    """Whether it is a model that could read more than text, of a family whose images can't be trained on."""
+    config = getattr(model, "config", None)
+    return has_tower(config) and not takes_images(config)
+
+
+def text_parameters(model: Any) -> set[int]:
+    """The ids of the parameters that text goes through, of a model that could read more."""
+    head = model.get_output_embeddings()
+    return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+
+
+def freeze_all_but_text(model: Any) -> None:
+    kept = text_parameters(model)
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.requires_grad_(False)
+
+
 def freeze_tower(model: Any) -> int:
     """Train nothing of the vision tower; what projects its features goes on being trained. Returns the parameters."""
     frozen = 0

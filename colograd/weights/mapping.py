@@ -11,13 +11,14 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from ..engine.protocol import EngineTensors
-from ..policy.images import in_tower
-from ..policy.lora import base_name
+from ..policy.images import in_tower, reads_text_alone, text_parameters
+from ..policy.lora import base_name, unwrap
 from ..policy.quantized_layers import PackedWeight, packed_weights
 
 # All experts of a block, (E, 2I, H) and (E, H, I) and their biases, as transformers and as vLLM name them. A policy may
@@ -177,7 +178,9 @@ def _layer_of(name: str) -> str:
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters by the names they have in a model without adapters; of quantised ones, what they amount to."""
     dense = {name: torch.empty(packed.shape, device="meta") for name, packed in packed_weights(model).items()}
-    named = ((name, base_name(name), p) for name, p in model.named_parameters())
+    inner: Any = unwrap(model)
+    read = text_parameters(inner) if reads_text_alone(inner) else None
+    named = ((n, base_name(n), p) for n, p in model.named_parameters() if read is None or id(p) in read)
     return {base: dense.get(name, p) for name, base, p in named if base is not None}
 
 
