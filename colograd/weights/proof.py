@@ -142,6 +142,8 @@ def check_read(
     Raises:
         RuntimeError: the policy's output depends on a parameter, and the engine's doesn't.
     """
+    slices = [part for part in slices if not part.again]  # a prompt alone doesn't go through these
+    every = [part for part in every if not part.again]
     text, eyes = ([part for part in slices if sees(part.name) == seeing] for seeing in (False, True))
     shown = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)])
     silent = unread([part for part in text if part.name not in shown], engine)
