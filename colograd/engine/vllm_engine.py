@@ -178,6 +178,11 @@ class VLLMEngine:
         self.version = version
 
     def _forget_prefixes(self, version: int | None) -> None:
+        inner = self.core.engine_core.engine_core
+        # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
+        # may have a batch in flight, which what tells of routed experts wouldn't survive.
+        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
+            self.core.step()
         if self._routed is not None:
             self._routed.forget()
         if not self.core.reset_prefix_cache():
@@ -210,14 +215,10 @@ class VLLMEngine:
     def sleep(self) -> None:
         if not self.sleeps or self.asleep:
             return
-        inner = self.core.engine_core.engine_core
-        # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
-        # may have a batch in flight.
-        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
-            self.core.step()
         self._forget_prefixes(self.version)  # older versions leave that to the caller
         if self._releases:
-            self.core.sleep(level=0)  # pauses the scheduler, which the release asks for
+            # Pauses the scheduler, which the release asks for. Aborting would reset what tells of routed experts.
+            self.core.sleep(level=0, mode="keep")
             self.core.release_kv_cache_memory()
         else:
             self.core.sleep(level=1)  # which reaches the KV cache only: see `weights_stay`
