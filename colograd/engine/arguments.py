@@ -78,6 +78,8 @@ def engine_kwargs(
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs |= dict.fromkeys(_accepted("moe_backend"), KEEPS_EXPERTS)
+        if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
+            kwargs["disable_custom_all_reduce"] = True  # it asks about its neighbours' GPUs, of which a task sees none
         if config.router_replay:
             kwargs |= _experts_told()
         if sequences:
