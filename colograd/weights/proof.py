@@ -122,8 +122,8 @@ def _check_differences(found: torch.Tensor, most: float, where: str = "") -> Non
     if not error <= most:
         raise RuntimeError(
             f"With the policy's values the engine differs from it by {error:.2g} nats on average{where}, where "
-            f"{most:.2g} is rounding: vLLM computes this architecture otherwise, or has its weights in a way that isn't "
-            "known yet. Choose another model; or this one without quantisation, if it is quantised."
+            f"{most:.2g} is rounding: vLLM computes this architecture otherwise, or has its weights in a way that "
+            "isn't known yet. Choose another model; or this one without quantisation, if it is quantised."
         )
 
 
