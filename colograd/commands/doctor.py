@@ -15,10 +15,13 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -116,6 +119,16 @@ def devices() -> Iterator[str]:
             free = f", {torch.cuda.mem_get_info(index)[0] / gib:.1f} free"
         total = properties.total_memory / gib
         yield f"GPU {index}: {properties.name}, memory {total:.1f} GiB{free}, CUDA {torch.version.cuda}"
+    if count and (lacking := lacking_for_triton()):
+        yield f"GPU: Triton, which compiles vLLM's kernels here, lacks {' and '.join(lacking)}: install them"
+
+
+def lacking_for_triton() -> list[str]:
+    """What this machine lacks of the C compiler and the header with which Triton builds its launchers."""
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    compilers = (os.environ["CC"],) if os.environ.get("CC") else ("clang", "gcc", "cc")
+    lacking = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({', '.join(compilers)})"]
+    return lacking if header.is_file() else [*lacking, f"{header} (python3-dev)"]
 
 
 def _processor() -> str:

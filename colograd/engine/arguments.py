@@ -72,16 +72,27 @@ def engine_kwargs(
         kwargs["async_scheduling"] = False  # some versions decide by whether a batch is done, each rank for itself
     if config.on_cpu:
         kwargs["block_size"] = CPU_BLOCK
+        kwargs |= _unpacked_latents()
     else:
         # With a size given, the share decides nothing, but vLLM still refuses to start where less of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs |= dict.fromkeys(_accepted("moe_backend"), KEEPS_EXPERTS)
+        if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
+            kwargs["disable_custom_all_reduce"] = True  # it asks about its neighbours' GPUs, of which a task sees none
         if config.router_replay:
             kwargs |= _experts_told()
         if sequences:
             kwargs |= _batch_kwargs(config, sequences)
     return {name: value for name, value in kwargs.items() if value is not None} | given
+
+
+def _unpacked_latents() -> dict[str, Any]:
+    """Of multi-head latent attention on a CPU vLLM's plain kernel, as the one for AMX packs weights out of reach."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plain = getattr(AttentionBackendEnum, "CPU_MLA", None)  # other models' attention isn't changed by it
+    return {} if plain is None else dict.fromkeys(_accepted("attention_backend"), plain)
 
 
 def _experts_told() -> dict[str, Any]:

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 
 from ..runtime import process
+from .cpu_layers import mend_cpu_layers
 from .experts import apply_experts
 from .whole_pictures import whole_of_known_features, whole_on_cpu
 
@@ -26,7 +28,8 @@ from .whole_pictures import whole_of_known_features, whole_on_cpu
 TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.27,<0.33"
 
-OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError)
+# Errors of vLLM's code, and of its configurations' classes.
+OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
 _kernels_found = False  # by an engine of this process, see `kernels_found_once`
 
 
@@ -47,7 +50,7 @@ def told_of_vllm(model: str) -> Iterator[None]:
         of_torch = isinstance(error, RuntimeError) and type(error).__module__ == "builtins"
         if not of_torch and not isinstance(error, OF_CODE):
             raise
-        line = next(iter(str(error).strip().splitlines()), "")
+        line = " ".join(str(error).strip().splitlines()[:2])
         raise RuntimeError(
             f"vLLM can't run {model} on this machine ({type(error).__name__}: {line}): choose another model, or "
             f"another version of vLLM ({PIN})."
@@ -135,6 +138,7 @@ def build_conditions(
         if on_cpu:
             ranks_without_compiling()
             draws_taken_back()
+            mend_cpu_layers()
             for change in (live_weights, live_experts, one_draw_per_token, kernels_found_once):
                 enter(change())
         if on_cpu and ranks > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +24,13 @@ class VLLMTensors:
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model
 
-    @property
+    @functools.cached_property
     def fusions(self) -> Mapping[str, Sequence[str]]:
-        return getattr(self._model, "packed_modules_mapping", None) or {}
+        found: dict[str, Sequence[str]] = {}
+        parts = [self._model] if isinstance(self._model, type) else self._model.modules()
+        for part in parts:  # a model that sees may leave its language model's to that
+            found = {**(getattr(part, "packed_modules_mapping", None) or {}), **found}
+        return found
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         named = ((base_name(name), parameter) for name, parameter in self._model.named_parameters())

@@ -1,7 +1,8 @@
 """Keeps vLLM's changes to transformers' classes away from the policy.
 
 vLLM's transformers backend decorates transformers' own model classes in place for its compiler: the policy, of the same
-class in the same process, would run through vLLM's ``__call__``, and the next model couldn't be loaded at all.
+class in the same process, would run through vLLM's ``__call__``, and the next model couldn't be loaded at all. And vLLM
+registers configurations of its own in the place of transformers', which the next policy would get.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 _Class = tuple[tuple[type, ...], dict[str, Any]]  # bases and attributes
 
@@ -19,10 +20,11 @@ _Class = tuple[tuple[type, ...], dict[str, Any]]  # bases and attributes
 @contextlib.contextmanager
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     """While vLLM builds ``model()``: transformers' classes are as before afterwards, also if that fails; modules of
-    vLLM's model whose class it has changed get a class of their own with the changes."""
+    vLLM's model whose class it has changed get a class of their own with the changes. Configurations likewise."""
     before = {kind: (kind.__bases__, dict(vars(kind))) for kind in _subclasses(PreTrainedModel)}
     try:
-        yield
+        with _registered_before():
+            yield
         theirs = {kind: _own_class(kind, before[kind]) for kind in before if kind.__bases__ != before[kind][0]}
     except BaseException:
         for kind, (bases, _) in before.items():
@@ -32,6 +34,19 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     for module in model().modules() if theirs else ():
         if type(module) in theirs:
             module.__class__ = theirs[type(module)]
+
+
+@contextlib.contextmanager
+def _registered_before() -> Iterator[None]:
+    """Afterwards a model type that transformers knows has the configuration that was registered before, or its own."""
+    registered: dict[str, Any] = CONFIG_MAPPING._extra_content
+    before = dict(registered)
+    try:
+        yield
+    finally:
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():
+            del registered[model_type]
+        registered |= before
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -45,6 +45,7 @@ class Needs:
     # The model's names -> its layers that multiply with the policy's packed weights. Such an engine is blank.
     parts_of: Callable[[EngineTensors], Parts] | None = None
     images: int = 0  # the most of one prompt; 0: it reads none
+    text_alone: bool = False  # of a model that could read more: the engine leaves out what it would read that with
 
 
 class VLLMEngine:
@@ -80,6 +81,8 @@ class VLLMEngine:
         self._reads_images, self._on_cpu = needs.images > 0, config.on_cpu
         self._seen: dict[str, ModelInput] = {}  # what requests in flight with images were to read
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, needs.sequences, needs.images)
+        if needs.text_alone:
+            kwargs["language_model_only"] = True
         kwargs |= lora_kwargs(model_path, config, needs.adapter)
         parts_of = needs.parts_of
         self.blank, self.served = needs.blank or parts_of is not None, ServedLayers()
@@ -175,6 +178,11 @@ class VLLMEngine:
         self.version = version
 
     def _forget_prefixes(self, version: int | None) -> None:
+        inner = self.core.engine_core.engine_core
+        # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
+        # may have a batch in flight, which what tells of routed experts wouldn't survive.
+        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
+            self.core.step()
         if self._routed is not None:
             self._routed.forget()
         if not self.core.reset_prefix_cache():
@@ -207,14 +215,10 @@ class VLLMEngine:
     def sleep(self) -> None:
         if not self.sleeps or self.asleep:
             return
-        inner = self.core.engine_core.engine_core
-        # After the last output its finished requests are still to be told to the worker, and asynchronous scheduling
-        # may have a batch in flight.
-        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
-            self.core.step()
         self._forget_prefixes(self.version)  # older versions leave that to the caller
         if self._releases:
-            self.core.sleep(level=0)  # pauses the scheduler, which the release asks for
+            # Pauses the scheduler, which the release asks for. Aborting would reset what tells of routed experts.
+            self.core.sleep(level=0, mode="keep")
             self.core.release_kv_cache_memory()
         else:
             self.core.sleep(level=1)  # which reaches the KV cache only: see `weights_stay`

@@ -283,7 +283,8 @@ def _flash_attention(
 ) -> torch.Tensor:
     """One flash call, keys gathered per segment; (1, T, H, D). With a ``sink`` all see the last key."""
     attend, takes = _flash()
-    plan = _gather_plan(layout, query.device, sink)
+    plan, size = _gather_plan(layout, query.device, sink), value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - size))  # of latent attention, whose keys are longer than its values
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
@@ -293,7 +294,8 @@ def _flash_attention(
         options["enable_gqa"] = True
     elif repeat > 1:  # an older torch
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    return attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **options).unsqueeze(0)
+    found = attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **options)
+    return found[..., :size].unsqueeze(0)
 
 
 class _GatherPlan:

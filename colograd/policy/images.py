@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers.core_model_loading import revert_weight_conversion
 
 from ..batch import PER_TOKEN, Images, MicroBatch
 from .sending import to_device_async
@@ -45,6 +44,25 @@ def find_processors() -> None:
 def has_tower(model_config: Any) -> bool:
     """Whether the model reads something else than text."""
     return any(getattr(model_config, name, None) is not None for name in ("vision_config", "audio_config"))
+
+
+def reads_text_alone(model: Any) -> bool:
+    """Whether it is a model that could read more than text, of a family whose images can't be trained on."""
+    config = getattr(model, "config", None)
+    return has_tower(config) and not takes_images(config)
+
+
+def text_parameters(model: Any) -> set[int]:
+    """The ids of the parameters that text goes through, of a model that could read more."""
+    head = model.get_output_embeddings()
+    return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+
+
+def freeze_all_but_text(model: Any) -> None:
+    kept = text_parameters(model)
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.requires_grad_(False)
 
 
 def freeze_tower(model: Any) -> int:
@@ -85,15 +103,6 @@ def load_weights(model: Any, folder: str) -> None:
         if parameter.shape != saved.shape:
             raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: it is of another model.")
         parameter.copy_(saved)
-
-
-def saved_names(model: Any) -> dict[str, str]:
-    """By the name of each parameter of a model that reads images, what a checkpoint calls it; empty: it reads none."""
-    if not takes_images(model.config):
-        return {}
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    saved = revert_weight_conversion(model, {name: torch.tensor(index) for index, name in enumerate(names)})
-    return {names[int(index)]: name for name, index in saved.items()}
 
 
 def in_tower(name: str) -> bool:

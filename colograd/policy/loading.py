@@ -26,7 +26,7 @@ from ..config import GRPOConfig
 from ..parallel.ranks import world_size
 from . import quantized
 from .dropout import disable_dropout, largest_dropout
-from .images import find_processors, freeze_tower, takes_images
+from .images import find_processors, freeze_all_but_text, freeze_tower, has_tower, reads_text_alone, takes_images
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .quantized import Quantization
@@ -120,6 +120,11 @@ class Policy:
                 f"experts: {coefficient:g} of the routers' load-balancing loss is added (router_aux_loss_coef), for "
                 "which groups without a reward difference are trained too"
             )
+        if reads_text_alone(unwrap(self.model)):
+            kind = unwrap(self.model).config.model_type
+            lines.append(
+                f"policy: text alone is trained; what {kind} sees or hears with is frozen, and not in the engine"
+            )
         if self.why_padded:
             lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
         return lines
@@ -209,6 +214,15 @@ def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | N
     on_disk = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
     saved = quantized.saved_in(on_disk)
     return Quantization(quantized.saved_in(inner.config) or {}, in_checkpoint=saved is not None)
+
+
+def _freeze_as_made(model: Any) -> None:
+    """Loading forgets which parameters the class makes without a gradient, such as a router's correction biases."""
+    with torch.device("meta"):
+        made = type(model)(model.config)
+    for name, parameter in made.named_parameters():
+        if not parameter.requires_grad:
+            model.get_parameter(name).requires_grad_(False)
 
 
 def load_processor(path: str, config: GRPOConfig) -> Any:
@@ -340,8 +354,13 @@ def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedMo
     if not config.verbose and os.path.isdir(path):
         hf_logging.disable_progress_bar()  # a download keeps its bar
     try:
-        kind = AutoModelForImageTextToText if takes_images(saved) else AutoModelForCausalLM
-        return kind.from_pretrained(path, **kwargs)
+        kind = AutoModelForImageTextToText if has_tower(saved) else AutoModelForCausalLM
+        loaded = kind.from_pretrained(path, **kwargs)
+        if num_experts(loaded.config) and not packed and asked is None:
+            _freeze_as_made(loaded)
+        if reads_text_alone(loaded):
+            freeze_all_but_text(loaded)
+        return loaded
     except (OSError, ValueError) as error:
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         if has_config and not isinstance(error, OSError):

@@ -148,7 +148,8 @@ def _states_and_routers(
     if sees and model.config._attn_implementation == attention.NAME:
         with attention.packed_rows():
             return images.packed_hidden_states(model, micro_batch), ()
-    body = model.base_model if model.base_model is not model else model.get_decoder()
+    whole = model.base_model is not model and not images.reads_text_alone(model)
+    body = model.base_model if whole else model.get_decoder()
     routed = micro_batch.experts if router_replay.replays(model) else None
     if model.config._attn_implementation != attention.NAME:
         return padded.hidden_states(model, body, micro_batch, routed, **asked)

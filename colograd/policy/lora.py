@@ -5,15 +5,17 @@ The base stays as the checkpoint has it: nothing here or in `weights/` ever merg
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .images import has_tower, sees
+from .images import has_tower, reads_text_alone, sees
 from .quantized_layers import dense_weight
 
 PREFIX = "base_model.model."  # of every parameter of a PeftModel
@@ -140,6 +142,10 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     check_lora_config(peft_config)
     import peft
 
+    if reads_text_alone(model) and peft_config.exclude_modules is None:
+        decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+        peft_config = copy.copy(peft_config)
+        peft_config.exclude_modules = rf"(?!{re.escape(decoder)}\.).*"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:

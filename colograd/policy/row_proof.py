@@ -14,13 +14,14 @@ import torch
 
 from ..batch import FinishReason, Group, Images, MicroBatch, ModelInput, Rollout, ScoredGroup
 from ..parallel.ranks import gather, on_all_ranks
-from . import attention, images
+from . import attention, images, recurrent
 from .layers import NotCompiled, as_it_trains
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap
 from .packing import PackedSequence, pack, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
+WITH_A_STATE = {"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}  # in a model of `recurrent`
 # Mean difference of log-probabilities in nats: far above rounding, far below another context's probabilities.
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
@@ -49,6 +50,7 @@ def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[Mod
     own = _own_attention(model)
     why = why or _obstacle(model)
     if not why:
+        recurrent.make_segmented(model)
         images.set_attention(model, attention.NAME)
         why = _packed_fault(model, own, device, asked)
         if not why:
@@ -70,11 +72,11 @@ def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[Mod
 
 def _obstacle(model: Any) -> str:
     """Why the architecture can't take packed rows, by a look at its configuration; empty: it may."""
-    config = model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", False):
+    config, has_states = model.config.get_text_config(), any(recurrent.mixers_of(model))
+    if not (has_states or getattr(model, "_supports_attention_backend", False)):
         return f"{type(model).__name__} doesn't use transformers' attention interface"
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    if other := sorted(set(kinds) - PACKABLE):
+    if other := sorted(set(kinds) - PACKABLE - (WITH_A_STATE if has_states else set())):
         return f"{type(model).__name__} has layers of type {', '.join(other)}"
     return ""
 

@@ -35,7 +35,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
     check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
     if model_config is None:
         return
-    if images.has_tower(model_config):
+    if images.takes_images(model_config):
         _check_images(model_config, config)
     if num_experts(model_config):
         _check_experts(model_config, config)
@@ -48,8 +48,6 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
 
 def check_planned(model_config: Any, ranks: int) -> None:
     """`check_supported` of what a plan names; ``ranks`` share an engine."""
-    if images.has_tower(model_config):
-        _check_family(model_config)
     if num_experts(model_config):
         _check_experts_split(model_config, ranks)
 
@@ -88,7 +86,6 @@ def _check_experts_split(model_config: Any, ranks: int) -> None:
 
 def _check_images(model_config: Any, config: GRPOConfig) -> None:
     kind = model_config.model_type
-    _check_family(model_config)
     tokens = getattr(model_config, "mm_tokens_per_image", 0)
     window = getattr(model_config.get_text_config(), "sliding_window", None)
     if kind in images.BOTH_WAYS and window and tokens > window:
@@ -110,14 +107,6 @@ def _check_images(model_config: Any, config: GRPOConfig) -> None:
     }
     if asked := [name for name, is_set in settings.items() if is_set]:
         raise ValueError(f"{asked[0]} isn't available for vision-language models in this version ({kind}): remove it.")
-
-
-def _check_family(model_config: Any) -> None:
-    if not images.takes_images(model_config):
-        raise ValueError(
-            f"{model_config.model_type} reads more than text, in a way that isn't known in this version: choose a "
-            f"vision-language model of the types {', '.join(images.FAMILIES)}, or a text model."
-        )
 
 
 def _configuration(model: Any, config: GRPOConfig) -> Any:

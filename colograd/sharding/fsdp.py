@@ -21,12 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from ..config import GRPOConfig
 from ..parallel.faults import telling
 from ..parallel.ranks import on_all_ranks
-from ..policy.images import saved_names
 from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
 from .rows import Cut, cuts_of, gathered
 from .strategy import Owned
-from .weight_files import WeightFiles
+from .weight_files import WeightFiles, saved_names
 
 FORWARD, BACKWARD = "forward", "backward"
 

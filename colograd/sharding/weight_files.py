@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..parallel import watchdog
@@ -100,9 +101,21 @@ class WeightFiles:
             )
 
 
+def saved_names(model: Any) -> dict[str, str]:
+    """By its name, what a parameter is called in files, if transformers saves it whole and under another name."""
+    found = dict[str, str]()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        try:
+            (saved,) = revert_weight_conversion(model, {name: torch.tensor(0)})
+        except (RuntimeError, IndexError, ValueError):  # it is saved in parts, which a number doesn't have
+            continue
+        if saved != name:
+            found[name] = saved
+    return found
+
+
 def load_mixture(model: torch.nn.Module, folder: Path) -> bool:
-    """Give a whole model with experts what a folder has for its parameters, in place. False: it has none that are saved
-    one by one.
+    """Give a whole model with experts what a folder has for its parameters, in place. False: it has no experts.
 
     Raises:
         ValueError: a parameter isn't there, or of another shape.
@@ -110,9 +123,9 @@ def load_mixture(model: torch.nn.Module, folder: Path) -> bool:
     aliases, parameters = dict[int, list[str]](), dict(model.named_parameters(remove_duplicate=False))
     if not any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters):
         return False
+    saved, files = saved_names(model), WeightFiles(folder)
     for name, parameter in parameters.items():
-        aliases.setdefault(id(parameter), []).append(name)
-    files = WeightFiles(folder)
+        aliases.setdefault(id(parameter), []).extend({name: 0, (saved.get(name) or name): 0})
     for names in aliases.values():
         parameter = parameters[names[0]].detach()
         files.copy(names, parameter, parameter.shape, range(len(parameter)) if parameter.dim() else range(1))

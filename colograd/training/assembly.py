@@ -22,6 +22,7 @@ from ..memory.description import RunDescription, Workload, describe_run, own_dev
 from ..memory.device_turns import DeviceTurns
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
+from ..policy.images import reads_text_alone
 from ..policy.layers import compile_layers, forget_compiled
 from ..policy.liger import apply_liger
 from ..policy.loading import Policy
@@ -142,6 +143,7 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
         blank=policy.quantization is not None and policy.quantization.in_checkpoint,
         parts_of=partial(packed_parts, policy.model) if serves_packed(config, policy) else None,
         images=most_images(task.prompts, policy, task.toolbox, context),
+        text_alone=reads_text_alone(unwrap(policy.model)),
     )
     engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, needs)
     closing.callback(engine.close)

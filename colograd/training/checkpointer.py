@@ -38,7 +38,7 @@ from ..data import PromptStream
 from ..parallel.ranks import gather, on_all_ranks, rank
 from ..policy import quantized
 from ..policy.images import load_weights
-from ..sharding.weight_files import load_mixture, stacked_masters
+from ..sharding.weight_files import load_mixture, saved_names, stacked_masters
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
@@ -466,7 +466,9 @@ class Checkpointer(TrainerCallback):
             join_remainders(optimizer)
             if isinstance(optimizer, AdamWSplit):
                 owned = sharding.owned()
-                adopt_masters(optimizer, owned, folders.float32_weights(checkpoint))
+                own = {saved: name for name, saved in saved_names(self.trainer.model).items()}
+                masters = ((own.get(name, name), value) for name, value in folders.float32_weights(checkpoint))
+                adopt_masters(optimizer, owned, masters)
                 if self.trainer.policy.adapter is None:
                     names = dict.fromkeys(piece.name for piece in owned)
                     adopt_masters(optimizer, owned, stacked_masters(names, folder))

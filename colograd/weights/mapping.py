@@ -11,13 +11,14 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from ..engine.protocol import EngineTensors
-from ..policy.images import in_tower
-from ..policy.lora import base_name
+from ..policy.images import in_tower, reads_text_alone, text_parameters
+from ..policy.lora import base_name, unwrap
 from ..policy.quantized_layers import PackedWeight, packed_weights
 
 # All experts of a block, (E, 2I, H) and (E, H, I) and their biases, as transformers and as vLLM name them. A policy may
@@ -41,6 +42,7 @@ class Slice:
     cut: tuple[slice, ...] = ()  # the part of the source that ``destination`` holds; empty: all of it
     packed: PackedWeight | None = None  # the policy has it quantised
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # the engine holds this function of it, elementwise
+    again: bool = False  # the engine has the parameter elsewhere too, and reads this copy in other forwards
 
     @property
     def is_computed(self) -> bool:
@@ -68,6 +70,9 @@ class Slice:
         held, found = self.held, self.destination
         narrow = held.dtype if held.element_size() < found.element_size() else found.dtype
         return torch.equal(found.to(narrow), held.to(narrow))
+
+
+EXPANDS = "kv_b_proj"  # the layer that does so, in transformers and in vLLM
 
 
 class UnmappedParameter(ValueError):
@@ -115,6 +120,7 @@ def map_parameters(
         if not parts:
             missing.append(name)
         slices += [Slice(own, source, *part) for part in parts]
+        slices += [Slice(own, source, *part, again=True) for part in absorbed(name, source, parts, targets)]
     if missing:
         free = {name: targets[name] for name in _uncovered(slices, targets)}
         others = {name: _alike(name, sources, missing, free) for name in missing}
@@ -177,7 +183,9 @@ def _layer_of(name: str) -> str:
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters by the names they have in a model without adapters; of quantised ones, what they amount to."""
     dense = {name: torch.empty(packed.shape, device="meta") for name, packed in packed_weights(model).items()}
-    named = ((name, base_name(name), p) for name, p in model.named_parameters())
+    inner: Any = unwrap(model)
+    read = text_parameters(inner) if reads_text_alone(inner) else None
+    named = ((n, base_name(n), p) for n, p in model.named_parameters() if read is None or id(p) in read)
     return {base: dense.get(name, p) for name, base, p in named if base is not None}
 
 
@@ -202,6 +210,27 @@ def _whereabouts(
     return None
 
 
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view of an engine's tensor, and the part of a parameter that it holds
+ABSORBED = ("W_UK_T", "W_UV")  # a head's (P, L) and (L, V) of what expands latent attention's keys and values
+
+
+def absorbed(
+    name: str, source: torch.Tensor, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]
+) -> Iterator[Part]:
+    """What the decoding of latent attention has of a rank's rows (H * (P + V), L), whose places are ``parts``."""
+    module, _, _ = name.rpartition(f".{EXPANDS}.")
+    found = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
+             if module and place.endswith(f".{end}")}  # fmt: skip
+    if len(found) < 2 or not parts:
+        return
+    keys, values = (found[end].detach() for end in ABSORBED)
+    start = (parts[0][1] or (slice(0, 0),))[0].start
+    for key, value in zip(keys, values, strict=True):
+        for place in (key, value.T):
+            yield place, (slice(start, start + len(place)),)
+            start += len(place)
+
+
 def _experts(name: str, targets: dict[str, torch.Tensor], engine: EngineTensors) -> torch.Tensor | None:
     """The engine's tensor of a block's experts; None: the parameter is none of a mixture's experts."""
     head, _, last = name.rpartition(".")
@@ -218,9 +247,6 @@ def _experts(name: str, targets: dict[str, torch.Tensor], engine: EngineTensors)
             "checkpoint's: leave what chooses kernels for experts out of vllm_engine_kwargs and the environment."
         )
     return targets[place]
-
-
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view of an engine's tensor, and the part of a parameter that it holds
 
 
 def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> list[Part]:

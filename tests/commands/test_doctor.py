@@ -32,6 +32,16 @@ def lines(said: str) -> dict[str, str]:
     return {line.split(":")[0]: line for line in said.splitlines()}
 
 
+def test_what_triton_needs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda kind: str(tmp_path))
+    monkeypatch.setenv("CC", "mycc")
+    assert doctor.lacking_for_triton() == ["a C compiler (mycc)", f"{tmp_path / 'Python.h'} (python3-dev)"]
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/mycc")
+    assert doctor.lacking_for_triton() == []
+
+
 def test_only_its_own_gpu_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking another one for its free memory would take some hundred megabytes of it."""
     opened: list[int] = []

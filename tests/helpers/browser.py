@@ -131,9 +131,9 @@ class Browser:
         self.wait("document.readyState === 'complete' && document.querySelector('#main')?.children.length > 0")
 
     def resize(self, width: int, height: int) -> None:
-        self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 700
-        )
+        phone = width < 700
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self._call("Emulation.setTouchEmulationEnabled", enabled=phone)
 
     def run(self, script: str) -> Any:
         """The value of an expression; a promise is waited for. What it throws is raised."""
@@ -155,13 +155,21 @@ class Browser:
 
     def click(self, selector: str, place: int = 0) -> None:
         """Click an element as a person does: in its middle, with the mouse."""
-        found = f"document.querySelectorAll({json.dumps(selector)})[{place}]"
-        self.run(f"{found}.scrollIntoView({{block: 'center', inline: 'center'}})")
-        box = f"{found}.getBoundingClientRect()"
-        x, y = self.run(f"((b) => [b.x + b.width / 2, b.y + b.height / 2])({box})")
+        x, y = self._middle(selector, place)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
+    def tap(self, selector: str, place: int = 0) -> None:
+        """Touch an element as a finger does; only where the screen is a phone's."""
+        x, y = self._middle(selector, place)
+        self._call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self._call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def _middle(self, selector: str, place: int) -> list[float]:
+        found = f"document.querySelectorAll({json.dumps(selector)})[{place}]"
+        self.run(f"{found}.scrollIntoView({{block: 'center', inline: 'center'}})")
+        return self.run(f"((b) => [b.x + b.width / 2, b.y + b.height / 2])({found}.getBoundingClientRect())")
 
     def key(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

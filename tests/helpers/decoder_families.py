@@ -27,9 +27,11 @@ SIZES: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
     "zero_expert_num": 2,
-    # multi-head latent attention
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32),
-    "qk_head_dim": 64,
+    # multi-head latent attention, of which vLLM's kernel for a CPU takes one size
+    **dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "v_head_dim"), 32),
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 96,
     # layers with a state
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
@@ -51,8 +53,8 @@ GATED_DELTA = {"num_hidden_layers": 4, "linear_key_head_dim": 128, "linear_value
 # What a family needs beside them.
 OWN: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 0},
-    "deepseek_v3": {"topk_method": "noaux_tc"},
-    "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "head_dim": 64, "first_k_dense_replace": 1},
     "falcon": {"num_kv_heads": 1, "multi_query": True, "ffn_hidden_size": 256},
     "gemma3n_text": {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "layer_types": list(WINDOWS)},
     "gemma4_text": {"num_experts": None},
@@ -69,7 +71,7 @@ OWN: dict[str, dict[str, Any]] = {
     "phi": {"intermediate_size": 256},
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), GATED_DELTA),
     "qwen4_exp_text": {"num_hidden_layers": 4, "ngram_vocab_size_base": 512},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "attention_head_dim": 64},
 }  # fmt: skip
 
 

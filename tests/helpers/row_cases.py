@@ -42,6 +42,36 @@ PACKED: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
 }  # fmt: skip
+GATED_DELTA = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+# Layers with a state beside attention, or alone.
+RECURRENT: dict[str, Callable[[], Any]] = {
+    "qwen3_5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SHAPE | GATED_DELTA)),
+    "qwen3_5_moe": lambda: hf.Qwen3_5MoeForCausalLM(
+        hf.Qwen3_5MoeTextConfig(
+            **SHAPE | GATED_DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        )
+    ),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridForCausalLM(
+        hf.GraniteMoeHybridConfig(
+            **SHAPE | EXPERTS | MAMBA, layer_types=["mamba", "attention"], mamba_d_head=32, shared_intermediate_size=32
+        )
+    ),
+    "falcon_h1": lambda: hf.FalconH1ForCausalLM(
+        hf.FalconH1Config(**SHAPE, **MAMBA, mamba_d_ssm=64, mamba_d_head=16, lm_head_multiplier=0.5)
+    ),
+    "mamba2": lambda: hf.Mamba2ForCausalLM(
+        hf.Mamba2Config(
+            vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=32,
+            n_groups=1, chunk_size=8, bos_token_id=1, eos_token_id=2,
+        )
+    ),
+    "lfm2": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
+}  # fmt: skip
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
 
 

@@ -165,6 +165,11 @@ def vowels(completions: list[Any], **kwargs: Any) -> list[float]:
     return [sum(ord(char) % 7 for char in text) / (6 * max(len(text), 1)) for text in texts]
 
 
+def small_letters(completions: list[Any], **kwargs: Any) -> list[float]:
+    """The share of a completion's 16 places that hold a small letter: a tenth at random."""
+    return [sum("a" <= char <= "z" for char in completion[0]["content"]) / 16 for completion in completions]
+
+
 def config(output_dir: str | Path, **changes: Any) -> Any:
     """A GRPOConfig for four steps of float32 training on two threads."""
     from colograd import GRPOConfig

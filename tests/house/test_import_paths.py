@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tiny
 from paths import ROOT
-from transformers import LlamaConfig, LlavaConfig, MixtralConfig
+from transformers import LlamaConfig, MixtralConfig
 
 import colograd
 from colograd.runtime.importing import import_when_used
@@ -74,7 +74,6 @@ def test_a_model_that_cant_be_trained_is_refused_before_anything_large_is_import
     """From its configuration alone: neither vLLM, nor the trainer, nor the dataset's rows are there when it is said."""
     refused = {
         "noise": (MixtralConfig(router_jitter_noise=0.1), "mixtral has router_jitter_noise 0.1"),
-        "sees otherwise": (LlavaConfig(), "llava reads more than text"),
         "packed otherwise": (LlamaConfig(quantization_config={"quant_method": "gptq"}), "gptq"),
     }
     recipes = []

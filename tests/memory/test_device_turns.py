@@ -101,8 +101,8 @@ class Core:
         self.in_flight -= 1
         self.calls.append("step")
 
-    def sleep(self, level: int) -> None:
-        self.calls.append(f"sleep {level}")
+    def sleep(self, level: int, mode: str = "abort") -> None:
+        self.calls.append(f"sleep {level} {mode}")
 
     def release_kv_cache_memory(self) -> None:
         self.calls.append("release")
@@ -131,7 +131,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_only_the_kv_cache_sleeps_and_the_version_stays(calls: list[str]) -> None:
     engine = sleeping_engine(Core(calls, in_flight=1))
     engine.sleep()
-    assert calls == ["step", "forget", "sleep 0", "release"] and engine.asleep
+    assert calls == ["step", "forget", "sleep 0 keep", "release"] and engine.asleep
     engine.sleep()
     assert len(calls) == 4, "it sleeps already"
     engine.wake()
@@ -156,7 +156,7 @@ def test_an_older_vllm_sleeps_at_level_1_which_finds_the_cache_only(
     engine = sleeping_engine(Core(calls))
     engine.sleep()
     engine.wake()
-    assert calls == ["forget", "sleep 1", "empty cache", "wake None"]
+    assert calls == ["forget", "sleep 1 abort", "empty cache", "wake None"]
 
 
 def test_an_engine_that_was_not_built_to_sleep_does_nothing(calls: list[str]) -> None:
@@ -173,7 +173,7 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
     monkeypatch.setattr(type(config), "on_cpu", False)
     times = PhaseTimes()
     turns = DeviceTurns(sleeping_engine(Core(calls)), config, times)
-    assert calls == ["forget", "sleep 0", "release"], "the first micro-batch is measured without it"
+    assert calls == ["forget", "sleep 0 keep", "release"], "the first micro-batch is measured without it"
     _, optimizer = trained()
     assert turns.offload is not None
     monkeypatch.setattr(turns.offload, "to_host", lambda given: calls.append("out"))
@@ -181,7 +181,7 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
     calls.clear()
     with turns.sampling(optimizer):
         calls.append("sample")
-    assert calls == ["out", "empty cache", "wake ['kv_cache']", "sample", "forget", "sleep 0", "release", "back"]
+    assert calls == ["out", "empty cache", "wake ['kv_cache']", "sample", "forget", "sleep 0 keep", "release", "back"]
     assert set(times.take()) == {"time/offload", "time/wake", "time/sleep"}
     with pytest.raises(KeyError), turns.sampling(None):
         raise KeyError("requests are in flight")

@@ -194,6 +194,14 @@ def test_a_planned_cache_is_given_to_vllm_whose_own_check_of_free_memory_is_not_
     assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(on_cpu)
 
 
+def test_ranks_that_see_their_own_gpu_alone_go_without_vllm_s_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = made(Cuda)
+    object.__setattr__(config, "vllm_tensor_parallel_size", 2)  # a launcher's two ranks would be asked for
+    for seen, without in ((1, True), (2, False)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
+        assert ("disable_custom_all_reduce" in engine_kwargs("m", config, torch.bfloat16, 200, 12345)) == without
+
+
 def batches(sequences: int, cls: type[GRPOConfig] = Cuda, **given: Any) -> tuple[int | None, list[int] | None]:
     kwargs = engine_kwargs("m", made(cls, vllm_engine_kwargs=given), torch.bfloat16, 200, 12345, sequences)
     return kwargs.get("max_num_seqs"), kwargs.get("cudagraph_capture_sizes")

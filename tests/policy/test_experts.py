@@ -302,11 +302,6 @@ def test_dropout_before_experts_is_refused_with_the_remedy(models, tmp_path: Pat
         build(models["mixtral"], tmp_path, adapter)
 
 
-def small_letters(completions: list[Any], **kwargs: Any) -> list[float]:
-    """The share of a completion's 16 places that hold a small letter: a tenth at random."""
-    return [sum("a" <= char <= "z" for char in completion[0]["content"]) / 16 for completion in completions]
-
-
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("replay", [False, True], ids=["", "router replay"])
@@ -318,7 +313,7 @@ def test_a_mixture_learns(family: str, replay: bool, models, tmp_path: Path, clo
         "max_completion_length": 16, "lr_scheduler_type": "constant", "router_aux_loss_coef": None,
     }  # fmt: skip
     args = tiny.config(tmp_path / "run", **changes)
-    trainer = closing(GRPOTrainer(str(models[family]), small_letters, args, tiny.prompts()))
+    trainer = closing(GRPOTrainer(str(models[family]), tiny.small_letters, args, tiny.prompts()))
     started = time.process_time()
     trainer.train()
     rewards = [step["reward"] for step in steps(trainer)]

@@ -125,10 +125,9 @@ def test_image_tokens_that_differ_in_number_are_an_error_that_names_both() -> No
 
 
 def test_what_is_not_built_is_refused_from_the_configuration_alone(tmp_path: Path) -> None:
-    from transformers import Gemma3Config, LlavaConfig, Qwen2_5_VLConfig
+    from transformers import Gemma3Config, Qwen2_5_VLConfig
 
     for config, changes, said in (
-        (LlavaConfig(), {}, "llava reads more than text"),
         (Qwen2_5_VLConfig(), {"vllm_engine_kwargs": {"mm_processor_kwargs": {}}}, "mm_processor_kwargs"),
         (Qwen2_5_VLConfig(), {"torch_compile": True}, "torch_compile"),
         (Gemma3Config(), {"vllm_engine_kwargs": {"long_prefill_token_threshold": 100}}, "threshold 100, .* 256"),

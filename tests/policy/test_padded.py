@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from row_cases import MIXTURES, PACKED, SHAPE, VOCABULARY, make, make_groups
+from row_cases import MIXTURES, PACKED, RECURRENT, SHAPE, VOCABULARY, make, make_groups
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup, SegmentLayout
 from colograd.policy import attention, row_proof
@@ -20,23 +20,12 @@ from colograd.policy.packing import pack
 from colograd.policy.padded import rows_of
 from colograd.policy.row_proof import choose_rows, choose_rows_where_it_trains
 
-MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 PADDED: dict[str, tuple[Callable[[], Any], str]] = {
     "state space": (
         lambda: hf.MambaForCausalLM(
             hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8)
         ),
-        "doesn't use transformers' attention interface",
-    ),
-    "attention and state space side by side": (
-        lambda: hf.FalconH1ForCausalLM(
-            hf.FalconH1Config(**SHAPE, **MAMBA, mamba_d_ssm=64, mamba_d_head=16, lm_head_multiplier=0.5)
-        ),
-        "doesn't use transformers' attention interface",
-    ),
-    "convolutions between attention": (
-        lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
-        "has layers of type conv",
+        "packed log-probabilities differ",  # its scan takes no state to begin with
     ),
     "biases by distance": (
         lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4)),
@@ -115,9 +104,9 @@ def test_what_cannot_be_packed_is_padded_and_equals_the_models_own_computation(
         tried(family, padded=why)
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", [*PACKED, *RECURRENT])
 def test_what_can_be_packed_is(kind: str, tried: Any) -> None:
-    model = make(PACKED[kind])
+    model = make({**PACKED, **RECURRENT}[kind])
     assert choose_rows(model) == "" and model.training
     assert model.config._attn_implementation == attention.NAME
     compare(model, 1000, share_prompts=True, own="eager")

@@ -17,6 +17,7 @@ from colograd.report import write_report
 from colograd.report.serving import Server
 
 ASSETS = Path(colograd.report.__file__).parent / "assets"
+SCREENS = pytest.mark.parametrize(("width", "dark"), [(1400, False), (1400, True), (390, False), (390, True)])
 VIEWS = ("overview", "time", "completions", "groups", "advisor", "settings")
 
 pytestmark = [
@@ -70,6 +71,24 @@ def count(page: browser.Browser, selector: str) -> int:
     return page.run(f"document.querySelectorAll({json.dumps(selector)}).length")
 
 
+def colour(page: browser.Browser, selector: str, name: str) -> list[float]:
+    """Red, green and blue of an element's style."""
+    return page.run(
+        f"getComputedStyle(document.querySelector({json.dumps(selector)})).{name}.match(/[\\d.]+/g).map(Number)"
+    )[:3]
+
+
+def contrast(*colours: list[float]) -> float:
+    """As WCAG has it: from 1 to 21; text is readable from 4.5 on."""
+
+    def light(channels: list[float]) -> float:
+        linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(light, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
 def no_wider(page: browser.Browser) -> bool:
     """Whether the page needs no scrolling to the side."""
     return page.run("document.documentElement.scrollWidth <= window.innerWidth")
@@ -89,6 +108,157 @@ def test_every_view_opens_by_a_click(page: browser.Browser, one: str, width: int
     assert "pass@k" in shown["overview"] and "Model FLOP utilisation" in shown["time"]
     assert "optimizer state" in shown["time"] and "Raise max_completion_length" in shown["advisor"]
     assert "learning_rate" in shown["settings"] and "Half of all reward difference" in shown["groups"]
+
+
+@SCREENS
+def test_a_solved_task_is_a_green_note(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, dark=dark)
+    lines = texts(page, ".alarm-line")
+    assert len(lines) == 3 and "Solved" in lines[-1] and "✓" in lines[-1], "after the alarms"
+    red, green, blue = colour(page, ".alarm-line[data-severity=note] .icon", "backgroundColor")
+    assert green > 1.3 * max(red, blue)
+    red, green, blue = colour(page, ".alarm-line[data-severity=note]", "backgroundColor")
+    assert green > max(red, blue)
+
+
+@SCREENS
+def test_the_advisors_tab_counts_the_open_alarms(
+    page: browser.Browser, one: str, two: str, width: int, dark: bool
+) -> None:
+    page.open(one, width, dark=dark)
+    assert texts(page, "[data-view=advisor]") == ["Advisor 2"], "neither a note nor an alarm that is over"
+    assert contrast(colour(page, ".badge", "color"), colour(page, ".badge", "backgroundColor")) > 4.5
+    page.open(two, width, dark=dark)
+    assert texts(page, "[data-view=advisor]") == ["Advisor"]
+
+
+@SCREENS
+def test_prompts_are_named_by_their_text(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one + "#view=groups&step=20", width, dark=dark)
+    page.wait("document.querySelectorAll('table.prompts button.open').length === 20")
+    names = texts(page, "table.prompts button.open")
+    assert all(name.startswith("What is ") for name in names)
+    page.click("table.prompts button.open")
+    assert texts(page, ".history h4") == names[:1]
+    drawing = "[aria-label^='Mean rewards of']"
+    page.wait(f"document.querySelector({json.dumps(drawing)})")
+    page.run(
+        f"((e) => {{ const {{left, top}} = e.getBoundingClientRect(); "
+        f"const at = {{bubbles: true, clientX: left + 56, clientY: top + 40}}; "
+        f"e.dispatchEvent(new MouseEvent('mousemove', at)); }})(document.querySelector({json.dumps(drawing)}))"
+    )
+    assert "What is" in texts(page, "#tip")[0]
+    assert no_wider(page)
+
+
+@SCREENS
+def test_settings_that_were_set_come_first(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one + "#view=settings", width, dark=dark)
+    run = MadeUp().start()["run"]
+    names = "#main > :first-child table.settings td.name"
+    assert texts(page, names) == sorted(run["changed"]), "they alone, at first"
+    page.fill("select[aria-label='Which settings']", "all")
+    assert texts(page, names) == [*sorted(run["changed"]), *sorted({*run["settings"]} - {*run["changed"]})]
+    weights = page.run(f"[...document.querySelectorAll('{names} code')].map((e) => getComputedStyle(e).fontWeight)")
+    assert weights == ["700"] * 4 + ["400"] * (len(weights) - 4)
+    assert no_wider(page)
+
+
+@SCREENS
+def test_the_worst_completion_is_open_at_first(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one + "#view=completions&step=30", width, dark=dark)
+    page.wait("document.querySelector('article.one .tokens')")
+    rows = "table.list tbody tr:not(.group)"
+    rewards = page.run(f"[...document.querySelectorAll('{rows}')].map((r) => r.completion.reward)")
+    opened = "[...document.querySelectorAll('tr.chosen')].map((r) => r.completion.reward)"
+    assert page.run(opened) == [min(rewards)] and texts(page, ".why-open") == ["The lowest reward"]
+    assert page.run("window.scrollY") == 0, "what stands above isn't scrolled away"
+    page.click("button.open", rewards.index(max(rewards)))
+    assert page.run(opened) == [max(rewards)] and count(page, ".why-open") == 0
+    page.click("[aria-label='Next step']")
+    page.wait("document.querySelector('#main').innerText.includes('Step 31: 16') && document.querySelector('.tokens')")
+    rewards = page.run(f"[...document.querySelectorAll('{rows}')].map((r) => r.completion.reward)")
+    assert page.run(opened) == [min(rewards)], "of the next step, too"
+    page.click(".detail [aria-label=Close]")
+    page.click("[aria-label='Next step']")
+    page.wait("document.querySelector('#main').innerText.includes('Step 32: 16')")
+    assert count(page, "article.one") == 0, "what was closed stays closed"
+    assert no_wider(page)
+
+
+@SCREENS
+def test_numbers_have_their_units(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one + "#view=overview&step=20", width, dark=dark)
+    units = {"Completion length": "tokens", "Entropy": "nats", "Sampler and trainer": "nats", "pass@k": "%"}
+    for title, unit in units.items():
+        said = page.run(f"document.querySelector('[aria-label^=\"{title}\"]').ariaLabel")
+        assert said.count(f" {unit}") == said.count(",") + 1, said
+        place = texts(page, ".card h3").index(f"{title}, {unit}")
+        page.run(f"document.querySelectorAll('.card h3')[{place}].scrollIntoView()")
+        legend = f"document.querySelectorAll('.card h3')[{place}].closest('.card').querySelector('.u-legend')"
+        page.wait(f"{legend}?.innerText.includes(' {unit}')")
+    names, facts = texts(page, ".step-panel dt"), texts(page, ".step-panel dd")
+    ends = {"Length": "tokens", "Truncated": "%", "Entropy": "nats", "Sampler–trainer": "nats", "Time": "s"}
+    assert all(dict(zip(names, facts, strict=True))[name].endswith(f" {unit}") for name, unit in ends.items())
+    page.open(one + "#view=time&step=20", width, dark=dark)
+    cells = texts(page, "table.numbers td:nth-child(n + 2)")
+    assert len(cells) == 11 and all(cell.endswith(" GiB") for cell in cells)
+    assert {"Speed, tokens/s", "Model FLOP utilisation, %", "Measured memory, GiB"} <= {*texts(page, ".card h3")}
+    page.open(one + "#view=completions&step=20", width, dark=dark)
+    page.wait("document.querySelector('.token')")
+    page.click(".token")
+    assert " nats (" in texts(page, ".told")[0]
+    assert no_wider(page)
+
+
+@SCREENS
+def test_tabs_that_are_out_of_sight_have_a_cue(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    def cues() -> list[str]:
+        style = "getComputedStyle(document.querySelector('.tabs-box'), '::{}').content"
+        return [page.run(style.format(name)).strip('"') for name in ("before", "after")]
+
+    page.open(one, width, height=844, dark=dark)
+    page.wait("document.querySelector('.tabs-box').dataset.after")
+    assert cues() == (["none", "›"] if width < 700 else ["none", "none"])
+    page.click("[data-view=settings]")
+    page.wait("document.querySelector('.tabs-box').dataset.after === 'false'")
+    assert cues() == (["‹", "none"] if width < 700 else ["none", "none"])
+    assert no_wider(page)
+
+
+@SCREENS
+def test_the_head_leaves_room_for_the_page(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, height=844, dark=dark)
+    assert count(page, ".alarm-line") == 3
+    assert page.run("document.querySelector('#main').getBoundingClientRect().top") < 0.4 * 844
+
+
+@SCREENS
+def test_help_is_said_by_a_touch(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, dark=dark)
+    press = page.tap if width < 700 else page.click
+    press(".help")
+    page.wait("!document.querySelector('#tip').hidden")
+    assert texts(page, "#tip") == [page.run("document.querySelector('.help').title")]
+    left, right = page.run("((b) => [b.left, b.right])(document.querySelector('#tip').getBoundingClientRect())")
+    assert 0 <= left < right <= width
+    assert contrast(colour(page, "#tip", "color"), colour(page, "#tip", "backgroundColor")) > 4.5
+    press(".tile")
+    page.wait("document.querySelector('#tip').hidden")
+    page.run("document.querySelector('.help').click()")
+    page.key("Escape")
+    page.wait("document.querySelector('#tip').hidden")
+
+
+@SCREENS
+def test_legends_of_charts_are_readable(page: browser.Browser, one: str, width: int, dark: bool) -> None:
+    page.open(one, width, dark=dark)
+    page.run("document.querySelector('.plot').scrollIntoView()")
+    page.wait("document.querySelector('.plot .u-series:not(:first-child):not(.edge)')")
+    row, card = ".plot .u-series:not(:first-child):not(.edge)", colour(page, ".card:has(.plot)", "backgroundColor")
+    assert contrast(colour(page, f"{row} .u-label", "color"), card) > 7
+    assert contrast(colour(page, f"{row} .u-value", "color"), card) > 7
+    assert contrast(colour(page, f"{row} .u-marker", "backgroundColor"), card) > 4.5, "it is filled"
 
 
 def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) -> None:

@@ -1,10 +1,12 @@
-"""Two steps of a decoder family's tiny random model; what came of it goes to FOLDER/outcome.json.
+"""Two steps of a decoder family's tiny random model, the second one again from a checkpoint; its saved folder is loaded
+by plain transformers. What came of it goes to FOLDER/outcome.json.
 
 python one_family.py MODEL_TYPE FOLDER
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import decoder_families
 import tiny
+import torch
+from transformers import AutoModelForCausalLM
 
 from colograd import GRPOTrainer
 
@@ -20,13 +24,31 @@ BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch"}
 
 def trained(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
     changes = BFLOAT16 if dtype == "bfloat16" else {}
-    config = tiny.config(folder / "run", max_steps=2, max_completion_length=8, disable_dropout=True, **changes)
-    trainer = GRPOTrainer(str(model), tiny.vowels, config, tiny.prompts())
-    trainer.train()
+    found: list[dict[str, torch.Tensor]] = []
+    for resumed in (None, str(folder / "run" / "checkpoint-1")):
+        config = tiny.config(
+            folder / "run", max_steps=2, max_completion_length=8, disable_dropout=True, save_strategy="steps",
+            save_steps=1, full_determinism=True, **changes,
+        )  # fmt: skip
+        with contextlib.closing(GRPOTrainer(str(model), tiny.vowels, config, tiny.prompts())) as trainer:
+            trainer.train(resume_from_checkpoint=resumed)
+            found.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+            rows = trainer.policy.model.config._attn_implementation
+            history = trainer.state.log_history
+    plain = AutoModelForCausalLM.from_pretrained(folder / "run" / "checkpoint-2", dtype=dtype)
     name = "sampling/sampling_logp_difference/mean"
-    difference = max(entry[name] for entry in trainer.state.log_history if name in entry)
-    rows = trainer.policy.model.config._attn_implementation
-    return {"status": "trained", "difference": difference, "dtype": dtype, "rows": rows}
+    return {
+        "status": "trained",
+        "difference": max(entry[name] for entry in history if name in entry),
+        "dtype": dtype,
+        "rows": rows,
+        "resumed": same(*found),
+        "plain": same(found[1], dict(plain.named_parameters())),
+    }
+
+
+def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
 def main() -> None:

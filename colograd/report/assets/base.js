@@ -40,6 +40,17 @@ function fmt(value, digits = 3) {
 
 const percent = (share) => (isNumber(share) ? `${fmt(100 * share, 3)} %` : "–");
 
+// A metric's unit, by its name; shares, whose unit is %, are shown a hundredfold.
+const UNITS = [
+  ["s", /^time\/|(^|[/_])seconds$|^step_time$|runtime$/],
+  ["GiB", /^memory\//],
+  ["tokens", /tokens$|^(eval_.*)?completions\/.*_length$/],
+  ["nats", /^(eval_.*)?(entropy|kl)$|logp_difference\//],
+  ["%", /_share$|_frequency$|pass@\d+$|^mfu$|^(eval_.*)?(clip_ratio\/|completions\/(clipped_ratio|duplicates)$|frac_)/],
+];
+const unitOf = (name) => (UNITS.find(([, pattern]) => pattern.test(name)) || [""])[0];
+const measured = (value, unit, digits) => (!isNumber(value) ? "–" : unit === "%" ? percent(value) : unit ? `${fmt(value, digits)} ${unit}` : fmt(value, digits));
+
 function duration(seconds) {
   if (!isNumber(seconds) || seconds < 0) return "–";
   if (seconds < 100) return `${fmt(seconds, 3)} s`;
@@ -92,18 +103,32 @@ function watchWidth(box, resized) {
   widths.observe(box);
 }
 
+// Help is said by a pointer that rests, and by a click, a tap or Enter until the next one.
+function helpButton(help) {
+  const found = el("button.help", { title: help, "aria-label": `Help: ${help}`, onclick: () => {
+    const shown = tip.of === found, { left, bottom } = found.getBoundingClientRect();
+    tip(shown ? null : { clientX: left - 14, clientY: bottom - 10 }, help);
+    tip.of = shown ? null : found;
+  } }, "?"); // prettier-ignore
+  return found;
+}
+
+document.addEventListener("click", (event) => tip.of && !event.target.closest(".help") && tip(null));
+document.addEventListener("keydown", (event) => tip.of && event.key === "Escape" && tip(null));
+
 // A card with a heading; help is said beside it.
 function card(title, help, ...children) {
   return el(
     "section.card",
     {},
-    el("div.card-head", {}, el("h3", {}, title), help && el("span.help", { title: help, tabIndex: 0, role: "note", "aria-label": help }, "?")),
+    el("div.card-head", {}, el("h3", {}, title), help && helpButton(help)),
     children,
   );
 }
 
 function tip(event, ...children) {
   const box = document.getElementById("tip");
+  tip.of = null;
   if (!event) {
     box.hidden = true;
     return;
@@ -111,6 +136,7 @@ function tip(event, ...children) {
   box.replaceChildren();
   add(box, ...children);
   box.hidden = false;
+  box.style.left = "0"; // its width doesn't depend on where it was
   const left = Math.min(event.clientX + 14, window.innerWidth - box.offsetWidth - 8);
   const below = event.clientY + 16 + box.offsetHeight < window.innerHeight;
   box.style.left = `${Math.max(left, 4)}px`;

@@ -15,8 +15,8 @@ function smoothed(values, weight) {
 
 // parts: [{label, steps, values, colour, dash, fill: [low, high], points, smooth}]
 function curves(title, help, parts, options = {}) {
-  const box = el("div.plot", { role: "img", "aria-label": `${title}: ${parts.map((part) => `${part.label} ${fmt(lastOf(part.values))}`).join(", ")} at the end` });
-  const found = card(title, help, box);
+  const box = el("div.plot", { role: "img", "aria-label": `${title}: ${parts.map((part) => `${part.label} ${measured(lastOf(part.values), options.unit)}`).join(", ")} at the end` });
+  const found = card(options.unit ? [title, el("span.hint", {}, `, ${options.unit}`)] : title, help, box);
   const chart = { box, parts, options, plot: null, marker: null, seen: false, stale: true };
   // Drawn when it is scrolled into view: a moved slider draws what somebody sees.
   chart.draw = () => {
@@ -78,7 +78,7 @@ function drawCurves(chart) {
       dash: part.dash,
       spanGaps: true,
       points: part.points ? { show: true, size: 6, fill: part.colour } : steps.length < 40 ? { show: true, size: 4 } : { show: false },
-      value: (plot, value, place, at) => fmt(at === null || at === undefined ? lastOf(plot.data[place]) : value), // where nobody points: the last
+      value: (plot, value, place, at) => measured(at === null || at === undefined ? lastOf(plot.data[place]) : value, chart.options.unit), // where nobody points: the last
     });
   }
   const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
@@ -91,10 +91,10 @@ function drawCurves(chart) {
       scales: { x: { time: false }, y: { range: chart.options.range || within } },
       axes: [
         { ...axis, size: 26, gap: 4, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000] },
-        { ...axis, size: 46, gap: 4, values: (_, splits) => splits.map((value) => fmt(value, 4)) },
+        { ...axis, size: 46, gap: 4, values: (_, splits) => splits.map((value) => (chart.options.unit === "%" ? percent(value) : fmt(value, 4))) },
       ],
       cursor: { sync: { key: "steps", setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
-      legend: { live: true },
+      legend: { live: true, markers: { width: () => 0, fill: (plot, place) => plot.series[place].stroke(plot, place) } },
       hooks: { ready: [(plot) => opensSteps(plot)], setScale: [() => placeMarker(chart)], setSize: [() => placeMarker(chart)] },
     },
     data,

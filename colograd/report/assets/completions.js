@@ -21,11 +21,13 @@ const completionsView = {
   title: "Completions",
   filters: { purpose: "", group: "", finish: "", order: "group", text: "", low: "", high: "", all: false },
   opened: [], // one completion, or two side by side
+  chosen: false, // by somebody, not because it is the worst
   build(container) {
     const run = runs[state.run];
     const filters = this.filters;
     this.known = []; // completions that the filters are over
     this.opened = [];
+    this.chosen = this.closed = false;
     this.most = ROWS;
     const again = (name) => (chosen) => {
       filters[name] = chosen;
@@ -55,12 +57,12 @@ const completionsView = {
     );
     this.rows = el("div");
     this.detail = el("div.detail");
-    add(container, runPicker(), this.where, this.bar, el("div.completions", {}, this.rows, this.detail));
+    this.jump = el("button.quiet.jump", { onclick: () => this.detail.scrollIntoView() }, "The lowest reward is open below ↓");
+    add(container, runPicker(), this.where, this.bar, this.jump, el("div.completions", {}, this.rows, this.detail));
     this.load();
   },
   update(reasons) {
     if (reasons.has("step")) {
-      if (this.pending && this.pending.step === state.step) return;
       this.load();
     }
   },
@@ -100,16 +102,22 @@ const completionsView = {
     const held = here < recorded ? ` The page has room for the completions of ${here} of the ${recorded} steps that recorded some, spread over the run and those of alarms among them.` : "";
     const left = this.leftOut ? ` ${plural(this.leftOut, "completion")} more were logged than are shown here, in groups.` : "";
     this.where.replaceChildren(visible(`${where}${near}: ${plural(this.known.length, "completion")}.${left}${held}`));
-    const pick = this.wanted;
-    this.wanted = null;
     this.choices();
     this.list();
-    const first = (pick && this.known.find(pick)) || null;
-    if (first) this.open(first, false);
-    else if (this.opened.length && !this.known.includes(this.opened[0])) {
-      this.opened = [];
-      this.show();
-    } else this.show();
+    if (!this.known.includes(this.opened[0]) && !this.closed) {
+      this.opened = this.worst();
+      this.chosen = false;
+    }
+    this.show();
+  },
+  isWorst() {
+    return !this.chosen && this.opened.length > 0 && isNumber(this.opened[0].reward);
+  },
+  // What somebody looks for first; one that was trained on rather than an evaluation's.
+  worst() {
+    const rank = (c) => [c.purpose === "train" ? 0 : 1, value(c.reward, Infinity)];
+    const [first] = this.filtered().sort((a, b) => rank(a)[0] - rank(b)[0] || (rank(a)[1] < rank(b)[1] ? -1 : rank(a)[1] > rank(b)[1] ? 1 : 0));
+    return first ? [first] : [];
   },
   // Choices of groups and purposes, which depend on what was loaded.
   choices() {
@@ -183,6 +191,7 @@ const completionsView = {
     const start = performance.now();
     if (beside && this.opened.length && this.opened[0] !== completion) this.opened = [this.opened[0], completion];
     else this.opened = [completion];
+    this.chosen = true;
     this.show();
     if (!beside && window.innerWidth < 1100) this.detail.scrollIntoView({ block: "start" });
     this.took = performance.now() - start;
@@ -192,6 +201,7 @@ const completionsView = {
   },
   show() {
     this.marks();
+    this.jump.hidden = !this.isWorst();
     if (!this.opened.length) {
       this.detail.replaceChildren(el("p.hint", {}, "Choose a completion to see it token by token; ⇆ puts a second one beside it."));
       this.detail.parentNode.classList.remove("compared");
@@ -201,7 +211,7 @@ const completionsView = {
     colours.largest = Math.max(...this.known.filter((each) => groupKey(each) === group).map((each) => Math.abs(each.advantage || 0)), ...this.opened.flatMap((each) => (each.advantages || []).map((one) => Math.abs(one || 0))), 1e-9);
     const views = this.opened.map((completion) => this.one(completion));
     const recolour = () => views.forEach((view) => view.recolour && view.recolour());
-    this.detail.replaceChildren(el("div.detail-head", {}, this.opened.some((completion) => completion.tokens) && modePicker(recolour), el("button.quiet", { "aria-label": "Close", onclick: () => { this.opened = []; this.show(); } }, "✕")), el("div.pair", {}, views)); // prettier-ignore
+    this.detail.replaceChildren(el("div.detail-head", {}, this.isWorst() && el("strong.why-open", {}, "The lowest reward"), this.opened.some((completion) => completion.tokens) && modePicker(recolour), el("button.quiet", { "aria-label": "Close", onclick: () => { this.opened = []; this.chosen = false; this.closed = true; this.show(); } }, "✕")), el("div.pair", {}, views)); // prettier-ignore
     this.detail.parentNode.classList.toggle("compared", this.opened.length > 1);
   },
   one(completion) {

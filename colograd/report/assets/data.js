@@ -58,7 +58,7 @@ function merge(run, news) {
   run.spreads = { ...kept.spreads, ...news.spreads };
   run.held = new Map([...kept.held, ...news.held]);
   for (const [step, has] of kept.held) if (has) run.held.set(step, 1);
-  run.texts = kept.texts;
+  run.texts = new Map([...kept.texts, ...Object.entries(news.texts || {})]);
   run.groups = news.groups || kept.groups;
   run.prompts = news.prompts || kept.prompts;
 }
@@ -135,10 +135,11 @@ async function unpack(element) {
 }
 
 function prepared(run, content) {
+  for (const [key, text] of Object.entries(content.texts || {})) run.texts.set(key, text);
   for (const completion of content.completions) {
     completion.step = content.step;
     completion.promptValue = content.prompts[completion.prompt];
-    if (completion.key && !run.texts.has(completion.key)) run.texts.set(completion.key, short(promptText(completion.promptValue), 160));
+    if (completion.key && !run.texts.has(completion.key)) run.texts.set(completion.key, short(promptText(completion.promptValue), BEGINNING));
     if (completion.tokens) completion.text = completion.tokens.join("");
     if (!isNumber(completion.reward)) completion.reward = weighted(run, completion.rewards);
     if (completion.sampler && completion.trainer)
@@ -165,7 +166,11 @@ function promptText(prompt) {
   return messageText(asked);
 }
 
-const messageText = (message) => (typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content) : "");
+const messageText = ({ content }) => (typeof content === "string" ? content : Array.isArray(content) && content.every((part) => part && part.type) ? content.map((part) => part.text ?? `⟨${part.type}⟩`).join(" ") : content ? JSON.stringify(content) : "");
+
+// A prompt is named by its text; its key is the last resort.
+const BEGINNING = 160;
+const promptName = (run, key) => (run.texts.get(key) || `a prompt whose text wasn't recorded (${key.slice(0, 8)})`).replace(/\s+/g, " ");
 
 // Live: ask for what changed, every two seconds, seldom where nobody looks.
 const EVERY = 2000, HIDDEN = 20000;

@@ -84,7 +84,7 @@ const groupsView = {
     this.step = el("div");
     this.prompts = el("div");
     this.history = el("div");
-    const over = run.groups.steps.length ? curves("Groups that carry a signal", "Prompts of each step whose completions are trained on.", [{ label: "with a signal", steps: run.groups.steps, values: run.groups.signal, colour: several() ? runColour(run.index) : seriesColour(0) }]) : null;
+    const over = run.groups.steps.length ? curves("Groups that carry a signal", "Prompts of each step whose completions are trained on.", [{ label: "with a signal", steps: run.groups.steps, values: run.groups.signal, colour: several() ? runColour(run.index) : seriesColour(0) }], { unit: "groups" }) : null;
     add(container, runPicker(), el("div.cards", {}, this.chart, over, card("Groups of the step", "Bars: mean rewards, from the highest to the lowest; a pale bar carries no signal.", this.step)));
     const { total, visits, half, shown } = run.prompts;
     if (shown.length) {
@@ -111,7 +111,7 @@ const groupsView = {
       table(
         ["Prompt", "Mean rewards over its visits", "Visits", "First", "Last", "Signal"],
         rows.slice(0, this.most).map(([key, signal, history]) => [
-          el("button.open", { onclick: () => this.showHistory(run, key, history) }, run.texts.has(key) ? run.texts.get(key) : el("code", {}, key)),
+          el("button.open", { onclick: () => this.showHistory(run, key, history) }, promptName(run, key)),
           spark(history), history.length, fmt(history[0][1]), fmt(history[history.length - 1][1]), fmt(signal),
         ]),
         { className: "prompts" },
@@ -126,7 +126,7 @@ const groupsView = {
       el(
         "div.history",
         {},
-        el("div.card-head", {}, el("h4", {}, "Prompt ", el("code", {}, key)), el("button.quiet", { "aria-label": "Close", onclick: () => this.history.replaceChildren() }, "✕")),
+        el("div.card-head", {}, el("h4", {}, promptName(run, key)), el("button.quiet", { "aria-label": "Close", onclick: () => this.history.replaceChildren() }, "✕")),
         asked,
         table(["Step", "Mean reward", "Spread", "Truncated", ""], history.map(([step, mean, spread, truncated]) => [step, fmt(mean), fmt(spread), percent(truncated), el("button", { onclick: () => change({ step, view: "completions" }) }, "Completions")]), { className: "numbers" }),
       ),
@@ -182,7 +182,7 @@ const groupsView = {
     const at = (event) => groups[Math.floor((event.offsetX - left) / Math.min((drawing.clientWidth - left) / groups.length, 34))];
     drawing.addEventListener("mousemove", (event) => {
       const group = at(event);
-      if (group) tip(event, el("strong", {}, `Prompt ${group[0].slice(0, 10)}, #${group[1]}`), el("div", {}, `${plural(group[2], "completion")}, mean ${fmt(group[3])}, spread ${fmt(group[4])}, truncated ${percent(group[5])}`));
+      if (group) tip(event, el("strong", {}, `#${group[1]} `, short(promptName(run, group[0]), 120)), el("div", {}, `${plural(group[2], "completion")}, mean ${fmt(group[3])}, spread ${fmt(group[4])}, truncated ${percent(group[5])}`));
       else tip(null);
     });
     drawing.addEventListener("mouseleave", () => tip(null));

@@ -36,12 +36,12 @@ function progressBar(run) {
 }
 
 const tabs = new Map();
-let stepSlider, stepText, main;
+let stepSlider, stepText, alarmCount, main;
 
 function bar() {
   const list = el("div.tabs", { role: "tablist", "aria-label": "Views" });
   for (const view of VIEWS) {
-    const tab = el("button", { role: "tab", id: `tab-${view.name}`, "data-view": view.name, "aria-controls": "main", onclick: () => change({ view: view.name }) }, view.title);
+    const tab = el("button", { role: "tab", id: `tab-${view.name}`, "data-view": view.name, "aria-controls": "main", onclick: () => change({ view: view.name }) }, view.title, view === advisorView && [" ", (alarmCount = el("span.badge"))]);
     tabs.set(view.name, tab);
     list.append(tab);
   }
@@ -61,8 +61,15 @@ function bar() {
     if (steps.length) change({ step: steps[next] });
   };
   const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, id: "smoothing", "aria-label": "Smoothing", oninput: () => change({ smoothing: Number(smoothing.value) }) });
+  const box = el("div.tabs-box", {}, list);
+  const cue = () => {
+    box.dataset.before = list.scrollLeft > 2;
+    box.dataset.after = list.scrollLeft + list.clientWidth < list.scrollWidth - 2;
+  };
+  list.addEventListener("scroll", cue);
+  watchWidth(list, cue);
   document.getElementById("bar").append(
-    list,
+    box,
     el("div.controls", {}, el("div.stepper", {}, el("button", { "aria-label": "Step before", onclick: () => go(-1) }, "‹"), stepSlider, el("button", { "aria-label": "Next step", onclick: () => go(1) }, "›"), stepText), el("label.smooth", {}, "Smoothing ", smoothing)),
   );
 }
@@ -77,7 +84,12 @@ function marks() {
   stepSlider.disabled = steps.length < 2;
   const place = state.step === null ? -1 : steps.indexOf(nearest(steps, state.step));
   stepSlider.value = place < 0 ? steps.length - 1 : place;
-  stepText.textContent = state.step === null ? "no step opened" : `step ${state.step}`;
+  stepText.textContent = state.step === null ? "no step" : `step ${state.step}`;
+  const alarms = openAlarms().filter(([, alarm]) => !isNote(alarm));
+  alarmCount.hidden = !alarms.length;
+  alarmCount.textContent = alarms.length;
+  alarmCount.title = plural(alarms.length, "open alarm");
+  alarmCount.dataset.severity = alarms.length ? alarms[0][1].severity : "";
   for (const [name, tab] of tabs) {
     tab.setAttribute("aria-selected", String(name === state.view));
     tab.tabIndex = name === state.view ? 0 : -1;
@@ -122,7 +134,7 @@ function arrived(news, reached) {
   arrived.known = news.change;
   head();
   if (state.view === "completions") {
-    if (state.step === null && !completionsView.opened.length && !completionsView.filters.all) completionsView.load();
+    if (state.step === null && !completionsView.chosen && !completionsView.filters.all) completionsView.load();
   } else {
     const top = window.scrollY;
     const open = [...main.querySelectorAll("details")].map((each) => each.open);

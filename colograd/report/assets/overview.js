@@ -49,13 +49,13 @@ function overviewCharts() {
   const charts = [];
   const put = (title, help, named, options) => {
     const parts = partsOf(named);
-    if (parts.length) charts.push(curves(title, help, parts, options));
+    if (parts.length) charts.push(curves(title, help, parts, { unit: unitOf(named[0][0]), ...options }));
   };
   const evaluated = (title, help, pattern, options) => {
     const all = evaluationNames(pattern).slice(0, 12);
     const names = (several() && all.length > 2 ? [all[0], all[all.length - 1]] : all).map((name) => [name, name.replace(/^eval_/, ""), { points: true, smooth: false }]);
     const parts = partsOf(names, (run) => run.evaluations);
-    if (parts.length) charts.push(curves(title, help, parts, options));
+    if (parts.length) charts.push(curves(title, help, parts, { unit: unitOf(names[0][0]), ...options }));
   };
   put("Reward", "The mean of a step's completions. The band is one standard deviation to each side, as far as rewards went.", [["reward", "reward", band("reward")]]);
   evaluated("Evaluation", "The mean reward on the evaluation's prompts.", /^eval_(.*_)?reward$/);
@@ -63,11 +63,11 @@ function overviewCharts() {
   const functions = rewardNames();
   for (const name of functions.slice(0, MOST_FUNCTIONS))
     if (functions.length > 1 || !runs.some((run) => column(run, "reward"))) put(name.slice(8, -5), "One reward function: its mean, and one standard deviation to each side, as far as its rewards went.", [[name, "mean", band(name)]]);
-  put("Completion length", "Tokens. The band goes from the shortest to the longest of the step.", [["completions/mean_length", "mean", range("completions/min_length", "completions/max_length")]]);
+  put("Completion length", "The band goes from the shortest to the longest of the step.", [["completions/mean_length", "mean", range("completions/min_length", "completions/max_length")]]);
   put("Shares of completions and groups", "Truncated: completions cut at max_completion_length. No difference: groups whose rewards are all alike, which carry no signal.", [["completions/clipped_ratio", "truncated"], ["frac_reward_zero_std", "no difference"]]);
-  put("Entropy", "Nats per token. Near 0 the policy hardly explores.", [["entropy", "entropy"]]);
-  put("KL to the reference", "Nats per token; 0 where no reference is held.", [["kl", "kl"]]);
-  put("Sampler and trainer", "How far their log-probabilities of the same tokens are apart: the mean and the largest absolute difference, in nats.", [["sampling/sampling_logp_difference/mean", "mean"], ["sampling/sampling_logp_difference/max", "largest"]]);
+  put("Entropy", "Per token. Near 0 the policy hardly explores.", [["entropy", "entropy"]]);
+  put("KL to the reference", "Per token; 0 where no reference is held.", [["kl", "kl"]]);
+  put("Sampler and trainer", "How far their log-probabilities of the same tokens are apart: the mean and the largest absolute difference.", [["sampling/sampling_logp_difference/mean", "mean"], ["sampling/sampling_logp_difference/max", "largest"]]);
   put("Importance ratio", "The trainer's probability over the sampler's: raw, and as it weighs in the loss after truncation and masks.", [["sampling/raw_ratio/mean", "raw"], ["sampling/importance_sampling_ratio/mean", "corrected"]]);
   put("Clipped and masked", "Shares of tokens whose ratio was clipped, and that the sampler's correction masked away.", [["clip_ratio/region_mean", "clipped"], ["sampling/masked_share", "masked"], ["sampling/truncated_share", "truncated"]]);
   put("Gradient norm", "Before clipping to max_grad_norm.", [["grad_norm", "norm"]]);
@@ -102,7 +102,7 @@ function tiles() {
     tile("Steps", fmt(run.status.step), run.status.max_steps ? `of ${fmt(run.status.max_steps)}` : null),
     seconds > 0 && tile("Time in steps", duration(seconds), `${duration(seconds / Math.max(run.status.step, 1))} a step`),
     sampled > 0 && tile("Tokens sampled", sampled >= 1e6 ? `${fmt(sampled / 1e6)} M` : fmt(Math.round(sampled)), null),
-    isNumber(lastOf(column(run, "completions/mean_length"))) && tile("Length", fmt(lastOf(column(run, "completions/mean_length"))), `from ${fmt((column(run, "completions/mean_length") || []).find(isNumber))} tokens`),
+    isNumber(lastOf(column(run, "completions/mean_length"))) && tile("Length", measured(lastOf(column(run, "completions/mean_length")), "tokens"), `from ${measured((column(run, "completions/mean_length") || []).find(isNumber), "tokens")}`),
   );
 }
 
@@ -138,12 +138,12 @@ function stepPanel() {
   if (step === null) return el("p.hint", {}, "Click a step in any chart to open it here and in the other views.");
   const shown = [
     ["reward", "Reward"], ["reward_std", "Spread"], ["completions/mean_length", "Length"], ["completions/clipped_ratio", "Truncated"], ["frac_reward_zero_std", "No difference"],
-    ["entropy", "Entropy"], ["kl", "KL"], ["sampling/sampling_logp_difference/mean", "Sampler–trainer"], ["grad_norm", "Gradient norm"], ["learning_rate", "Learning rate"], ["step_time", "Seconds"],
+    ["entropy", "Entropy"], ["kl", "KL"], ["sampling/sampling_logp_difference/mean", "Sampler–trainer"], ["grad_norm", "Gradient norm"], ["learning_rate", "Learning rate"], ["step_time", "Time"],
   ]; // prettier-ignore
   const columns = runs.filter((run) => run.steps.includes(step));
   const rows = shown
     .filter(([name]) => columns.some((run) => isNumber(metric(run, name, step))))
-    .map(([name, label]) => [label, ...columns.map((run) => fmt(metric(run, name, step)))]);
+    .map(([name, label]) => [label, ...columns.map((run) => measured(metric(run, name, step), unitOf(name)))]);
   const alarms = runs.flatMap((run) => run.alarms.filter((alarm) => alarm.step === step).map((alarm) => alarmLine(run, alarm)));
   const run = runs[state.run];
   const spread = run.spreads[step];
@@ -164,15 +164,15 @@ function stepPanel() {
       "div.step-parts",
       {},
       columns.length ? (several() ? table(["", ...columns.map((each) => each.name)], rows, { className: "facts" }) : el("dl.chips.numbers", {}, rows.map(([name, fact]) => el("div", {}, el("dt", {}, name), el("dd", {}, fact))))) : el("p.hint", {}, "No metrics were logged at this step."),
-      spread && spread.rewards && histogram(several() ? `Rewards · ${run.name}` : "Rewards", spread.rewards),
-      spread && spread.lengths && histogram(several() ? `Lengths · ${run.name}` : "Lengths, tokens", spread.lengths),
+      spread && spread.rewards && histogram(several() ? `Rewards · ${run.name}` : "Rewards", spread.rewards, ""),
+      spread && spread.lengths && histogram(several() ? `Lengths · ${run.name}` : "Lengths", spread.lengths, "tokens"),
     ),
   );
 }
 
-function histogram(title, { edges, counts }) {
+function histogram(title, { edges, counts }, unit) {
   const most = Math.max(...counts, 1);
-  const drawing = canvas(130, `${title}: ${counts.join(", ")} completions between ${edges.map((edge) => fmt(edge)).join(", ")}`, (context, width, height) => {
+  const drawing = canvas(130, `${title}: ${counts.join(", ")} completions between ${edges.map((edge) => measured(edge, unit)).join(", ")}`, (context, width, height) => {
     const wide = width / counts.length;
     context.fillStyle = css("--accent");
     counts.forEach((count, place) => {
@@ -180,10 +180,10 @@ function histogram(title, { edges, counts }) {
       context.fillRect(place * wide + 0.5, height - 16 - tall, Math.max(wide - 1, 1), tall);
     });
     context.fillStyle = css("--muted");
-    context.fillText(fmt(edges[0]), 0, height - 7);
+    context.fillText(measured(edges[0], unit), 0, height - 7);
     context.textAlign = "right";
-    context.fillText(fmt(edges[edges.length - 1]), width, height - 7);
-    context.fillText(`most: ${most}`, width, 7);
+    context.fillText(measured(edges[edges.length - 1], unit), width, height - 7);
+    context.fillText(`most: ${plural(most, "completion")}`, width, 7);
     context.textAlign = "left";
   });
   return el("div.histogram", {}, el("h4", {}, title), drawing);
@@ -255,13 +255,13 @@ const overviewView = {
     this.panel = el("div.wide");
     this.maps = runs.flatMap((run) => [
       heatMap(run, "rewards", "Rewards of all completions", "A column per step: the darker, the more of its completions have this reward."),
-      heatMap(run, "lengths", "Lengths of all completions", "A column per step: the darker, the more of its completions are this long, in tokens."),
+      heatMap(run, "lengths", "Lengths of all completions, tokens", "A column per step: the darker, the more of its completions are this long."),
     ]).filter(Boolean);
     const charts = overviewCharts();
     const more = el("details.wide.more", {}, el("summary", {}, `All other metrics (${otherMetrics().length})`));
     more.addEventListener("toggle", () => {
       if (!more.open || more.children.length > 1) return;
-      more.append(el("div.cards", {}, otherMetrics().slice(0, 200).map((name) => curves(name, null, partsOf([[name, name]])))));
+      more.append(el("div.cards", {}, otherMetrics().slice(0, 200).map((name) => curves(name, null, partsOf([[name, name]]), { unit: unitOf(name) }))));
     });
     add(container, several() ? comparison() : tiles(), this.panel, el("div.cards", {}, charts, this.maps), otherMetrics().length > 0 && more);
     if (!charts.length) add(container, el("p.hint", {}, "No step has been logged yet."));

@@ -13,8 +13,8 @@ const settingsView = {
     const kinds = [...(several() ? [["different", "that differ between the runs"]] : []), ["changed", "that aren't at their defaults"], ["all", "all"]];
     add(
       container,
-      card("Runs", null, this.facts()),
       card("Settings", null, el("div.filters", {}, select("Which settings", kinds, this.kind, (chosen) => { this.kind = chosen; this.list(); }), el("input", { type: "search", placeholder: "Search", "aria-label": "Search settings", value: this.text, oninput: (event) => { this.text = event.target.value; this.list(); } })), this.rows),
+      card(several() ? "Runs" : "Run", null, this.facts()),
     ); // prettier-ignore
     this.list();
   },
@@ -33,8 +33,8 @@ const settingsView = {
     return table(several() ? ["", ...runs.map((run) => run.name)] : ["", ""], rows, { className: "facts" });
   },
   list() {
-    const names = [...new Set(runs.flatMap((run) => Object.keys(run.run.settings || {})))].sort();
     const changed = new Set(runs.flatMap((run) => run.run.changed || []));
+    const names = [...new Set(runs.flatMap((run) => Object.keys(run.run.settings || {})))].sort((a, b) => changed.has(b) - changed.has(a) || (a < b ? -1 : 1));
     const texts = (name) => runs.map((run) => settingText((run.run.settings || {})[name]));
     const shown = names.filter((name) => {
       if (this.kind === "changed" && !changed.has(name)) return false;
@@ -46,7 +46,7 @@ const settingsView = {
       return;
     }
     const rows = shown.map((name) => el("tr", { className: changed.has(name) ? "changed" : "" }, el("td.name", {}, el("code", {}, name)), texts(name).map((text) => el("td", {}, el("code", {}, short(text, 400))))));
-    this.rows.replaceChildren(el("p.hint.count", {}, `${plural(shown.length, "setting")} of ${names.length}. In bold: not at its default.`), table(["Name", ...runs.map((run) => run.name)], rows, { className: "settings" }));
+    this.rows.replaceChildren(el("p.hint.count", {}, `${plural(shown.length, "setting")} of ${names.length}. Those that aren't at their defaults come first, in bold.`), table(["Name", ...runs.map((run) => run.name)], rows, { className: "settings" }));
   },
   update() {},
 };

@@ -143,7 +143,7 @@ function lanes(rollouts) {
       if (tools) spans(rollout.tools, seriesColour(4), "tools");
       context.fillStyle = css("--muted");
       context.textAlign = "right";
-      context.fillText(String(most), left - 6, 8);
+      context.fillText(`${most} seq.`, left - 6, 8);
       context.fillText("0", left - 6, tall - 4);
       context.fillText(`${fmt(longest)} s`, width - 4, height - 8);
       context.textAlign = "left";
@@ -202,13 +202,15 @@ function speedCharts() {
     });
   }
   const found = [];
-  if (parts.length) found.push(curves("Tokens per second", "Completion tokens over the seconds of generating; packed tokens, prompts among them, over those of forward and backward. Of all ranks.", parts));
+  if (parts.length) found.push(curves("Speed", "Completion tokens over the seconds of generating; packed tokens, prompts among them, over those of forward and backward. Of all ranks.", parts, { unit: "tokens/s" }));
   const mfu = partsOf([["mfu", "utilisation"]]);
-  if (mfu.length) found.push(curves("Model FLOP utilisation", "Floating point operations of forward and backward, over the seconds of training times the peak. How it is reckoned stands below.", mfu));
-  const memory = partsOf([...new Set(runs.flatMap((run) => Object.keys(run.columns)))].filter((name) => name.startsWith("memory/")).slice(0, 8).map((name) => [name, name.slice(7)]));
-  if (memory.length) found.push(curves("Measured memory", "As logged at each step.", memory));
+  if (mfu.length) found.push(curves("Model FLOP utilisation", "Floating point operations of forward and backward, over the seconds of training times the peak. How it is reckoned stands below.", mfu, { unit: "%" }));
+  const memory = partsOf([...new Set(runs.flatMap((run) => Object.keys(run.columns)))].filter((name) => name.startsWith("memory/")).slice(0, 8).map((name) => [name, memoryName(name)]));
+  if (memory.length) found.push(curves("Measured memory", "As logged at each step.", memory, { unit: "GiB" }));
   return found;
 }
+
+const memoryName = (name) => name.slice(7).replace(/_gib$/, "");
 
 function utilisationWords(run) {
   const facts = run.run;
@@ -226,14 +228,14 @@ function utilisationWords(run) {
 function memoryPlan(run) {
   if (!run.memory.length) return null;
   const total = (name) => run.memory.reduce((sum, row) => sum + (row[name] || 0), 0);
-  const rows = run.memory.map((row) => [row.part, fmt(row.sampling), fmt(row.training)]);
-  const measured = Object.keys(run.columns)
+  const rows = run.memory.map((row) => [row.part, measured(row.sampling, "GiB"), measured(row.training, "GiB")]);
+  const peaks = Object.keys(run.columns)
     .filter((name) => name.startsWith("memory/"))
     .map((name) => [name, Math.max(...run.columns[name].filter(isNumber))]);
   return card(
     several() ? `Memory plan · ${run.name}` : "Memory plan",
-    "GiB of a rank's device that the plan at the start gives each part, while the engine samples and while the policy trains.",
-    table(["Part", "Sampling", "Training"], [...rows, el("tr.total", {}, el("td", {}, "planned in all"), el("td", {}, fmt(total("sampling"))), el("td", {}, fmt(total("training")))), ...measured.map(([name, value]) => el("tr.measured", {}, el("td", {}, `measured: ${name.slice(7)}, at most`), el("td", { colSpan: 2 }, fmt(value))))], { className: "numbers" }),
+    "Of a rank's device: what the plan at the start gives each part, while the engine samples and while the policy trains.",
+    table(["Part", "Sampling", "Training"], [...rows, el("tr.total", {}, el("td", {}, "planned in all"), el("td", {}, measured(total("sampling"), "GiB")), el("td", {}, measured(total("training"), "GiB"))), ...peaks.map(([name, value]) => el("tr.measured", {}, el("td", {}, `measured: ${memoryName(name)}, at most`), el("td", { colSpan: 2 }, measured(value, "GiB"))))], { className: "numbers" }),
   );
 }
 

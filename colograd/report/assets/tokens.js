@@ -37,9 +37,9 @@ function tokenWords(completion, place) {
   return [
     `Token ${place + 1} of ${completion.tokens.length}`,
     JSON.stringify(visible(completion.tokens[place])),
-    sampler !== null && `sampler ${sampler.toFixed(3)} (${percent(Math.exp(Math.min(sampler, 0)))})`,
-    trainer !== null && `trainer ${trainer.toFixed(3)}`,
-    difference !== null && `difference ${difference > 0 ? "+" : ""}${difference.toFixed(3)}`,
+    sampler !== null && `sampler ${sampler.toFixed(3)} nats (${percent(Math.exp(Math.min(sampler, 0)))})`,
+    trainer !== null && `trainer ${trainer.toFixed(3)} nats`,
+    difference !== null && `difference ${difference > 0 ? "+" : ""}${difference.toFixed(3)} nats`,
     isNumber(advantage) && `advantage ${fmt(advantage)}`,
     flag(completion.sampled, place) ? null : "not sampled (a tool's, or the template's)",
     flag(completion.mask, place) ? "in the loss" : "not in the loss",

@@ -1,0 +1,48 @@
+"""Layers that vLLM computes wrongly on a CPU. What is mended stays so for the process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def mend_cpu_layers() -> None:
+    """Let convolutions of Gated DeltaNet read the weights that the engine keeps in place, which vLLM would pack; and
+    rotate all heads of queries (T, H, D), of which vLLM's kernel for (T, H * D) takes the first ones alone (LFM2's)."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    try:
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as delta
+    except ImportError:  # a vLLM that can't run Gated DeltaNet on a CPU
+        delta = None
+    functions = {"_causal_conv1d_fwd_cpu": _convolution, "_causal_conv1d_update_cpu": _convolution}
+    for owner, changes in ((delta, functions), (RotaryEmbedding, {"forward_cpu": _rotation})):
+        for name, ours in changes.items():
+            theirs = getattr(owner, name, None)
+            if theirs is not None and not hasattr(theirs, "mended"):
+                mended = ours(theirs)
+                mended.mended = True
+                setattr(owner, name, mended)
+
+
+def _convolution(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def convolve(*, weight: torch.Tensor, is_vnni: bool, **given: Any) -> Any:
+        return theirs(weight=weight.view(weight.shape[0], weight.shape[-1]), is_vnni=False, **given)
+
+    return convolve
+
+
+def _rotation(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def rotate(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if query.dim() != 3 or query.shape[1] == 1:
+            return theirs(self, positions, query, key)
+        found = theirs(self, positions, query.flatten(1), None if key is None else key.flatten(1))
+        return found[0].view_as(query), None if key is None else found[1].view_as(key)
+
+    return rotate
