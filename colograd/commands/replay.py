@@ -81,7 +81,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.run.is_dir():
         raise ValueError(f"the run {str(options.run)!r} is no folder: give its output_dir.")
     if options.step is None or options.step < 1:
-        raise ValueError(f"--step is {options.step}, but must be an optimizer step, counted from 1: name one.")
+        given = "missing" if options.step is None else options.step
+        raise ValueError(f"--step is {given}, but must be an optimizer step of the run, from 1: name one (--step 3).")
     options.to = options.step if options.to is None else options.to
     if options.to < options.step:
         raise ValueError(f"--to is {options.to}, but must be at least --step ({options.step}): raise it.")
