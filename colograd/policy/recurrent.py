@@ -31,9 +31,16 @@ def make_segmented(model: torch.nn.Module) -> None:
         if (mixers := [*mixers_of(layer)]) and not any("forward" in mixer.__dict__ for mixer in mixers):
             for mixer in mixers:
                 kind: Any = type(mixer)
+                mixer.layout = None
                 # A bound method: a copy of the mixer gets one that is bound to it.
                 mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
             layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
+
+
+def keep_uncompiled(model: torch.nn.Module) -> None:
+    """Before its layers are compiled: traced, each layout would make another graph, and a long one."""
+    for mixer in mixers_of(model):
+        mixer.forward = MethodType(torch.compiler.disable(mixer.forward.__func__), mixer)
 
 
 def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
@@ -66,10 +73,10 @@ def _forward(own: Any, cache: str, mixer: Any, hidden_states: torch.Tensor, *arg
     outputs = []
     for batch in plan.batches:
         tokens = hidden_states[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
-        before = _States.of([states[p] for p in batch.parents])
-        outputs.append(own(mixer, tokens, **{cache: before}).flatten(0, 1))
+        carried = _States.of([states[p] for p in batch.parents])
+        outputs.append(own(mixer, tokens, **{cache: carried}).flatten(0, 1))
         if batch.is_parent:
-            states[batch.segments[0]] = before
+            states[batch.segments[0]] = carried
     return torch.cat(outputs).index_select(0, plan.places)[None]
 
 

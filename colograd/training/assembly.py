@@ -27,6 +27,7 @@ from ..policy.layers import compile_layers, forget_compiled
 from ..policy.liger import apply_liger
 from ..policy.loading import Policy
 from ..policy.lora import unwrap
+from ..policy.recurrent import keep_uncompiled
 from ..policy.routing import num_experts
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
 from ..reporting.metrics import PhaseTimes
@@ -253,5 +254,6 @@ def choose_kernels(
     if args.torch_compile:
         yield "policy: torch compiles its layers: a minute or more, less the next time"
         for each in (unwrap(model), *others):
+            keep_uncompiled(each)
             compile_layers(each, args.torch_compile_backend or "inductor", args.torch_compile_mode)
             closing.callback(forget_compiled, each)

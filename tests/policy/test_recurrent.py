@@ -19,10 +19,10 @@ from row_cases import RECURRENT, make, make_groups
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Rollout, RolloutId, ScoredGroup, SegmentLayout
 from colograd.policy import attention
-from colograd.policy.layers import decoder_layers
+from colograd.policy.layers import compile_layers, decoder_layers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
-from colograd.policy.recurrent import mixers_of
+from colograd.policy.recurrent import keep_uncompiled, mixers_of
 from colograd.policy.row_proof import choose_rows
 
 CPU = torch.device("cpu")
@@ -82,6 +82,16 @@ def test_a_checkpoint_computes_them_again_with_their_row(kind: str) -> None:
         torch.stack(losses).sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None)
+
+
+def test_compiled_layers_leave_them_as_they_are() -> None:
+    model = packed_model("qwen3_5")
+    rows = pack(make_groups(), 40, False, CPU)
+    plain = [policy_logprobs(model, row, 1.0)[0].detach() for row in rows]
+    keep_uncompiled(model)
+    compile_layers(model, backend="eager")
+    compiled = [policy_logprobs(model, row, 1.0)[0].detach() for row in rows]
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
