@@ -150,6 +150,8 @@ def _states_and_routers(
             return images.packed_hidden_states(model, micro_batch), ()
     whole = model.base_model is not model and not images.reads_text_alone(model)
     body = model.base_model if whole else model.get_decoder()
+    if body is model:  # whose class names another attribute (Llama 4's)
+        body = model.model
     routed = micro_batch.experts if router_replay.replays(model) else None
     if model.config._attn_implementation != attention.NAME:
         return padded.hidden_states(model, body, micro_batch, routed, **asked)

@@ -252,8 +252,9 @@ def _experts(name: str, targets: dict[str, torch.Tensor], engine: EngineTensors)
 def _turned(target: torch.Tensor, source: torch.Tensor, policy: torch.nn.Module, name: str) -> list[Part]:
     """All experts of a block."""
     target = target.detach()
-    if target.dim() == 3 and getattr(policy.get_submodule(name.rpartition(".")[0]), "is_transposed", False):
-        target = target.transpose(1, 2)
+    turned = getattr(policy.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
+    if target.dim() == 3 and (turned or target.shape != source.shape == target.mT.shape):
+        target = target.mT
     if target.shape != source.shape:
         raise UnmappedParameter(
             f"The engine keeps {name} as {tuple(target.shape)}, the policy as {tuple(source.shape)}: its kernel for "
