@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import decoder_families
 import launcher
 import pytest
+import tiny
 from paths import SCRIPTS
+from peft import LoraConfig
+
+from colograd import GRPOTrainer
 
 pytestmark = pytest.mark.engine
 SCRIPT = SCRIPTS / "one_family.py"
@@ -44,3 +49,28 @@ def test_a_family_is_trained_or_refused_in_a_line(model_type: str, tmp_path: Pat
         assert found["resumed"] and found["plain"], found
     else:
         assert found["status"] in ("ValueError", "RuntimeError") and len(str(found["message"])) > 40, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["lfm2", "granitemoehybrid", "deepseek_v3"])
+def test_two_ranks_end_with_the_same_bits_however_they_share(model_type: str, tmp_path: Path) -> None:
+    """States, latent attention and experts under other names, whole and cut by rows."""
+    model, found = decoder_families.make_model(tmp_path / "model", model_type), []
+    for sharding in ("none", "gradients", "fsdp"):
+        (tmp_path / sharding).mkdir()
+        found += launcher.on_two_ranks(model, tmp_path / sharding, sharding)
+    assert len(set(found)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["lfm2", "granitemoehybrid", "deepseek_v3"])
+def test_an_adapter_on_all_linear_layers_agrees_with_its_sampler(model_type: str, tmp_path: Path, closing: Any) -> None:
+    """Also on the projections around a state, and on those of latent attention."""
+    model = decoder_families.make_model(tmp_path / "model", model_type)
+    config = tiny.config(tmp_path / "run", max_steps=2, max_completion_length=8, beta=0.1)
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    trainer = closing(GRPOTrainer(str(model), tiny.vowels, config, tiny.prompts(), peft_config=adapter))
+    trainer.train()
+    name = "sampling/sampling_logp_difference/mean"
+    differences = [entry[name] for entry in trainer.state.log_history if name in entry]
+    assert len(differences) == 2 and max(differences) < 1e-5

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,6 @@ import plain_vllm
 import pytest
 import tiny
 import torch
-from paths import SCRIPTS
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeConfig, MixtralConfig
 
 from colograd import GRPOTrainer
@@ -36,7 +34,6 @@ from colograd.weights.shared import SharedWeights
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
 FURTHER = ("qwen2_moe", "olmoe")
 ALL = (*FAMILIES, *FURTHER)
-RANKS = SCRIPTS / "two_ranks.py"
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -217,7 +214,7 @@ def test_a_dense_model_is_loaded_as_ever(tiny_model: Path) -> None:
 def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
     family: str, sharding: str, models, tmp_path: Path, two_whole, tried
 ) -> None:
-    last = two_whole(family) if sharding == "none" else on_two_ranks(models[family], tmp_path, sharding)
+    last = two_whole(family) if sharding == "none" else launcher.on_two_ranks(models[family], tmp_path, sharding)
     assert last[0] == last[1] == two_whole(family)[0]
     tried(family, two_ranks="each sharding strategy")
 
@@ -225,19 +222,7 @@ def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
 @pytest.fixture(scope="module")
 def two_whole(models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
     """Of a family, what two ranks with whole policies come to."""
-    return functools.cache(lambda family: on_two_ranks(models[family], tmp_path_factory.mktemp("two"), "none"))
-
-
-def on_two_ranks(model: Path, folder: Path, sharding: str) -> list[str]:
-    """The digest of each rank's last weights."""
-    # Else MKL's products depend, by their last bits, on where in memory a matrix begins, which gathered ones choose.
-    exact = tiny.clean_environment() | {"MKL_CBWR": "COMPATIBLE"}
-    arguments = (model, folder / "run", folder, "float32", "", sharding)
-    done = launcher.run(RANKS, *map(str, arguments), ranks=2, env=exact)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads((folder / f"rank{rank}-of-2.json").read_text()) for rank in range(2)]
-    assert all(step["differing"] == [] for rank in ranks for step in rank["seen"])
-    return [rank["seen"][-1]["weights"] for rank in ranks]
+    return functools.cache(lambda family: launcher.on_two_ranks(models[family], tmp_path_factory.mktemp("two"), "none"))
 
 
 @pytest.mark.engine
