@@ -60,7 +60,8 @@ def packed_attention(
         (1, T, H, D), and None for the attention weights.
 
     Raises:
-        ValueError: more than one row, or what would be computed wrongly: soft-capping, a mask or bias, not causal.
+        ValueError: more than one row, or what would be computed wrongly: a mask or bias, not causal, soft-capping with
+            sinks or images.
     """
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     if layout is None:
@@ -74,10 +75,11 @@ def packed_attention(
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
     both_ways: Sequence[tuple[int, int]] = options.get("both_ways", ())
     sliding_window: int | None = options.get("sliding_window")
-    if options.get("softcap") is not None or (s_aux is not None and both_ways):
+    softcap: float | None = options.get("softcap")
+    if [softcap is not None, s_aux is not None, bool(both_ways)].count(True) > 1:
         raise ValueError(
-            "This model's attention uses soft-capping, or sinks beside images whose tokens see each other, which "
-            "packed attention doesn't compute yet."
+            "This model's attention uses two of soft-capping, sinks, and images whose tokens see each other, which "
+            "packed attention doesn't compute together."
         )
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -94,10 +96,10 @@ def packed_attention(
     if s_aux is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query, key, value = _with_sinks(query, key, value, s_aux, scaling)
-    if _flash_takes(query, dropout) and not (sink and sliding_window is not None):
+    if _flash_takes(query, dropout) and softcap is None and not (sink and sliding_window is not None):
         output = _flash_attention(query, key, value, layout, scaling, sliding_window, sink)
     else:
-        output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window, sink)
+        output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window, sink, softcap)
     output = output[..., :size] if sink else output
     if both_ways:
         again = _seen_both_ways(query, key, value, layout, both_ways, (scaling, dropout, sliding_window))
@@ -167,6 +169,20 @@ def _fused(
     )  # fmt: skip
 
 
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, dropout: float,
+    scaling: float | None, softcap: float,
+) -> torch.Tensor:  # fmt: skip
+    """Soft-capped scores, which no kernel of torch computes: they exist in memory, of one segment at a time."""
+    times = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
+    shares = F.dropout(scores.softmax(-1, dtype=torch.float32).to(value.dtype), dropout)
+    found: torch.Tensor = shares @ value
+    return found
+
+
 def _segment_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -176,6 +192,7 @@ def _segment_attention(
     dropout: float,
     window: int | None,
     sink: bool = False,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """One call per segment; (1, T, H, D). With a ``sink`` all see the last key."""
     key, value = _heads_for_masks(query, key, value)
@@ -187,9 +204,12 @@ def _segment_attention(
         seen = (*first, *layout.attends_to[index], index)
         k = torch.cat([keys[s] for s in seen], dim=2) if len(seen) > 1 else keys[index]
         v = torch.cat([values[s] for s in seen], dim=2) if len(seen) > 1 else values[index]
-        square = len(seen) == 1 and (window is None or k.shape[2] <= window)
+        square = softcap is None and len(seen) == 1 and (window is None or k.shape[2] <= window)
         mask = None if square else _causal_mask(queries.shape[2], k.shape[2], window, query.device, sink)
-        outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
+        if softcap is not None and mask is not None:
+            outputs.append(_capped(queries, k, v, mask, dropout, scaling, softcap))
+        else:
+            outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 

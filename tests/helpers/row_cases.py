@@ -40,6 +40,9 @@ PACKED: dict[str, Callable[[], Any]] = {
         )
     ),
     "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SHAPE, **EXPERTS, head_dim=16, sliding_window=4)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=2.0, sliding_window=5)
+    ),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, head_dim=16, final_logit_softcapping=4.0)),
 }  # fmt: skip
 GATED_DELTA = {

@@ -31,10 +31,6 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4)),
         "doesn't use transformers' attention interface",
     ),
-    "soft-capped scores": (
-        lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=2.0)),
-        "soft-capping, or sinks",
-    ),
     "a window that the attention isn't told": (
         lambda: hf.Qwen2MoeForCausalLM(
             hf.Qwen2MoeConfig(
