@@ -178,7 +178,7 @@ def test_more_than_one_row_is_refused() -> None:
 )
 def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="two of soft-capping, sinks"):
-        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **feature)
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, s_aux=torch.zeros(4), **feature)
 
 
 def test_a_mask_a_bias_or_a_bidirectional_layer_is_refused() -> None:
