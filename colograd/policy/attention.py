@@ -99,7 +99,7 @@ def packed_attention(
     if _flash_takes(query, dropout) and softcap is None and not (sink and sliding_window is not None):
         output = _flash_attention(query, key, value, layout, scaling, sliding_window, sink)
     else:
-        output = _segment_attention(query, key, value, layout, scaling, dropout, sliding_window, sink, softcap)
+        output = _segment_attention(query, key, value, layout, (scaling, dropout, softcap), sliding_window, sink)
     output = output[..., :size] if sink else output
     if both_ways:
         again = _seen_both_ways(query, key, value, layout, both_ways, (scaling, dropout, sliding_window))
@@ -188,13 +188,12 @@ def _segment_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: SegmentLayout,
-    scaling: float | None,
-    dropout: float,
+    options: tuple[float | None, float, float | None],
     window: int | None,
     sink: bool = False,
-    softcap: float | None = None,
 ) -> torch.Tensor:
-    """One call per segment; (1, T, H, D). With a ``sink`` all see the last key."""
+    """One call per segment; (1, T, H, D). With a ``sink`` all see the last key; ``options``: scaling, dropout, cap."""
+    scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
     lengths = (*layout.lengths, 1) if sink else layout.lengths
     keys, values = key.split(lengths, dim=2), value.split(lengths, dim=2)

@@ -178,7 +178,7 @@ def test_more_than_one_row_is_refused() -> None:
 )
 def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="two of soft-capping, sinks"):
-        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, s_aux=torch.zeros(4), **feature)
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **feature)
 
 
 def test_a_mask_a_bias_or_a_bidirectional_layer_is_refused() -> None:
@@ -242,7 +242,11 @@ def test_one_flash_call_is_the_loop_over_segments(
     """Outputs and gradients: the keys that are gathered, the lengths and the options say the same as the loop."""
     monkeypatch.setattr(attention, "_flash", lambda: (plain_varlen, frozenset(names)))
     results = []
-    for attend in (attention._flash_attention, lambda *a: attention._segment_attention(*a[:5], 0.0, a[5])):
+
+    def loop(*given: Any) -> torch.Tensor:
+        return attention._segment_attention(*given[:4], (given[4], 0.0, None), given[5])
+
+    for attend in (attention._flash_attention, loop):
         inputs = [x.requires_grad_() for x in random_qkv(layout.num_tokens)]
         output = attend(*inputs, layout, 0.3, window)
         output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
