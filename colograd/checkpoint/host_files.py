@@ -3,7 +3,7 @@
 The image of a safetensors file is its header and then its tensors, one after the other. Copying tensors into their
 places is all that a save costs the training; a thread then writes the bytes as they are, past the system's page cache
 where the file system can (`O_DIRECT`), which takes hardly any time of a processor. Buffers are kept from save to save:
-fresh pages cost more than the copy.
+fresh pages cost more than the copy. For a GPU they are page-locked: its copies are queued, and waited for once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import xxhash
 from transformers import modeling_utils
 
 from .manifest import CHUNK, Entry
+from .page_locked import lock_pages
 
 BLOCK = 4096  # what O_DIRECT asks of addresses, offsets and lengths, on any disk of today
 NAMES = {
@@ -31,9 +32,15 @@ NAMES = {
 
 
 class Image:
-    """One file's bytes. ``layout`` is the safetensors header without offsets: tensors of the same one fit again."""
+    """One file's bytes. ``layout`` is the safetensors header without offsets: tensors of the same one fit again.
 
-    def __init__(self, layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    Args:
+        device: from where values will come; a GPU has the memory page-locked.
+    """
+
+    def __init__(
+        self, layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
+    ) -> None:
         self.layout = layout
         header, places, self.size = _header(layout, tensors)
         self._buffer = mmap.mmap(-1, -(-self.size // BLOCK) * BLOCK)
@@ -41,14 +48,17 @@ class Image:
             with contextlib.suppress(OSError):  # a kernel without them
                 self._buffer.madvise(mmap.MADV_HUGEPAGE)
         self._buffer[: len(header)] = header
+        if device is not None and device.type == "cuda":
+            lock_pages(self, torch.frombuffer(self._buffer, dtype=torch.uint8).data_ptr(), len(self._buffer), device)
         self.tensors = {name: _view(self._buffer, places[name], tensor) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the present values. A tensor that is a place of this image has them already."""
+        """Take the present values; those of a GPU are there when it was waited for (`HostFiles.take`). A tensor that is
+        a place of this image has them already."""
         for name, place in self.tensors.items():
             if place.numel() and tensors[name].data_ptr() != place.data_ptr():
-                place.copy_(tensors[name])
+                place.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
 
     @property
     def bytes(self) -> memoryview:
@@ -57,24 +67,34 @@ class Image:
 
 
 class HostFiles:
-    """The images of one rank's files, by name."""
+    """The images of one rank's files, by name.
 
-    def __init__(self) -> None:
+    Args:
+        device: as of `Image`.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self.kept: dict[str, Image] = {}
+        self._device = device
         self._present: dict[Path, Image] = {}
+        self._queued = False  # copies that nobody has waited for
 
     def put(self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Any = None) -> None:
-        """As `safetensors.torch.save_file`, but into memory."""
+        """As `safetensors.torch.save_file`, but into memory. Values of a GPU are on their way until `take`."""
         path = Path(path)
         layout = _layout(tensors, metadata)
         image = self.kept.get(path.name)
         if image is None or image.layout != layout:
-            image = self.kept[path.name] = Image(layout, tensors)
+            image = self.kept[path.name] = Image(layout, tensors, self._device)
+        self._queued |= any(tensor.is_cuda for tensor in tensors.values())
         image.fill(tensors)
         self._present[path] = image
 
     def take(self) -> dict[Path, Image]:
-        """What was put since the last call."""
+        """What was put since the last call, with all its values: waits for a GPU's copies."""
+        if self._queued:
+            torch.cuda.synchronize()
+            self._queued = False
         taken, self._present = self._present, {}
         return taken
 

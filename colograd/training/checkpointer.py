@@ -60,7 +60,7 @@ class Checkpointer(TrainerCallback):
         self.stop_signal = StopSignal(speaks=trainer.is_world_process_zero())
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
-        self._host_files = HostFiles()
+        self._host_files = HostFiles(self.args.device)
         self._in_background = False  # the checkpoint that is being assembled will be written by the thread
         self._why_in_foreground = ""  # the reason that was printed last
         self._is_due = False  # a checkpoint was asked for in the middle of a round
@@ -384,7 +384,7 @@ class Checkpointer(TrainerCallback):
         if unknown is None:
             self._tidy(save.aside.parent)
         else:
-            self._host_files = HostFiles()  # the thread still reads the present ones
+            self._host_files = HostFiles(self.args.device)  # the thread still reads the present ones
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
         if error:
             self._fail(save.step, error)
@@ -402,7 +402,7 @@ class Checkpointer(TrainerCallback):
     def finish_alone(self) -> None:
         """Finish the save under way where other ranks may be gone: see `Writer.finish_alone`."""
         if not self.writer.finish_alone():
-            self._host_files = HostFiles()
+            self._host_files = HostFiles(self.args.device)
 
     def _fail(self, step: int, error: str) -> None:
         self._host_files.take()

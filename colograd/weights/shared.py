@@ -91,6 +91,7 @@ def state_dict_on_host(
     """
     seen: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
+    queued = False
     for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tensor.shape)
         if key not in seen:
@@ -98,7 +99,10 @@ def state_dict_on_host(
             if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
                 seen[key] = tensor.detach().to("cpu", copy=True)
             else:
-                seen[key] = place.copy_(tensor.detach())
+                seen[key] = place.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                queued |= tensor.is_cuda
             watchdog.progress()
         host[name] = seen[key]
+    if queued:  # and not later, with the other files: transformers may compute what it writes from these
+        torch.cuda.synchronize()
     return host
