@@ -12,6 +12,8 @@ Any other call of that model (``generate`` in a notebook, a callback's forward) 
 On CUDA in 16 bits, autocast's too, it is one variable-length flash call of torch; elsewhere one
 `scaled_dot_product_attention` per segment, which is also the fastest exact way on a CPU: one batched call took 1.1-2.3
 times as long in float32, one under a dense mask 1.1-1.6 times.
+
+Towers that see windows of pictures, named by `cu_seqlens`, run `tower_attention` in the same two ways (`TOWER_NAME`).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from ..batch import SegmentLayout
 from .sending import to_device_async
 
 NAME = "colograd_packed"
+TOWER_NAME = "colograd_flash_tower"  # with "flash" in it, by which transformers knows whom to give all windows at once
 
 
 def packed_attention(
@@ -339,6 +342,46 @@ class _GatherPlan:
 _gather_plan = functools.lru_cache(maxsize=16)(_GatherPlan)
 
 
+def tower_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a vision tower, in the form of transformers' attention functions: each patch sees all of its window.
+
+    Args:
+        query, key, value: (1, H, T, D), of all windows one after the other.
+        cu_seq_lens_q: (windows + 1,) int32, on the queries' device: the patches before each window, and T; None: there
+            is one window.
+        max_length_q: patches of the largest window; older transformers give a tensor, for which the host waits.
+        options: transformers' `scaling`, `dropout` and what else `sdpa` takes; the keys' windows are the queries'.
+
+    Returns:
+        (1, T, H, D), and None for the attention weights.
+    """
+    scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
+    for name in ("cu_seq_lens_k", "max_length_k"):
+        options.pop(name, None)
+    query, key, value = _in_one_dtype(query, key, value)
+    whole_steps = query.shape[-1] % HEAD_STEP == 0
+    if cu_seq_lens_q is not None and max_length_q is not None and whole_steps and _flash_takes(query, dropout):
+        attend, _ = _flash()
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
+        scale, longest = scaling if scaling is not None else q.shape[-1] ** -0.5, int(max_length_q)
+        return attend(q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scale).unsqueeze(0), None
+    # As transformers does it for `sdpa`; on a GPU (in float32, say) the host waits here for the windows' lengths.
+    lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    windows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    parts = [own(module, *each, attention_mask, scaling=scaling, dropout=dropout, **options)[0] for each in windows]
+    return torch.cat(parts, dim=1), None
+
+
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
     """None for packed rows, whose layout says what is visible; else `sdpa`'s."""
     if not _packed_rows:
@@ -386,4 +429,5 @@ def watch_windows() -> Iterator[Windows]:
 
 
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(TOWER_NAME, tower_attention)
 AttentionMaskInterface.register(NAME, _mask)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..batch import PER_TOKEN, Images, MicroBatch
+from . import attention
 from .sending import to_device_async
 
 # Model types, as transformers names them, whose images can be trained on.
@@ -130,12 +131,23 @@ def in_each_forward(model: Any) -> bool:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the attention of the language model; a vision tower keeps transformers' own, whose rows are whole images."""
+    """Set the attention of the language model, and with it that of a vision tower, whose rows are whole images."""
     if takes_images(model.config):
-        tower = name if name in ("eager", "sdpa") else "sdpa"
+        tower = name if name in ("eager", "sdpa") else _tower_attention(model)
         model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
     else:
         model.set_attn_implementation(name)
+
+
+def _tower_attention(model: Any) -> str:
+    """The attention of a tower beside packed rows: transformers' own, but where there are GPUs and its layers are told
+    of windows (`cu_seqlens`): in each layer transformers would wait for the GPU to tell how long they are.
+
+    The model's own place isn't asked: it may be put on the GPU later, as a reference that waits in host memory.
+    """
+    layers = tower_layers(model)
+    windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
+    return attention.TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
 
 
 def own_inputs(images: Images, completion: int) -> dict[str, torch.Tensor]:

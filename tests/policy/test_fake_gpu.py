@@ -44,3 +44,9 @@ def test_forward_and_backward(name: str, cases: dict[str, FIGURES]) -> None:
     assert case["flash"] == {"forward": LAYERS, "backward": LAYERS}
     assert case["outputs"] == case["gradients"] == ["cuda torch.float32"]
     check_plan(case)
+
+
+def test_a_tower_s_windows_are_one_flash_call_per_layer(cases: dict[str, FIGURES]) -> None:
+    case = found(cases, "tower")
+    check_on_the_gpu(case)
+    assert case["flash"] == {"forward": 2, "backward": 2}
