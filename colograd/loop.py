@@ -1,15 +1,16 @@
-"""The training loop. A round of prompts, and the optimizer steps that are made of it:
+"""The training loop. `Loop._run_epoch` in outline, where a round is the prompts that are sampled together:
 
-    for batch in prompts:                        this rank's prompts of one round
-        weights.publish(step)                    the engine samples with the policy's present weights
-        groups = sampler.collect(batch)          generate, score, compute advantages
-        for work in learner.schedule(groups):    pack the groups into optimizer steps
-            metrics = learner.train(work)        forward, backward, one sum of gradients; clip, optimizer, learning rate
-            recorder.step(metrics)               console, run record, figures of the step
-            checkpointer.maybe_save()            after logs and an evaluation, where they are due
+    for prompts in rounds:                         this rank's, a list per optimizer step
+        publish()                                  the engine samples with the policy's present weights
+        groups = sampler.collect(prompts)          generate, score, compute advantages
+        for step in learner.schedule(groups):      pack the groups into optimizer steps
+            learner.train(step)                    forward, backward, one sum of gradients over the ranks
+            update()                               clip the gradient; optimizer, learning rate
+            report_step(learner.finish_step())     the step's metrics: console, rollout log, report
+            log_evaluate_save()                    where they are due
 
-`transformers.Trainer.train` calls this loop in the place of its own, which is made for batches that exist before a step
-begins. Callbacks get the same events in the same order.
+`transformers.Trainer.train` calls it in the place of its own loop, which is made for batches that exist before a step
+begins. Callbacks get the same events in the same order; a round is sampled before the first of its steps begins.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Loop:
     """One training of a `GRPOTrainer`.
 
     Args:
-        trainer: the GRPOTrainer, whose parts do the work: `weights`, `sampler`, `learner`, `recorder`, `checkpointer`.
+        trainer: the GRPOTrainer, whose parts do the work: `sampler`, `learner`, `recorder`, `checkpointer`. Its names
+            with an underscore are transformers' own state, which transformers' other methods read.
         checkpoint: the folder to resume from; None: start from the model.
         ignore_keys: as in `transformers.Trainer.train`, for evaluations.
     """
@@ -42,17 +44,17 @@ class Loop:
     def __init__(self, trainer: Any, checkpoint: str | None, ignore_keys: list[str] | None) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
-        self.grad_norm: float | None = None
-        self.learning_rate: float | None = None
+        self.grad_norm: float | None = None  # of the last step, before it was clipped
+        self.learning_rate: float | None = None  # that the last step was taken with
 
     def run(self) -> TrainOutput:
-        """Train from the checkpoint to the last step, or until a callback stops the training."""
+        """Train from the checkpoint, or the model, to the last step, or until a callback stops the training."""
         trainer = self.trainer
         self._prepare()
         self._tell("on_train_begin")
+        trainer.measure_budget()  # tokens per micro-batch; here, since it needs the optimizer
         if self.args.eval_on_start:
             trainer._evaluate(None, self.ignore_keys, skip_scheduler=True)
-        trainer.measure_budget()
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
@@ -65,37 +67,42 @@ class Loop:
         return trainer._finalize_training(None, self.samples, self.started)
 
     def _run_epoch(self, epoch: int) -> None:
-        trainer = self.trainer
-        sampler, learner, times = trainer.sampler, trainer.learner, trainer.times
-        for batch in self._rounds(epoch):
+        trainer, learner, times = self.trainer, self.trainer.learner, self.trainer.times
+        times.begin_step()
+        for prompts in self._rounds(epoch):
             trainer.publish()
-            groups = sampler.collect(batch)
-            for work in learner.schedule(groups):
+            groups = trainer.sampler.collect(prompts)
+            for step in learner.schedule(groups):
                 self._tell("on_step_begin")
-                # `learner.train(work)`, in a method that a subclass may wrap.
-                trainer._tr_loss += trainer.training_step(trainer.model, work)
+                # `learner.train(step)`, by a method that subclasses may wrap.
+                trainer._tr_loss += trainer.training_step(trainer.model, step)
                 self._update(epoch)
                 trainer.report_step(learner.finish_step())
                 self._log_evaluate_save()
-                if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                times.begin_step()  # of the next one: logging, evaluating and saving are no step's time
+                if trainer.control.should_training_stop:
                     return
-                times.begin_step()
+            if trainer.control.should_epoch_stop:  # not earlier: a run resumes where a round begins
+                return
 
     def _rounds(self, epoch: int) -> Iterator[list[list[Prompt]]]:
         """This rank's prompts of each round of an epoch, a list per optimizer step, without the rounds that the
-        checkpoint has trained."""
-        args, trained = self.args, self.steps_trained if epoch == self.first_epoch else 0
+        checkpoint has trained.
+
+        As in TRL a round's prompts are trained `num_iterations` times, and the loader yields them as often, so that an
+        epoch counts optimizer steps; they are sampled once. An epoch is whole rounds (see `StepOrder`).
+        """
+        length = self.args.round_length  # optimizer steps: steps_per_generation x num_iterations
+        trained = self.steps_trained if epoch == self.first_epoch else 0
         self.step_of_epoch = trained
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
-        steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
-        for _ in range((self.steps_per_epoch - trained) // args.round_length):
-            self.trainer.times.begin_step()  # before reading prompts, which may tokenise a stream
-            round_ = [next(steps) for _ in range(args.round_length)]
-            yield round_[: args.steps_per_generation]  # the loader gives them `num_iterations` times
+        prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
+        for _ in range((self.steps_per_epoch - trained) // length):
+            yield [next(prompts_of_steps) for _ in range(length)][: self.args.steps_per_generation]
 
     def _update(self, epoch: int) -> None:
-        """Clip the gradient, let the optimizer change the weights, and count the step."""
+        """Clip the gradient's norm, let the optimizer change the weights, and count the step."""
         trainer, state = self.trainer, self.trainer.state
         self.grad_norm = trainer.learner.clip()
         self._tell("on_pre_optimizer_step")
@@ -129,14 +136,15 @@ class Loop:
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
-            if trainer.checkpointer.save():
+            if trainer.checkpointer.save():  # else it couldn't be, and said why, or is put off to the round's end
                 self._tell("on_save")
             trainer.control.should_save = False
 
     def _log(self) -> None:
-        """Log the mean loss since the last log; `GRPOTrainer.log` adds the other metrics."""
+        """Log the mean loss of the steps since the last log; `log` adds the other metrics."""
         trainer = self.trainer
         step, losses = trainer.state.global_step, trainer._tr_loss
+        # Each rank has the loss over all ranks, unless a subclass's `training_step` returned its own.
         total = nested_gather(losses, self.args.parallel_mode).mean().item()
         losses.zero_()
         logs = {"loss": total / (step - trainer._globalstep_last_logged)}
@@ -145,25 +153,22 @@ class Loop:
         if self.grad_norm is not None:
             logs["grad_norm"] = self.grad_norm
         logs["learning_rate"] = trainer._get_learning_rate() if self.learning_rate is None else self.learning_rate
-        trainer.store_flos()
         trainer.log(logs, self.started)
 
     # -- the start
 
     def _prepare(self) -> None:
-        """Count steps and epochs, make the optimizer and the schedule, load the checkpoint's.
-
-        Names with an underscore are transformers' own state, which its other methods read.
-        """
+        """Count steps and epochs, make the optimizer and the schedule, load the checkpoint's."""
         trainer, args = self.trainer, self.args
         trainer.accelerator.free_memory()
         loader = trainer.get_train_dataloader()
-        self.epochs, per_epoch, _, self.samples, _, self.steps_per_epoch, max_steps = (
-            trainer.set_initial_training_values(args, loader)
+        self.epochs, self.steps_per_epoch, _, self.samples, _, _, max_steps = trainer.set_initial_training_values(
+            args, loader
         )
         self.first_epoch, self.steps_trained = trainer._init_training_state(
-            max_steps, per_epoch, self.epochs, self.checkpoint, None
+            max_steps, self.steps_per_epoch, self.epochs, self.checkpoint, None
         )
+        # The model is the trainer's own: nothing wraps it.
         _, self.loader = trainer._prepare_for_training(max_steps, loader, self.checkpoint)
         self.started = time.time()
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen

@@ -157,13 +157,6 @@ class SeamTrainer(Trainer):
         """Autocast, if `bf16` asks for it; accelerate would wrap the model in it."""
         return self.accelerator.autocast()
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Not estimated: transformers' formula assumes padded batches."""
-        return 0
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Nothing: `Learner.schedule` counts the tokens of all ranks."""
-
     # -- saving
 
     @ends_together("saving")
