@@ -27,7 +27,8 @@ class AdvantageKnobs:
     scale_rewards: str = knob(
         "group",
         "Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of those of "
-        "all groups of the step on all ranks (`batch`), or not at all (`none`, `false`).",
+        "all groups of the step on all ranks (`batch`), of these less their group's mean (`batch_centered`, "
+        "REINFORCE++-baseline), by the group's mean (`mean`, MaxRL), or not at all (`none`, `false`).",
     )
     multi_objective_aggregation: str = knob(
         "sum_then_normalize",
@@ -45,7 +46,7 @@ class AdvantageKnobs:
         truth = str(self.scale_rewards).lower()  # a text on the command line
         self.scale_rewards = {"true": "group", "false": "none"}.get(truth, self.scale_rewards)
         at_least(self, 1, "dynamic_sampling_max_rounds")
-        one_of(self, "scale_rewards", ("group", "batch", "none"))
+        one_of(self, "scale_rewards", ("group", "batch", "batch_centered", "mean", "none"))
         one_of(self, "multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum"))
         one_of(self, "advantage_baseline", ("mean", "leave_one_out"))
         if self.multi_objective_aggregation == "normalize_then_sum" and self.advantage_baseline == "leave_one_out":
@@ -55,7 +56,7 @@ class AdvantageKnobs:
             )
 
 
-LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
+LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -65,13 +66,17 @@ class ObjectiveKnobs(SamplingKnobs):
 
     loss_type: str = knob(
         "dapo",
-        "`dapo`, `grpo`, `bnpo`, `dr_grpo`, `luspo`, `cispo`, `sapo`, `vespo`, or the import path of a class of your "
-        "own; see docs/losses.md.",
+        "`dapo`, `grpo`, `bnpo`, `dr_grpo`, `luspo`, `cispo`, `sapo`, `vespo`, `gmpo`, `dppo`, or the import path of a "
+        "class of your own; see docs/losses.md.",
     )
     importance_sampling_level: str = knob(
         "token", "The importance ratio of each `token`, or its mean over the `sequence` (GSPO)."
     )
-    epsilon: float = knob(0.2, "Lower clip range of the importance ratio.")
+    epsilon: float = knob(
+        0.2,
+        "Lower clip range of the importance ratio; of `gmpo`, of its logarithm (0.4 is usual); of `dppo`, of the "
+        "probability.",
+    )
     epsilon_high: float | None = knob(
         None, "Upper clip range; default `epsilon`. Of `cispo`: the bound of the ratio itself (5.0 is usual)."
     )
@@ -135,6 +140,11 @@ class ObjectiveKnobs(SamplingKnobs):
             raise ValueError(
                 f"top_entropy_quantile is {self.top_entropy_quantile}, but must be a share from 0 to 1: 1.0 turns it "
                 "off."
+            )
+        if self.loss_type == "gmpo" and self.top_entropy_quantile < 1:
+            raise ValueError(
+                f"top_entropy_quantile is {self.top_entropy_quantile}, but loss_type 'gmpo' has one number per "
+                "completion, of which no tokens can be chosen: set top_entropy_quantile: 1.0, or another loss_type."
             )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ValueError(

@@ -26,7 +26,7 @@ class AdvantageEstimator:
     `scale_rewards: batch` and `normalize_then_sum` also divide by one positive number for all groups (`step_std`).
     """
 
-    scale: str  # group, batch or none
+    scale: str  # group, batch, batch_centered, mean or none
     aggregation: str  # sum_then_normalize or normalize_then_sum
     baseline: str  # mean or leave_one_out
     weights: tuple[float, ...]  # [R]
@@ -47,29 +47,42 @@ class AdvantageEstimator:
         None: nothing is scaled over the step."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
+        if self.scale == "batch_centered":
+            return lambda rewards: centered(weighted_sum(rewards, self.weights))
         return (lambda rewards: weighted_sum(rewards, self.weights)) if self.scale == "batch" else None
 
 
 def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") -> torch.Tensor:
     """How much better each completion did than its group: [G] float32 rewards -> [G] float32 advantages.
 
-    GRPO's advantage (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1): (r - mean) / (std + 1e-4); with any other ``scale``
-    than "group" the division is left out (Dr. GRPO, arXiv 2503.20783). The baseline "leave_one_out" is the mean of the
-    others (RLOO, arXiv 2402.14740), n / (n - 1) times as far away as the mean of all n that were judged. A completion
-    that nobody judged (NaN), or that is judged alone, gets 0. In float64 the mean of equal float32 rewards is exactly
-    that reward: a group without a difference gets exactly 0.
+    GRPO's advantage (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1): (r - mean) / (std + 1e-4). The ``scale`` "mean"
+    divides by the mean, where it is positive: so weighed, prompts follow the likelihood of a success instead of its
+    probability (MaxRL, arXiv 2602.02710). Any other divides nothing here (Dr. GRPO, arXiv 2503.20783). The baseline
+    "leave_one_out" is the mean of the others (RLOO, arXiv 2402.14740), n / (n - 1) times as far away as the mean of all
+    n that were judged. A completion that nobody judged (NaN), or that is judged alone, gets 0. In float64 the mean of
+    equal float32 rewards is exactly that reward: a group without a difference gets exactly 0.
     """
     exact = rewards.double()
     judged = ~exact.isnan()
     count = int(judged.sum())
     if count < 2:
         return torch.zeros_like(rewards)
-    advantages = exact - exact[judged].mean()
+    mean = exact[judged].mean()
+    advantages = exact - mean
     if baseline == "leave_one_out":
         advantages = advantages * (count / (count - 1))
     if scale == "group":
         advantages = advantages / (group_std(exact) + STD_EPSILON)
+    elif scale == "mean" and mean > 0:
+        advantages = advantages / mean
     return torch.where(judged, advantages, 0.0).to(rewards.dtype)
+
+
+def centered(rewards: torch.Tensor) -> torch.Tensor:
+    """[G] rewards less their mean; NaN stays. Their deviation over the step is REINFORCE++-baseline's (arXiv
+    2501.03262): how far groups are apart has no part in it."""
+    exact = rewards.double()
+    return (exact - exact.nanmean()).to(rewards.dtype)
 
 
 def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:

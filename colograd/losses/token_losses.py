@@ -22,6 +22,7 @@ from ..runtime.importing import find_object
 
 Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)
 Extremes = dict[str, torch.Tensor]
+MOST_WEIGHT = 20.0  # of a token in DPPO, as in its authors' code
 
 
 def per_sequence_sum(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -55,6 +56,16 @@ class Tokens:
     def advantages(self) -> torch.Tensor:
         """(N,)"""
         return self.batch.advantages
+
+    @property
+    def log_ratio_to_sampler(self) -> torch.Tensor:
+        """(N,) log pi / sampler, a constant; to pi_old where the sampler gave no probability, or the correction is off
+        (as where truncated sampling makes its probabilities those of other distributions)."""
+        own = self.log_ratio.detach()
+        if self.correction is None:
+            return own
+        difference = self.logprobs.detach() - self.batch.sampler_logprobs
+        return difference.where((self.batch.loss_mask > 0) & ~difference.isnan(), own)
 
     def mean(self, values: torch.Tensor, per_sequence: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) as a metric's sum and count: a mean over tokens, or over completions (with a loss token) where the ratio
@@ -120,6 +131,17 @@ class OverCompletions(TokenLoss):
 # -- Clipped
 
 
+def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
+    """TRL's metrics of a clip: the shares of tokens that lie ``below`` with a negative advantage, or ``above`` with a
+    positive one (both (N,) bool)."""
+    low = (below & (tokens.advantages < 0)).to(tokens.ratio.dtype)
+    high = (above & (tokens.advantages > 0)).to(tokens.ratio.dtype)
+    shares = {"low_mean": low, "high_mean": high, "region_mean": low + high}
+    means = {f"clip_ratio/{name}": tokens.mean(values) for name, values in shares.items()}
+    lowest, highest = tokens.of_completions(low, math.inf).min(), tokens.of_completions(high, -math.inf).max()
+    return means, {"clip_ratio/low_min": lowest}, {"clip_ratio/high_max": highest}
+
+
 @dataclass(frozen=True)
 class ClippedLoss(TokenLoss):
     """The clipped surrogate of PPO and GRPO; subclasses say what it is averaged over.
@@ -138,12 +160,7 @@ class ClippedLoss(TokenLoss):
         return -torch.min(bounded * tokens.advantages, clipped * tokens.advantages)
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
-        low = ((tokens.ratio < 1 - self.epsilon) & (tokens.advantages < 0)).to(tokens.ratio.dtype)
-        high = ((tokens.ratio > 1 + self.epsilon_high) & (tokens.advantages > 0)).to(tokens.ratio.dtype)
-        shares = {"low_mean": low, "high_mean": high, "region_mean": low + high}
-        means = {f"clip_ratio/{name}": tokens.mean(values) for name, values in shares.items()}
-        lowest, highest = tokens.of_completions(low, math.inf).min(), tokens.of_completions(high, -math.inf).max()
-        return means, {"clip_ratio/low_min": lowest}, {"clip_ratio/high_max": highest}
+        return clip_ratios(tokens, tokens.ratio < 1 - self.epsilon, tokens.ratio > 1 + self.epsilon_high)
 
 
 class DAPOLoss(ClippedLoss):
@@ -176,6 +193,30 @@ class LUSPOLoss(ClippedLoss):
     denominator = OverCompletions.denominator
 
 
+@dataclass(frozen=True)
+class GMPOLoss(OverCompletions):
+    """The geometric mean of a completion's ratios (GMPO, arXiv 2507.20673, eq. 4): -exp(mean of log ratios) * A.
+
+    Each log ratio is clipped by itself, above ``epsilon_high`` where A > 0, below -``epsilon`` elsewhere: bounds of
+    logarithms, 0.4 in the paper.
+    """
+
+    epsilon: float
+    epsilon_high: float
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        clipped = torch.where(
+            tokens.advantages > 0,
+            tokens.log_ratio.clamp(max=self.epsilon_high),
+            tokens.log_ratio.clamp(min=-self.epsilon),
+        )
+        mean = per_sequence_sum(clipped * sequence_mean_weights(tokens.batch), tokens.batch)
+        return -mean.exp()[tokens.batch.sequence] * tokens.advantages
+
+    def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
+        return clip_ratios(tokens, tokens.log_ratio < -self.epsilon, tokens.log_ratio > self.epsilon_high)
+
+
 # -- Not clipped
 
 
@@ -195,6 +236,37 @@ class CISPOLoss(TokenLoss):
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
         clipped = (tokens.ratio > self.epsilon_high) & (tokens.advantages > 0)
         return {"cispo_clip_ratio": tokens.mean(clipped.to(tokens.ratio.dtype))}, {}, {}
+
+
+@dataclass(frozen=True)
+class DPPOLoss(TokenLoss):
+    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, the weight
+    w = pi / sampler a constant, and no gradient for a token whose probability has already moved further than
+    ``epsilon_high`` up where A > 0, than ``epsilon`` down elsewhere. A ratio bounds rare tokens, which hardly matter,
+    as it does likely ones. 0.2 in the paper, and 20 for ``delta``.
+    """
+
+    corrects: ClassVar[bool] = True
+
+    epsilon: float
+    epsilon_high: float
+    delta: float | None
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        log_ratio = tokens.log_ratio_to_sampler
+        weight = log_ratio.exp().clamp(max=MOST_WEIGHT if self.delta is None else self.delta)
+        moved = self.moved(tokens)
+        outside = torch.where(tokens.advantages > 0, moved > self.epsilon_high, moved < -self.epsilon)
+        return -weight.masked_fill(outside, 0.0) * tokens.advantages * tokens.logprobs
+
+    @torch.no_grad()
+    def moved(self, tokens: Tokens) -> torch.Tensor:
+        """(N,) pi - sampler."""
+        return tokens.logprobs.exp() - (tokens.logprobs - tokens.log_ratio_to_sampler).exp()
+
+    def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
+        moved = self.moved(tokens)
+        return clip_ratios(tokens, moved < -self.epsilon, moved > self.epsilon_high)
 
 
 @dataclass(frozen=True)
@@ -256,6 +328,8 @@ LOSSES: dict[str, type[TokenLoss]] = {
     "cispo": CISPOLoss,
     "sapo": SAPOLoss,
     "vespo": VESPOLoss,
+    "gmpo": GMPOLoss,
+    "dppo": DPPOLoss,
 }
 
 

@@ -158,9 +158,27 @@ def test_scaling_divides_by_the_sample_deviation() -> None:
     torch.testing.assert_close(group_advantages(rewards, "group"), expected / (deviation + 1e-4))
 
 
+def test_of_pass_and_fail_the_mean_s_scale_is_the_gradient_of_the_likelihood() -> None:
+    """MaxRL, arXiv 2602.02710: with k of n passed, 1/k of each that passed, less 1/n of all (times n, as a group's mean
+    is taken). Where nothing can be divided by, nothing is."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
+    expected = 5 * (rewards / 2 - 1 / 5)
+    torch.testing.assert_close(group_advantages(rewards, "mean"), expected)
+    penalties = -rewards
+    torch.testing.assert_close(group_advantages(penalties, "mean"), group_advantages(penalties, "none"))
+
+
+def test_a_centred_batch_has_unit_deviation_however_far_apart_its_groups_are() -> None:
+    """REINFORCE++-baseline, arXiv 2501.03262: rewards less their group's mean, normalised over the batch."""
+    drawn = torch.randn(4, GROUP, generator=torch.Generator().manual_seed(0)) + 100 * torch.arange(4.0)[:, None]
+    found = ours(drawn.view(-1, 1), AdvantageEstimator("batch_centered", "sum_then_normalize", "mean", (1.0,)))
+    less = (drawn - drawn.mean(dim=1, keepdim=True)).view(-1)
+    torch.testing.assert_close(found, (less - less.mean()) / (less.std() + 1e-4), rtol=1e-4, atol=1e-5)
+
+
 ESTIMATORS = [
     AdvantageEstimator(scale, "sum_then_normalize", baseline, (1.0,))
-    for scale in ("group", "batch", "none")
+    for scale in ("group", "batch", "batch_centered", "mean", "none")
     for baseline in ("mean", "leave_one_out")
 ] + [AdvantageEstimator("group", "normalize_then_sum", "mean", (1.0,))]
 

@@ -88,6 +88,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(loss_type: str) -> None:
         weight = {
             "grpo": 1 / (sequences * max(float(mask.sum()), 1.0)),
             "sapo": 1 / (sequences * max(float(mask.sum()), 1.0)),
+            "gmpo": 1 / (sequences * max(float(mask.sum()), 1.0)),
             "dr_grpo": 1 / (sequences * LONGEST),
             "luspo": 1 / sequences,
         }.get(loss_type, 1 / tokens)
@@ -104,6 +105,56 @@ def test_a_clipped_token_has_no_gradient() -> None:
     output.loss.backward()
     assert table.grad is not None and table.grad.tolist() == [0.0, pytest.approx(math.exp(0.5))]
     assert float(output.sums["clip_ratio/high_mean"][0]) == 1.0 and float(output.sums["clip_ratio/low_mean"][0]) == 0.0
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("delta", [None, 1.1])
+def test_dppo_is_its_paper_s_formula_token_by_token(corrected: bool, delta: float | None) -> None:
+    """arXiv 2602.04879: a truncated constant weight, and a mask of how far the probability has moved. Against the
+    sampler's probabilities, or those of the old weights where the sampler has none or isn't to be trusted."""
+    step = make_step(3)
+    objective = make_objective(
+        "dppo", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": delta},
+        correction=CORRECTIONS["sequence_mask"] if corrected else None,
+    )  # fmt: skip
+    value, _ = our_loss(objective, step, step.rows(30, False))
+    expected, masked, label = torch.zeros(()).double(), 0, 0
+    advantages = iter(step.advantages.tolist())
+    for rollout in step.rollouts:
+        advantage = next(advantages)
+        for sampler, sampled in zip(rollout.sampler_logprobs.tolist(), rollout.sampled.tolist(), strict=True):
+            before = sampler if corrected and not math.isnan(sampler) else float(step.old[label])
+            now = float(step.logprobs[label].detach())
+            moved = math.exp(now) - math.exp(before)
+            inside = moved <= 0.1 if advantage > 0 else moved >= -0.05
+            if sampled and rollout.finish_reason is FinishReason.STOP:
+                weight = min(math.exp(now - before), delta or 20.0) * inside
+                expected = expected - weight * advantage * step.logprobs[label]
+                masked += not inside
+            label += 1
+    expected = expected / step.num_loss_tokens
+    assert masked > 3
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        gradients(value, step.logprobs), gradients(expected, step.logprobs), rtol=1e-6, atol=1e-9
+    )
+
+
+def test_icepop_is_the_correction_s_token_mask() -> None:
+    """Ring-1T, arXiv 2510.18855: the clipped surrogate of pi / pi_old, weighed by pi_old / sampler of the token where
+    that lies between 0.5 and 5, else by 0."""
+    step = make_step(3)
+    row = step.micro_batch(False)
+    row = dataclasses.replace(row, sampler_logprobs=row.sampler_logprobs * 4)  # far enough apart for the bounds
+    objective = make_objective("dapo", correction=SamplerCorrection("token_mask", 0.5, 5.0))
+    logprobs = step.logprobs[row.labels]
+    ratio, weight = (logprobs - row.old_logprobs).exp(), (row.old_logprobs - row.sampler_logprobs).exp()
+    weight = torch.where(row.sampler_logprobs.isnan(), 1.0, weight)
+    kept = torch.where((weight >= 0.5) & (weight <= 5.0), weight, 0.0)
+    surrogate = torch.min(ratio * row.advantages, ratio.clamp(0.8, 1.28) * row.advantages)
+    expected = -(kept * surrogate * row.loss_mask).sum()
+    assert ((kept == 0) & (row.loss_mask > 0)).any()
+    torch.testing.assert_close(objective(logprobs, step.entropies[row.labels], row).loss, expected)
 
 
 @pytest.mark.parametrize("terms", [{}, EVERYTHING], ids=["alone", "every term"])

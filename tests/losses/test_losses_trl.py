@@ -28,6 +28,7 @@ from colograd.reporting.metrics import Metrics
 
 pytest.importorskip("trl")
 
+OF_TRL = [name for name in LOSSES if name not in ("gmpo", "dppo")]
 CLIPPED = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo")
 LEVELS = ("token", "sequence")
 # mode, lower and upper bound
@@ -173,7 +174,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", OF_TRL)
 def test_loss_and_gradient_equal_trl_s_in_every_combination(loss_type: str, capsys: pytest.CaptureFixture) -> None:
     """All combinations of level, correction, KL, entropy bonus, quantile, off-policy mask and delta. What the tensors
     are is drawn for each: dtype, on-policy or with old log-probabilities, advantages per completion or per token."""
@@ -199,6 +200,33 @@ def test_the_top_token_alone_can_be_trained_on() -> None:
         assert_equal("dapo", ("token", None, KL[1], "fixed", quantile, None, None), tensors)
 
 
+@pytest.mark.parametrize("tensors", [tensors for tensors in TENSORS if not tensors[2]], ids=str)
+def test_the_geometric_mean_is_that_of_trl_s_own_trainer(tensors: tuple[torch.dtype, bool, bool]) -> None:
+    """GMPO, whose trainer in TRL knows no correction, with its metrics. Truncated completions, of which TRL's metrics
+    are NaN, aren't among them."""
+    gmpo = pytest.importorskip("trl.experimental.gmpo")
+    dtype, on_policy, _ = tensors
+    step, kl = case(dtype, False, False), KL[1]
+    trainer = trl_trainer("gmpo", "token", None, kl, "none", 1.0, None, None)
+    trainer._compute_loss = lambda model, inputs: gmpo.GMPOTrainer._compute_loss(trainer, model, inputs)
+    inputs, _ = trl_inputs(dtype, on_policy, False, None, True, False)
+    logprobs = padded(step, step.logprobs.detach()).requires_grad_()
+    theirs = trl_oracle.loss_of(trainer, inputs, logprobs, padded(step, step.entropies.detach()))
+    objective = objective_of("gmpo", "token", None, kl, "none", 1.0, None, None)
+    ours, outputs = our_loss(objective, step, step.rows(30, on_policy))
+    places = padded(step, torch.ones_like(step.old)).bool()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        gradients(ours, step.logprobs)[0], gradients(theirs, logprobs)[0][places], rtol=1e-5, atol=1e-6
+    )
+    metrics = Metrics()
+    for output in outputs:
+        metrics.update(output.sums, output.minima, output.maxima)
+    found, expected = metrics.reduce(), trl_oracle.metrics_of(trainer)
+    for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"):
+        assert found[f"clip_ratio/{name}"] == pytest.approx(expected[f"clip_ratio/{name}"], rel=1e-5), name
+
+
 # -- Metrics
 
 # Which TRL hasn't (tests/losses/test_mismatch.py).
@@ -208,7 +236,7 @@ OF_MISMATCH |= {f"{RAW}/{name}" for name in ("mean", "min", "max")}
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", OF_TRL)
 def test_metrics_equal_trl_s(loss_type: str, level: str) -> None:
     """Without truncated completions: TRL counts what is masked as a completion where a ratio is of completions."""
     names: set[str] = set()
