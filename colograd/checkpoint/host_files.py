@@ -21,10 +21,10 @@ import torch
 import xxhash
 from transformers import modeling_utils
 
+from ..runtime.page_locked import PAGE, lock_pages, new_pages
 from .manifest import CHUNK, Entry
-from .page_locked import lock_pages
 
-BLOCK = 4096  # what O_DIRECT asks of addresses, offsets and lengths, on any disk of today
+BLOCK = PAGE  # which O_DIRECT asks of addresses, offsets and lengths, on any disk of today
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -43,10 +43,7 @@ class Image:
     ) -> None:
         self.layout = layout
         header, places, self.size = _header(layout, tensors)
-        self._buffer = mmap.mmap(-1, -(-self.size // BLOCK) * BLOCK)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._buffer.madvise(mmap.MADV_HUGEPAGE)
+        self._buffer = new_pages(self.size)
         self._buffer[: len(header)] = header
         if device is not None and device.type == "cuda":
             lock_pages(self, torch.frombuffer(self._buffer, dtype=torch.uint8).data_ptr(), len(self._buffer), device)

@@ -61,6 +61,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     as it depends on the model or the data."""
     import torch
 
+    from ..config.engine import offload_way
     from ..config.parse import planned_settings
     from ..config.policy import default_dtype, resolve_optimizer
 
@@ -86,6 +87,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     options = settings | {
         "dtype": dtype,
         "optim": resolve_optimizer(settings["optim"], getattr(torch, dtype, None)),
+        "offload_optimizer": offload_way(settings["offload_optimizer"]),
         "lora_r": settings["lora_r"] if settings["use_peft"] else 0,
         "bits": 4 if settings["load_in_4bit"] else 8 if settings["load_in_8bit"] else None,
         "vllm_max_model_length": settings["vllm_max_model_length"] or prompt + completion or None,
@@ -148,7 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--reference", dest="beta", action="store_const", const=1.0, help="a frozen copy for a KL term (beta > 0)")
     switch: dict[str, Any] = {"action": "store_true"}
     add("--sleep", dest="vllm_enable_sleep_mode", **switch, help="the KV cache makes room for training")
-    add("--offload-optimizer", action="store_true", help="its state is on the host while the engine samples")
+    add(
+        "--offload-optimizer",
+        nargs="?",
+        const="sampling",
+        default="none",
+        choices=("none", "sampling", "stream"),
+        help="its state is on the host while the engine samples, or passes through the GPU in each step",
+    )
     add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
     parser.set_defaults(

@@ -14,6 +14,12 @@ from ..runtime.importing import is_import_path
 from .knob import knob, one_of
 
 
+def offload_way(given: str | bool) -> str:
+    """`offload_optimizer` without its short forms; a command line has them as texts."""
+    asked = str(given).lower()
+    return {"true": "sampling", "false": "none"}.get(asked, asked)
+
+
 @dataclass
 class EngineKnobs(TrainingArguments):
     """The engine."""
@@ -46,9 +52,11 @@ class EngineKnobs(TrainingArguments):
         "On a GPU, give the KV cache's memory back while the policy trains. The engine's weights stay (TRL moves or "
         "discards them too). Does nothing on a CPU.",
     )
-    offload_optimizer: bool = knob(
-        False,
-        "On a GPU, keep the optimizer's state in pinned host memory while the engine samples. Does nothing on a CPU.",
+    offload_optimizer: str = knob(
+        "none",
+        "On a GPU, keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, or "
+        "`true`), or always (`stream`, with `optim: adamw_split`): it passes through the GPU piece by piece while the "
+        "optimizer steps, to the same bits. Does nothing on a CPU.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = knob(
         None,
@@ -64,6 +72,12 @@ class EngineKnobs(TrainingArguments):
         "where vLLM serves it, else copied and merged on the way; gathered where the policy is cut), or the import "
         "path of a class of your own; see docs/weights.md.",
     )
+
+    @property
+    def streams_optimizer(self) -> bool:
+        """Whether the optimizer's state passes through the GPU from the host (with `fsdp_offload_params` it is updated
+        there)."""
+        return self.offload_optimizer == "stream" and not (self.on_cpu or self.fsdp_offload_params)
 
     @property
     def layout(self) -> RankLayout:
@@ -85,6 +99,8 @@ class EngineKnobs(TrainingArguments):
                 f"vllm_gpu_memory_utilization is {share}, but must be in (0, 1]: remove it to have the KV cache "
                 "planned."
             )
+        self.offload_optimizer = offload_way(self.offload_optimizer)
+        one_of(self, "offload_optimizer", ("none", "sampling", "stream"))
         self._check_ranks()
 
     def _check_ranks(self) -> None:

@@ -134,5 +134,10 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
+        if getattr(self, "streams_optimizer", False) and self.optim != "adamw_split":
+            raise ValueError(
+                f"offload_optimizer is 'stream', but optim is {self.optim!r}, whose state can't pass through the GPU "
+                "piece by piece: set optim: adamw_split, or offload_optimizer: sampling."
+            )
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"

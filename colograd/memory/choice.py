@@ -122,8 +122,10 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield "gradient_checkpointing: true"
     if on_gpu and not run.sleeps and fit(sleeps=True):
         yield "vllm_enable_sleep_mode: true"
-    if on_gpu and not run.offloads and fit(offloads=True):
-        yield "offload_optimizer: true"
+    if on_gpu and not (run.offloads or run.streams) and fit(offloads=True):
+        yield "offload_optimizer: sampling"
+    if on_gpu and run.can_stream and not run.streams and fit(streams=True):
+        yield f"offload_optimizer: stream ({gib(run.sizes.optimizer // ranks)} GiB each way over the bus per step)"
     if on_gpu and run.reference and fit(reference=0):
         yield "offload_reference: true"
     if run.sizes.packed and not run.served and fit(served=True):

@@ -69,7 +69,9 @@ class RunDescription:
     reshard: bool = True  # FSDP frees gathered weights after a forward
     offloads_parts: bool = False  # FSDP keeps each rank's part on the host
     sleeps: bool = False
-    offloads: bool = False
+    offloads: bool = False  # the optimizer's state while the engine samples
+    streams: bool = False  # the optimizer's state passes through the device from the host
+    can_stream: bool = False  # the optimizer is one that can
     reference: int = 0  # bytes
     kv_bytes: int = 0  # 0: planned
     overruled: bool = False  # the user gives the engine a share of the device
@@ -138,12 +140,13 @@ def describe_run(
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
     completion = min(settings.max_completion_length or work.length, work.length)
     group = (settings.num_generations or 1) if work.shares_prompts else 1
+    optim = resolve_optimizer(settings.optim, dtype)
     cut = not is_adapted(model) and settings.weights in ("auto", "gathered")
     return RunDescription(
         devices=devices,
         ranks_per_engine=settings.vllm_tensor_parallel_size,
         shape=Shape.of(model.config),
-        sizes=PolicySizes.of(model, resolve_optimizer(settings.optim, dtype), dtype.itemsize, to_pack),
+        sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack),
         engine_itemsize=of_engine,
         cache_itemsize=1 if eight_bit else of_engine,
         length=work.length,
@@ -157,7 +160,9 @@ def describe_run(
         reshard=settings.fsdp_reshard_after_forward,
         offloads_parts=settings.fsdp_offload_params,
         sleeps=settings.vllm_enable_sleep_mode,
-        offloads=settings.offload_optimizer,
+        offloads=settings.offload_optimizer == "sampling",
+        streams=settings.offload_optimizer == "stream",
+        can_stream=optim == "adamw_split",
         reference=reference,
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),

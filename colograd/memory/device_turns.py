@@ -1,5 +1,5 @@
 """The KV cache sleeps in training (`vllm_enable_sleep_mode`), and the optimizer's state is on the host while the engine
-samples (`offload_optimizer`): on GPUs only. Weights never move, as the policy may share them with the engine."""
+samples (`offload_optimizer: sampling`): on GPUs only. Weights never move: the policy may share them with the engine."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class DeviceTurns:
 
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
-        self.offload = OptimizerOffload() if config.offload_optimizer and not config.on_cpu else None
+        self.offload = OptimizerOffload() if config.offload_optimizer == "sampling" and not config.on_cpu else None
         self.times = times
         self.notes: Sequence[str] = [
             f"memory: {name} does nothing on a CPU, where sampling and training share all memory anyway"
             for name in ("vllm_enable_sleep_mode", "offload_optimizer", "offload_reference")
-            if getattr(config, name) and config.on_cpu
+            if getattr(config, name) not in (False, "none") and config.on_cpu
         ]
         self._return_to_policy()  # the first training forward may be measured before anything is sampled
 

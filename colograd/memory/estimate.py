@@ -21,6 +21,7 @@ from ..sharding.zero import IN_FLIGHT
 from .description import RunDescription
 from .policy_sizes import PolicySizes
 from .shape import activation_bytes, engine_bytes
+from .state_stream import device_bytes
 from .table import MemoryPlan
 
 ALIVE = IN_FLIGHT + 2  # buckets at once: being summed, one being filled, one being flattened
@@ -50,9 +51,15 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         engine=engine,
         policy=sizes.packed if run.shared and run.ranks_per_engine == 1 else sizes.weights,
         gradients=sizes.gradients // (ranks if strategy == "gradients" else 1),
-        optimizer=sizes.optimizer // (1 if strategy == "none" else ranks),
+        optimizer=_state(run, 1 if strategy == "none" else ranks),
         exchange=0 if strategy == "none" or ranks == 1 else _buckets(sizes, ranks),
     )
+
+
+def _state(run: RunDescription, ranks: int) -> int:
+    """Bytes of the optimizer's state on each device."""
+    own = run.sizes.optimizer // ranks
+    return device_bytes(own) if run.streams and run.devices.on_gpu else own
 
 
 def _buckets(sizes: PolicySizes, ranks: int) -> int:
@@ -73,7 +80,7 @@ def _fsdp(run: RunDescription, engine: int) -> RankBytes:
         engine=engine,
         policy=0 if on_host else sizes.weights // ranks,
         gradients=0 if on_host else sizes.gradients // ranks,
-        optimizer=0 if on_host else sizes.optimizer // ranks,
+        optimizer=0 if on_host else _state(run, ranks),
         exchange=kept + (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * largest,
     )
 
@@ -101,7 +108,8 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
         kv_per_token=run.need.per_token,
         kv_bytes=run.kv_bytes,
         sleeps=run.sleeps and devices.on_gpu,
-        offloads=run.offloads and devices.on_gpu,
+        offloads=(run.offloads or run.streams) and devices.on_gpu,
+        streams=run.streams and devices.on_gpu,
         reference=run.reference // (devices.ranks if strategy == "fsdp" else 1),
         strategy=strategy,
         ranks=devices.ranks,

@@ -5,7 +5,7 @@ Sampling and training alternate, so each part counts in the phases in which it e
     part              sampling                                  training
     weights           engine's, and the policy's if not shared  the same
     gradients         none: freed after the optimizer step      4 or 2 bytes per parameter, less where sharded
-    optimizer state   yes, unless `offload_optimizer`           yes
+    optimizer state   yes, unless `offload_optimizer`           yes; with `stream` two buffers of it
     exchange          none                                      buckets on their way, or gathered blocks
     reference model   yes, unless `offload_reference`           yes, or in the place of gradients that don't exist yet
     activations       the engine's                              one micro-batch's
@@ -49,6 +49,7 @@ class MemoryPlan:
     kv_tokens: int = 0
     sleeps: bool = False  # the KV cache while the policy trains
     offloads: bool = False  # the optimizer's state while the engine samples
+    streams: bool = False  # and else too: what passes through the device is counted
     reference: int = 0  # 0: there is none, or it waits on the host
     strategy: str = "none"  # of sharding
     ranks: int = 1
@@ -65,7 +66,7 @@ class MemoryPlan:
         part = f", 1/{self.ranks}"
         of_policy = part if self.strategy == "fsdp" else "" if self.policy_weights else " (shared)"
         of_gradients = part if self.strategy in ("gradients", "fsdp") else ""
-        of_state = "" if self.strategy == "none" else part
+        of_state = ("" if self.strategy == "none" else part) + (", on its way through" if self.streams else "")
         exchange = "gathered weights" if self.strategy == "fsdp" else "gradients on their way"
         activations = f"activations, {self.tokens:,} tokens ({'measured' if self.measured else 'estimated'})"
         rows = [

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
+from ..memory.state_stream import ELEMENTS, Job, StateStream, host_empty
 from ..parallel.gradients import in_buckets
 from ..sharding.strategy import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants
@@ -25,6 +26,7 @@ from .adamw_fused import Kernel, make_kernel, step_constants
 CPU_PIECE = 2**18
 GPU_PIECE = 2**24
 MOMENTS = ("exp_avg", "exp_avg_sq")
+DTYPES = {**dict.fromkeys(MOMENTS, torch.float32), "remainder": torch.int16}
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -59,6 +61,16 @@ class _Piece(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self[:5] if tensor is not None]
 
+    def job(self, update: Callable[[_Piece], None]) -> Job:
+        """The state's tensors, and ``update`` of this piece with others in their places."""
+        names = [name for name in DTYPES if getattr(self, name) is not None]
+        state = [getattr(self, name) for name in names]
+        return state, lambda tensors: update(self._replace(**dict(zip(names, tensors, strict=True))))
+
+    def can_be_fused(self) -> bool:
+        """Whether the compiled pass takes it. A single element would be compiled for that size alone."""
+        return self.remainder is not None and self.parameter.numel() > 1 and self.is_flat()
+
     def is_flat(self) -> bool:
         """Whether 1-D views of all tensors name the same elements in the same order."""
         return all(tensor.is_contiguous() for tensor in self.tensors())
@@ -88,6 +100,7 @@ class AdamWSplit(torch.optim.Optimizer):
         compiled: one fused pass (see `adamw_fused`). None: on a GPU with Triton; a CPU may have no compiler, and
             there the uncompiled step is the reference. Where compiling fails, a line is logged and the steps are
             torch's.
+        streamed: the state stays in host memory, and passes through the device piece by piece (see `StateStream`).
     """
 
     def __init__(
@@ -98,9 +111,10 @@ class AdamWSplit(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         compiled: bool | None = None,
+        streamed: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.compiled = compiled
+        self.compiled, self.streamed = compiled, streamed
         self._kernels: dict[torch.device, Kernel | None] = {}
 
     @torch.no_grad()
@@ -116,39 +130,58 @@ class AdamWSplit(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
-        kernel = self._kernel(device)
-        plain: list[_Piece] = []
-        constants: dict[int, torch.Tensor] = {}
-        for parameter in parameters:
-            state = self._state(parameter)
-            exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
-            remainder, step = state.get("remainder"), state["step"]
-            whole = _Piece(parameter.detach(), parameter.grad, exp_avg, exp_avg_sq, remainder, step)
-            # A single element would be compiled for that size alone.
-            if kernel is None or remainder is None or parameter.numel() < 2 or not whole.is_flat():
-                plain.append(whole)
-                continue
-            step += 1
-            count = int(step)
-            if count not in constants:
-                constants[count] = step_constants(count, **{name: group[name] for name in SETTINGS}, device=device)
-            kernel(whole.parameter, whole.grad, exp_avg, exp_avg_sq, remainder, constants[count])
-        size = GPU_PIECE if device.type == "cuda" else CPU_PIECE
-        pieces = itertools.chain.from_iterable(whole.cut(size) for whole in plain)
-        for bucket in in_buckets(pieces, size, lambda piece: piece.parameter.numel()):
+        kernel, wholes = self._kernel(device), [self._whole(parameter) for parameter in parameters]
+        fused = [whole for whole in wholes if kernel is not None and whole.can_be_fused()]
+        plain = [whole for whole in wholes if kernel is None or not whole.can_be_fused()]
+        for whole in fused:
+            whole.step.add_(1)
+        constants = {
+            count: step_constants(count, **{name: group[name] for name in SETTINGS}, device=device)
+            for count in {int(whole.step) for whole in fused}
+        }
+
+        def in_one_pass(piece: _Piece) -> None:
+            assert kernel is not None and piece.remainder is not None
+            kernel(*piece[:4], piece.remainder, constants[int(piece.step)])
+
+        def by_torch(bucket: Sequence[_Piece]) -> None:
             _torch_step(bucket, group, foreach=device.type == "cuda")
+
+        if self.streamed:
+            jobs = [piece.job(in_one_pass) for whole in fused for piece in whole.cut(ELEMENTS)]
+            jobs += [piece.job(lambda piece: by_torch([piece])) for whole in plain for piece in whole.cut(ELEMENTS)]
+            StateStream(device).run(jobs)
+        else:
+            for whole in fused:
+                in_one_pass(whole)
+            size = GPU_PIECE if device.type == "cuda" else CPU_PIECE
+            pieces = itertools.chain.from_iterable(whole.cut(size) for whole in plain)
+            for bucket in in_buckets(pieces, size, lambda piece: piece.parameter.numel()):
+                by_torch(bucket)
         for whole in plain:
             whole.step.add_(1)
+
+    def _whole(self, parameter: torch.Tensor) -> _Piece:
+        state, grad = self._state(parameter), parameter.grad
+        assert grad is not None
+        exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
+        return _Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for name in MOMENTS:
-                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                state[name] = self._place(parameter, name).zero_()
         if parameter.dtype == torch.bfloat16 and "remainder" not in state:
-            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            state["remainder"] = self._place(parameter, "remainder").zero_()
         return state
+
+    def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """An uninitialised state of `DTYPES` for a parameter."""
+        if self.streamed:
+            return host_empty(parameter.shape, DTYPES[name], parameter.device)
+        return torch.empty_like(parameter, dtype=DTYPES[name])
 
     def _kernel(self, device: torch.device) -> Kernel | None:
         """The compiled pass for a device; None: torch's steps are taken there."""
@@ -189,10 +222,11 @@ class AdamWSplit(torch.optim.Optimizer):
             )
         state = self.state[parameter]
         state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu")
-        for name in MOMENTS:
-            state[name] = saved[name].to(parameter.device, torch.float32)
-        if "remainder" in saved:
-            state["remainder"] = saved["remainder"].to(parameter.device, torch.int16)
+        for name, dtype in DTYPES.items():
+            if name in saved and self.streamed:
+                state[name] = self._place(parameter, name).copy_(saved[name])
+            elif name in saved:
+                state[name] = saved[name].to(parameter.device, dtype)
         self._state(parameter)
 
 
@@ -299,6 +333,7 @@ def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
         "compiled": _compiled_from(args.optim_args),
+        "streamed": args.streams_optimizer,
     }
 
 

@@ -18,6 +18,7 @@ from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
 from ..losses.objective import Objective
 from ..memory import token_budget
+from ..memory.state_stream import device_bytes
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
@@ -259,6 +260,7 @@ class Learner:
 
         with self.times.phase("measure"):
             pending = token_budget.optimizer_bytes(self.model, self.hooks.optimizer, config.optim, self.sharding.parts)
+            pending = device_bytes(pending) if config.streams_optimizer else pending
             self.model.train()
             tokens, size = token_budget.measure(train, self._free_gradients, shape, self.rules, pending)
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)

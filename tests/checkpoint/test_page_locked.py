@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from colograd.checkpoint import page_locked
 from colograd.checkpoint.host_files import HostFiles, write_image
+from colograd.runtime import page_locked
 from colograd.weights import state_dict_on_host
 
 

@@ -76,7 +76,12 @@ def test_one_gpu_has_nothing_to_share_and_is_told_what_would_fit(
 ) -> None:
     _, strategies, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80")
     assert [*strategies] == ["none"] and strategies["none"][-1] == "no"
-    assert after.startswith("sharding: auto finds none that fits; what would fit: use_peft: true (LoRA, rank 16); or ")
+    assert after.startswith(
+        "sharding: auto finds none that fits; what would fit: offload_optimizer: stream (70.93 GiB each way over the "
+        "bus per step); or use_peft: true (LoRA, rank 16); or "
+    )
+    _, strategies, _ = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80", "--offload-optimizer", "stream")
+    assert strategies["none"][-1] == "yes" and strategies["none"][3] == "0.2"
     _, strategies, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80", "--lora-rank", "16")
     assert strategies["none"][-1] == "yes" and after == "sharding: auto takes 'none'"
 

@@ -1,4 +1,5 @@
-"""Host memory that a GPU writes by itself: its pages are locked, so that copies are queued, and go at the bus's speed.
+"""Host memory that a GPU reads and writes by itself: its pages are locked, so that copies are queued, and go at the
+bus's speed.
 
 Buffers that are there already are registered. `pin_memory` would allocate others, of sizes rounded up to powers of two.
 """
@@ -6,10 +7,23 @@ Buffers that are there already are registered. `pin_memory` would allocate other
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
 from typing import Any
 
 import torch
+
+PAGE = 4096
+HUGE = 2**21  # from here on larger pages are asked for
+
+
+def new_pages(nbytes: int) -> mmap.mmap:
+    """Host memory for ``nbytes``, rounded up to whole pages; in large pages where the kernel has them."""
+    pages = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE)
+    if len(pages) >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def lock_pages(owner: Any, address: int, nbytes: int, device: torch.device) -> None:
