@@ -24,7 +24,7 @@ from ..parallel.ranks import on_all_ranks
 from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
 from .rows import Cut, cuts_of, gathered
-from .strategy import Owned
+from .strategy import Owned, drop_graph
 from .weight_files import WeightFiles, saved_names
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -175,7 +175,11 @@ class FullySharded(SharedParts):
         """A collective. Should it fail on this rank, the others' exchanges are still answered."""
         self._began = True
         with self._answering(self.model, BACKWARD):
-            loss.backward()
+            try:
+                loss.backward()
+            except Exception as error:
+                drop_graph(loss, error)
+                raise
 
     @contextmanager
     def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..config import GRPOConfig
+from ..runtime.process import forget_frames
 
 # (tensors on any device, file, metadata): writes a safetensors file, or sees to it that it will be.
 WriteTensors = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
@@ -129,6 +130,15 @@ class ShardingStrategy(ABC):
     def load_weights(self, folder: Path) -> bool:
         """Read a saved model's weights, each rank its own. False: nothing is cut, it is loaded as ever."""
         return False
+
+
+def drop_graph(loss: torch.Tensor, error: BaseException) -> None:
+    """Free the activations that a failed backward still holds: room for the exchanges that are yet to be answered, as
+    the other ranks wait in them."""
+    loss.detach_()  # whoever else has a name for it
+    forget_frames(error)
+    if loss.is_cuda:
+        torch.cuda.empty_cache()  # what is left lies between the pieces that the failure asked for
 
 
 @torch.no_grad()

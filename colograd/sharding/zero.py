@@ -15,7 +15,7 @@ import torch
 from ..parallel.ranks import on_all_ranks, rank, world_size
 from .buckets import Bucket, Reduction, buckets_of
 from .parts import SharedParts
-from .strategy import Owned
+from .strategy import Owned, drop_graph
 
 IN_FLIGHT = 2  # reductions at once: the next gradients are computed meanwhile, and their memory is bounded
 
@@ -102,7 +102,8 @@ class SharedGradients(SharedOptimizer):
         self._next = 0
         try:
             loss.backward()
-        except BaseException:
+        except BaseException as error:
+            drop_graph(loss, error)
             self.model.zero_grad(set_to_none=True)  # room for what is still to be answered
             raise
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -48,11 +49,12 @@ def loss_pass(
         watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():
             output = checked_loss(compute_loss(PolicyForward.prepare(row)), differentiable=sharding is not None)
-        losses.append(output.loss.detach())
+        loss, output = output.loss / denominator, dataclasses.replace(output, loss=output.loss.detach())
+        losses.append(output.loss)
         if sharding is not None:
             with agree("training"):
-                sharding.backward(output.loss / denominator)
-        metrics.total("loss", output.loss.detach() / denominator)
+                sharding.backward(loss)  # the only name of the graph, which a failed backward drops
+        metrics.total("loss", output.loss / denominator)
         metrics.update(output.sums, output.minima, output.maxima)
         passed(row.num_tokens)
     if sharding is not None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
+import weakref
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import launcher
 import pytest
 import torch
 from paths import SCRIPTS
 
+from colograd.batch import LossOutput
 from colograd.sharding import optimizer_state
 from colograd.sharding.buckets import Bucket, buckets_of
 from colograd.sharding.strategy import Owned
+from colograd.sharding.zero import SharedGradients
+from colograd.training import loss_pass
 from colograd.training.adamw_split import AdamWSplit
 
 SCRIPT = SCRIPTS / "sharded_ranks.py"
@@ -140,6 +146,58 @@ def test_buckets_are_of_one_dtype_and_leave_out_what_is_frozen() -> None:
     model["p1"].data = model["p1"].data.bfloat16()
     model["p3"].requires_grad_(False)
     assert [bucket.names for bucket in buckets_of(model, 0, 2)] == [("p2",), ("p1",), ("p0",)]
+
+
+# -- a backward that fails
+
+
+class Failing(torch.autograd.Function):
+    """Runs out of memory in its backward, like the largest of a layer's kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps an activation for the backward."""
+
+    kept: ClassVar[list[weakref.ref]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.activation = torch.ones(1000)
+        Keeping.kept.append(weakref.ref(ctx.activation))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+def test_a_failed_backward_has_freed_its_graph_before_it_answers_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that ran out of memory would do so again, in an exchange that the other ranks wait in for ever."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    sharding, alive = SharedGradients(model), []
+
+    def answer(bucket: Bucket) -> Any:
+        alive.append(any(kept() is not None for kept in Keeping.kept))
+        return SimpleNamespace(finish=lambda: 0)
+
+    def compute_loss(row: Any) -> LossOutput:
+        hidden = Keeping.apply(model[0](torch.ones(4)))
+        return LossOutput(model[1](Failing.apply(hidden)).sum(), {}, {}, {})
+
+    monkeypatch.setattr(Bucket, "reduce", answer)
+    monkeypatch.setattr(loss_pass, "PolicyForward", SimpleNamespace(prepare=lambda row: row))
+    step: Any = SimpleNamespace(rows=[SimpleNamespace(num_tokens=1)], version=0)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        loss_pass.loss_pass(step, compute_loss, 1.0, contextlib.nullcontext, sharding)
+    assert len(alive) == len(sharding.buckets) >= 1 and not any(alive) and len(Keeping.kept) == 1
 
 
 # -- files
