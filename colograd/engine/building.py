@@ -28,6 +28,8 @@ from .whole_pictures import whole_of_known_features, whole_on_cpu
 TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.27,<0.33"
 
+_compile_threads: str | None = None  # as the user set them before vLLM was imported
+
 # Errors of vLLM's code, and of its configurations' classes.
 OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
 _kernels_found = False  # by an engine of this process, see `kernels_found_once`
@@ -72,7 +74,9 @@ def _not_inspected(message: str) -> str:
 
 def check_vllm() -> None:
     """Raise a RuntimeError if there is no vLLM that works, as far as is known."""
+    global _compile_threads
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
+    _compile_threads = process.given_compile_threads() or _compile_threads
     try:
         from vllm import __version__ as found
     except ImportError as error:
@@ -130,6 +134,8 @@ def build_conditions(
     with contextlib.ExitStack() as while_built:
         enter = while_built.enter_context
         enter(usual_algorithms())
+        if not on_cpu:
+            while_built.callback(process.compile_with_threads, _compile_threads)
         enter(output_with_a_descriptor())
         # vLLM reseeds python, numpy and torch; the user's seed must still mean something afterwards.
         while_built.callback(random.setstate, random.getstate())

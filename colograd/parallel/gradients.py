@@ -25,10 +25,13 @@ def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2
     gradients = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()  # the embedding's, say: a copy would take gigabytes
+        flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat)
         watchdog.progress()
-        moved += flat.numel() * flat.element_size()
+        moved += flat.nbytes
+        if alone:
+            continue
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
     return moved

@@ -25,6 +25,8 @@ from . import gpus
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _command_began: float | None = None
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+MOST_COMPILE_THREADS = 32  # torch's own limit
 
 
 def begin_command() -> None:
@@ -84,6 +86,23 @@ def prepare_threads() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != int(os.environ["OMP_NUM_THREADS"]):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def given_compile_threads() -> str | None:
+    """The user's TORCHINDUCTOR_COMPILE_THREADS, asked for before vLLM is imported; None: there is none."""
+    return None if "vllm" in sys.modules else os.environ.get(COMPILE_THREADS)
+
+
+def compile_with_threads(given: str | None) -> None:
+    """Let torch.compile use several processes again, once an engine is built: as ``given``, or a rank's cores.
+
+    vLLM's import sets one, for the sake of its worker processes, which may have no children. The engine here is in the
+    trainer's process, which may, and the policy's layers would be compiled one after the other.
+    """
+    number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
+    os.environ[COMPILE_THREADS] = number
+    if (config := sys.modules.get("torch._inductor.config")) is not None:  # which has read it when it was imported
+        config.compile_threads = int(number)  # type: ignore[attr-defined]
 
 
 def keep_freed_memory() -> None:

@@ -225,3 +225,21 @@ torch.ops.aten.searchsorted(torch.arange(4), torch.arange(8).view(4, 2)[:, 0])  
     given = {name: value for name, value in os.environ.items() if name not in dropped}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=given)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "expected"), [(None, 16, "16"), (None, 64, "32"), ("4", 16, "4"), ("1", 16, "1")]
+)
+def test_layers_are_compiled_side_by_side_again_after_vllm_s_import(
+    given: str | None, cores: int, expected: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's import sets one, here as in its processes. (`given` is what the user had set before.)"""
+    loaded = SimpleNamespace(compile_threads=1)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", loaded)
+    monkeypatch.setattr(process, "cpu_threads", lambda: cores)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    environment.update({process.COMPILE_THREADS: given} if given else {})
+    asked = process.given_compile_threads()
+    environment[process.COMPILE_THREADS] = "1"  # vllm/env_override.py
+    process.compile_with_threads(asked)
+    assert environment[process.COMPILE_THREADS] == expected and loaded.compile_threads == int(expected)

@@ -375,6 +375,16 @@ def test_other_optim_args_are_refused(tmp_path: Path, given: str) -> None:
     assert optimizer_class(tiny.config(tmp_path, optim="adamw_torch", optim_args=given)) is None, "transformers' own"
 
 
+@pytest.mark.parametrize(("given", "compiled"), [("", True), ("compiled=false", False)])
+def test_rows_that_are_offloaded_are_updated_on_the_host_by_the_compiled_loop(
+    given: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config(tmp_path, optim="adamw_split", optim_args=given, fsdp_offload_params=True)
+    assert optimizer_class(config)[1]["compiled"] is (False if given else None), "a CPU's own rows aren't offloaded"
+    monkeypatch.setattr(type(config), "on_cpu", property(lambda self: False))
+    assert optimizer_class(config)[1]["compiled"] is compiled
+
+
 # -- float32 checkpoints, and to float32
 
 
