@@ -198,14 +198,10 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
     return kwargs
 
 
-def blank_kwargs(kwargs: Mapping[str, Any], served: bool = False) -> dict[str, Any]:
-    """The arguments, beside ``kwargs``, of an engine whose weights aren't read, with layers as for whole weights. What
-    vLLM has compiled for others mustn't be taken where some multiply with the policy's (``served``)."""
+def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, beside ``kwargs``, of an engine whose weights aren't read, with layers as for whole weights."""
     overrides = _given_overrides(kwargs.get("hf_overrides"))
-    found: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
-    if served:
-        found["additional_config"] = {**(kwargs.get("additional_config") or {}), "colograd_packed_layers": True}
-    return found
+    return {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:

@@ -4,8 +4,8 @@ quantised base, for both. To compilers and graphs it is one operator, which read
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from .tensors import VLLMTensors
 # The policy's weights behind each layer of vLLM's model, by its name. What is fused there has several.
 Parts = Mapping[str, Sequence[PackedWeight]]
 
-_numbers = itertools.count()
 _parts: dict[int, Sequence[PackedWeight]] = {}  # of the layers of living engines
 _used: set[int] = set()  # layers that have computed something
 
@@ -43,6 +42,7 @@ class ServedLayers:
 
     def __init__(self) -> None:
         self.numbers: dict[int, Sequence[PackedWeight]] = {}
+        self.reserved: dict[str, int] = {}  # the layers' names -> their numbers, whether or not vLLM's model has them
 
     @property
     def weights(self) -> list[PackedWeight]:
@@ -51,8 +51,17 @@ class ServedLayers:
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
-    def add(self, parts: Sequence[PackedWeight]) -> int:
-        number = next(_numbers)
+    def reserve(self, names: Iterable[str]) -> None:
+        """Number layers, after those of living engines: a policy's have the same numbers in each of its runs."""
+        self.reserved = {name: number for number, name in enumerate(names, max(_parts, default=-1) + 1)}
+
+    @property
+    def digest(self) -> str:
+        """Of what compiled code has of the layers: which there are, and their numbers."""
+        return hashlib.sha256(repr(self.reserved).encode()).hexdigest()
+
+    def add(self, name: str, parts: Sequence[PackedWeight]) -> int:
+        number = self.reserved[name]
         self.numbers[number] = _parts[number] = parts
         return number
 
@@ -89,14 +98,18 @@ def served_layers(parts_of: Callable[[EngineTensors], Parts]) -> Iterator[Served
             return y if bias is None else y + bias
 
     def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
         if not found:  # later ones may be of a part's class, as which vLLM builds a language model within a model
-            architecture, _ = get_model_architecture(get_current_vllm_config().model_config)
+            architecture, _ = get_model_architecture(config.model_config)
             found.append(parts_of(VLLMTensors(architecture)))
-        parts = found[0].get(getattr(layer, "prefix", ""))
+            served.reserve(found[0])
+        # What vLLM has compiled for layers of other numbers would read other weights: a part of its cache's key.
+        config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
+        parts = found[0].get(name)
         if parts is None:
             theirs(self, layer, *args, **kwargs)
             return
-        layer.quant_method = ReadsPolicy(served.add(parts), sum(part.shape[0] for part in parts))
+        layer.quant_method = ReadsPolicy(served.add(name, parts), sum(part.shape[0] for part in parts))
         layer.quant_method.create_weights(layer)
 
     try:

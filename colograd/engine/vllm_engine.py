@@ -87,7 +87,7 @@ class VLLMEngine:
         parts_of = needs.parts_of
         self.blank, self.served = needs.blank or parts_of is not None, ServedLayers()
         if self.blank:
-            kwargs |= blank_kwargs(kwargs, served=parts_of is not None)
+            kwargs |= blank_kwargs(kwargs)
         watchdog.progress("the start of vLLM")
         conditions = build_conditions(config.device, self.sleeps, needs.adapter is not None, ranks, self._reads_images)
         with contextlib.ExitStack() as while_built:

@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from colograd import GRPOTrainer, train
 from colograd.commands import cli
 from colograd.config import ModelConfig
+from colograd.engine.quantized_layers import ServedLayers
 from colograd.memory.policy_sizes import PolicySizes
 from colograd.policy import lora, outline, quantized, row_proof
 from colograd.policy.loading import load_policy
@@ -258,6 +259,7 @@ def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_
     assert "quantised, one memory with the engine's (14 packed matrices" in trainer.weights.describe()
     names = {p.numel() for name, p in trainer.engine.model.named_parameters() if "_proj" in name and "weight" in name}
     assert names == {0}
+    assert trainer.engine.served.digest in trainer.engine.vllm_config.additional_config.values()
     trainer.train()
     same_on_both_sides(trainer)
     assert trainer.moved[1:] == [adapter_bytes(trainer)] * 2
@@ -268,6 +270,18 @@ def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_
         (scales.SCB if kind == "int8" else scales.quant_state.state2.absmax).mul_(2)
     assert not torch.equal(trainer.engine.prompt_logprobs(ids), before), "it is one memory"
     tried("qwen2", "qlora")
+
+
+def test_layers_that_compiled_code_reads_by_number_are_part_of_its_caches_key() -> None:
+    first, second, other = ServedLayers(), ServedLayers(), ServedLayers()
+    first.reserve(["up", "down"])
+    first.add("down", ())
+    second.reserve(["up", "down"])
+    assert second.digest != first.digest, "no number is of two living layers"
+    first.close()
+    second.reserve(["up", "down"])
+    other.reserve(["down"])
+    assert second.digest == first.digest != other.digest, "the same policy finds what was compiled for it"
 
 
 @pytest.mark.slow
