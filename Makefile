@@ -112,7 +112,7 @@ bench: $(STAMP) model ## Time a training step by phase, then side by side with T
 	$(PY) tests/benchmarks/phases.py $(ARGS)
 	$(PY) tests/benchmarks/side_by_side.py --model $(MODEL) $(BENCH)
 
-gpu-check: $(STAMP) model ## All that wants a GPU, in 10 minutes: ARGS="--model M --minutes 20", or ARGS="--device cpu"
+gpu-check: $(STAMP) model ## All that wants a GPU, in 10 minutes after a warm-up: ARGS="--model M --minutes 20", or ARGS="--device cpu"
 	$(PY) tests/benchmarks/gpu_check.py $(ARGS)
 
 docs: $(STAMP) ## Write the generated pages of docs/

@@ -133,7 +133,7 @@ def test_only_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.parse(["--only", "path", "doctor"]).only == ["path", "doctor"]
     with pytest.raises(SystemExit):
         gpu_check.parse(["--only", "doktor"])
-    assert "'doktor', with which no check begins. There are: gpu tests, doctor, training" in capsys.readouterr().err
+    assert "'doktor', with which no check begins. There are: warm-up, gpu tests" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_gpu_is_told_what_to_do() -> None:
@@ -150,6 +150,23 @@ def test_a_check_gets_a_multiple_of_its_share_and_never_more_than_is_left() -> N
     assert gpu_check.limit_of(600, [50, 100, 350]) == pytest.approx(2.5 * 60)
     assert gpu_check.limit_of(600, [300, 100]) == 600
     assert gpu_check.limit_of(30, [50]) == 30
+
+
+def test_a_cold_machines_first_start_takes_nothing_of_the_others_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, limits = [0.0], []
+
+    def run(check: Check, limit: float, folder: Path) -> Result:
+        limits.append(limit)
+        clock[0] += 900 if check.apart_s else 10
+        return Result(check.name, "ok", "", 900 if check.apart_s else 10, limit)
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
+    wanted = [check for check in gpu_check.checks("M", "R", "cuda") if check.name in ("warm-up", "doctor")]
+    gpu_check.run_all(wanted, 600, tmp_path, lambda results: None)
+    assert limits == [20 * 60, 600]
 
 
 def test_failing_late_and_missing_checks_are_rows_and_the_others_go_on(
