@@ -162,11 +162,8 @@ def load_policy(
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
-    if adapter is not None and not adapter.why_merged:
-        why = "ranks share the engine" if config.vllm_tensor_parallel_size > 1 else ""
-        if config.on_cpu and num_experts(loaded.config):
-            why = why or "on a CPU vLLM has no experts beside a LoRA"
-        adapter = dataclasses.replace(adapter, why_merged=why)
+    if adapter is not None and not adapter.why_merged and config.vllm_tensor_parallel_size > 1:
+        adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if adapter is not None and config.checkpointing and reentrant:
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one

@@ -14,6 +14,7 @@ from ..data import PromptDataset
 from ..data.columns import columns_of
 from ..engine.arguments import check_split
 from ..engine.building import check_vllm
+from ..engine.lora_experts import why_no_slots
 from ..engine.sampling import check_sampling
 from ..losses.entropy import EntropyController
 from ..losses.objective import Objective
@@ -27,6 +28,7 @@ from ..policy.loading import Policy, load_policy, proven_with_images
 from ..policy.outline import note_on_cpu
 from ..policy.quantized import take_quantization
 from ..policy.reference import check_reference
+from ..policy.routing import num_experts
 from ..policy.supported import check_supported
 from ..reporting.console import Console
 from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
@@ -107,6 +109,8 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         closing.callback(scorer.close)
         watchdog.progress("loading the model")
         policy = load_policy(given.model, given.processing_class, args, given.peft_config)
+        if given.samples:
+            policy = merged_beside_experts(policy, args)
         check_choice(args.weights, policy.adapter, args.cuts_weights)
         check_split(args, policy.model.config)
         objective = dataclasses.replace(objective, router_coef=policy.router_coef(args))
@@ -138,6 +142,19 @@ def _check_config(given: Given, args: GRPOConfig) -> None:
         check_sampling(args)
     check_sharding(args, given.optimizer)
     check_liger(args)
+
+
+def merged_beside_experts(policy: Policy, args: GRPOConfig) -> Policy:
+    """The policy, whose adapter is merged on its way where vLLM has no slots for it beside a mixture's experts."""
+    adapter = policy.adapter
+    if adapter is None or adapter.why_merged or not num_experts(policy.model.config):
+        return policy
+    why = why_no_slots(args.on_cpu)
+    if why and args.layout.is_main:
+        Console(enabled=True, bars=False).warn(
+            f"adapter: the engine gets merged copies of the weights that it adapts, not its matrices: {why}"
+        )
+    return dataclasses.replace(policy, adapter=dataclasses.replace(adapter, why_merged=why))
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:

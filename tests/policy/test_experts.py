@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,10 +24,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, JetMoeC
 from colograd import GRPOTrainer
 from colograd.engine import building
 from colograd.engine.tensors import VLLMTensors
+from colograd.policy.loading import load_policy
 from colograd.policy.quantized_layers import packed_weights
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import load_mixture, stacked_masters
-from colograd.weights import proof
+from colograd.training import task
+from colograd.weights import check_choice, proof
 from colograd.weights.copied import MergedWeights
 from colograd.weights.mapping import UnmappedParameter, map_parameters
 from colograd.weights.shared import SharedWeights
@@ -151,6 +154,27 @@ def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_r
     _, theirs, ours = as_saved(trainer, tmp_path / "saved")
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
     tried(family, lora_merged="on a CPU")
+
+
+def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, tmp_path, monkeypatch, capsys) -> None:
+    """On a B200, in one warning; on other GPUs, in older vLLM and for models without experts there are slots."""
+    kernels = "vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe"
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    args = tiny.config(tmp_path)
+    policy = load_policy(str(models["qwen3_moe"]), None, args, adapter)
+    monkeypatch.setattr(type(args), "on_cpu", False)
+    for runs in (True, False, None):
+        kernel = SimpleNamespace(__name__="Kernel", _supports_current_device=lambda runs=runs: runs)
+        module = None if runs is None else SimpleNamespace(TrtLlmBf16LoRAExperts=kernel)
+        monkeypatch.setitem(sys.modules, kernels, module)
+        found = task.merged_beside_experts(policy, args).adapter
+        assert found.why_merged == (
+            "beside a LoRA vLLM permutes the experts' weights on this GPU (Kernel)" * bool(runs)
+        )
+        assert capsys.readouterr().out.count("merged copies") == bool(runs)
+    with pytest.raises(ValueError, match=r"weights is 'adapter', but beside a LoRA .* weights: auto \(merged copies\)"):
+        monkeypatch.setattr(task, "why_no_slots", lambda on_cpu: "beside a LoRA no")
+        check_choice("adapter", task.merged_beside_experts(policy, args).adapter)
 
 
 @pytest.mark.slow
