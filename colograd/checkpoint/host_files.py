@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 import xxhash
 from transformers import modeling_utils
 
-from ..runtime.page_locked import PAGE, lock_pages, new_pages
+from ..runtime.page_locked import PAGE, host_pages
 from .manifest import CHUNK, Entry
 
 BLOCK = PAGE  # which O_DIRECT asks of addresses, offsets and lengths, on any disk of today
@@ -43,10 +42,8 @@ class Image:
     ) -> None:
         self.layout = layout
         header, places, self.size = _header(layout, tensors)
-        self._buffer = new_pages(self.size)
+        self._buffer = host_pages(self.size, device)
         self._buffer[: len(header)] = header
-        if device is not None and device.type == "cuda":
-            lock_pages(self, torch.frombuffer(self._buffer, dtype=torch.uint8).data_ptr(), len(self._buffer), device)
         self.tensors = {name: _view(self._buffer, places[name], tensor) for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -60,7 +57,7 @@ class Image:
     @property
     def bytes(self) -> memoryview:
         """Whole blocks: the last one ends with zeros that are no part of the file."""
-        return memoryview(self._buffer)
+        return self._buffer
 
 
 class HostFiles:
@@ -149,7 +146,7 @@ def _header(layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> t
     return header, {name: first + offset for name, offset in offsets.items()}, first + end
 
 
-def _view(buffer: mmap.mmap, start: int, like: torch.Tensor) -> torch.Tensor:
+def _view(buffer: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype)
     return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from ..runtime.page_locked import lock_pages, new_pages
-
 ELEMENTS = 2**23  # of a job: with 10 bytes each 84 MB, some 2 ms on the bus, beside which a launch is nothing
 BUFFERS = 2
 ALIGNED = 256  # bytes, as the allocator's blocks: kernels load 16 bytes at a time
@@ -27,17 +25,6 @@ Job = tuple[Sequence[torch.Tensor], Callable[[Sequence[torch.Tensor]], None]]
 def device_bytes(state: int) -> int:
     """Bytes that a state of ``state`` bytes takes on the device while it passes through."""
     return min(state, BUFFERS * ELEMENTS * ITEMSIZE)
-
-
-def host_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor in host memory of its own, page-locked for a GPU ``device``."""
-    nbytes = shape.numel() * dtype.itemsize
-    pages = new_pages(nbytes)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    tensor = whole[:nbytes].view(dtype).view(shape)
-    if device.type == "cuda":
-        lock_pages(tensor, whole.data_ptr(), len(pages), device)
-    return tensor
 
 
 class StateStream:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..parallel.ranks import world_size
 from ..policy.images import keep_gradients_out, tower_layers
 from ..policy.layers import decoder_layers
+from ..runtime.page_locked import host_empty
 from .buckets import all_gather, reduce_scatter
 
 
@@ -121,7 +122,7 @@ def cut(
     Args:
         gradients: the dtype in which they are summed.
         reshard: forget a block's weights after its forward, and gather them again for its backward.
-        offload: to pinned host memory instead.
+        offload: to page-locked host memory instead.
 
     Raises:
         ValueError: it can't be cut so.
@@ -133,19 +134,26 @@ def cut(
     rule: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size(),)),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=gradients),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
     }
+
+    def shard(module: Any, reshard_after_forward: bool) -> Any:
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **rule)
+        if offload:
+            _lock_rows(module, device)
+        return module
+
     for module in blocks.layers:
-        fully_shard(module, reshard_after_forward=reshard, **rule)
+        shard(module, reshard)
     if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
         keep_gradients_out(blocks.tower)
         for module in blocks.tower:
             module.set_unshard_in_backward(False)  # else the last one is gathered beside the decoder's first
     for module in blocks.embedding:
-        fully_shard(module, reshard_after_forward=True, **rule).set_unshard_in_backward(False)
+        shard(module, True).set_unshard_in_backward(False)
     # The backwards of head and root begin where their forwards end: nothing is gained by forgetting these in between.
     for module in (*blocks.head, model):
-        fully_shard(module, reshard_after_forward=False, **rule)
+        shard(module, False)
     for block in blocks.all():
         block.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the whole step's denominator
         block.set_force_sum_reduction_for_comms(True)
@@ -155,6 +163,16 @@ def cut(
         block.set_custom_all_gather(_Gather(block, listener))
         block.set_custom_reduce_scatter(_Reduce(block, listener))
     return blocks
+
+
+def _lock_rows(block: Any, device: torch.device) -> None:
+    """Bring this rank's rows of a block to page-locked host memory: torch's own would have sizes of powers of two."""
+    group = block._get_fsdp_state()._fsdp_param_group
+    for one in group.fsdp_params if group is not None else ():
+        padded, own = one._sharded_param_data, one.sharded_param._local_tensor
+        place = host_empty(padded.shape, padded.dtype, device).copy_(padded)
+        one._sharded_param_data = place
+        one.sharded_param._local_tensor = place[: own.numel()].view(own.shape)
 
 
 def whole_parameters(block: Any) -> list[torch.nn.Parameter]:

@@ -16,8 +16,9 @@ from torch.optim.adamw import adamw
 from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
-from ..memory.state_stream import ELEMENTS, Job, StateStream, host_empty
+from ..memory.state_stream import ELEMENTS, Job, StateStream
 from ..parallel.gradients import in_buckets
+from ..runtime.page_locked import host_empty
 from ..sharding.strategy import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants
 

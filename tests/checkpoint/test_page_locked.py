@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,12 @@ class OnGPU(torch.Tensor):
         return result.as_subclass(cls) if func is torch.Tensor.detach else result
 
 
+def mapped() -> Iterator[tuple[int, ...]]:
+    """The process's stretches of memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        yield tuple(int(end, 16) for end in line.split()[0].split("-"))
+
+
 class GPU:
     """What is asked of CUDA."""
 
@@ -53,6 +60,7 @@ class GPU:
         return 0
 
     def unregister(self, address: int) -> int:
+        assert any(first <= address < end for first, end in mapped()), "CUDA would unlock somebody else's pages"
         self.locked.remove(address)
         return 0
 
@@ -118,6 +126,17 @@ def test_weights_are_there_when_transformers_gets_them(gpu: GPU, tmp_path: Path)
         assert list(images.take()) == [path]
     assert gpu.waits == [3], "the first time there are no buffers to copy into"
     assert len(gpu.registered) == 1
+
+
+def test_a_tensors_pages_are_locked_as_long_as_its_storage_is_there(gpu: GPU) -> None:
+    tensor = page_locked.host_empty(torch.Size((3, 1025)), torch.bfloat16, torch.device("cuda", 0))
+    address = tensor.data_ptr()
+    assert gpu.registered == [2 * 4096], "whole pages, and not the next power of two"
+    view, tensor = tensor[1:].detach(), torch.empty(0)
+    assert gpu.locked == (set() if gpu.refuses else {address})
+    view.fill_(1)
+    del view
+    assert not gpu.locked and not tensor.numel()
 
 
 def test_nothing_is_asked_of_cuda_on_a_cpu(gpu: GPU, tmp_path: Path) -> None:

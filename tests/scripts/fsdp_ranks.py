@@ -37,6 +37,7 @@ from colograd.policy import attention
 from colograd.policy.layers import compile_layers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import collate, dummy, plan_rows
+from colograd.runtime.page_locked import PAGE
 from colograd.sharding import ShardingStrategy
 from colograd.sharding.fsdp import FullySharded
 from colograd.sharding.whole import WholeCopies
@@ -80,6 +81,12 @@ def rows() -> list[PackedRow]:
         group = Group({}, rollouts, index)
         found += plan_rows([ScoredGroup(group, torch.zeros(3, 1), torch.tensor([1.0, -0.5, 0.25]))], 1000, False, CPU)
     return found
+
+
+class Offloaded(FullySharded):
+    """Its rows lie in memory of the host's beside it, as on a GPU."""
+
+    _offload = property(lambda self: True, lambda self, value: None)
 
 
 class Fault:
@@ -209,16 +216,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     out, results = Path(sys.argv[1]), {}
     cases: dict[str, dict[str, Any]] = {"plain": {}, "checkpointing": {"checkpointing": True}, "kept": {}, "tied": {}}
-    cases |= {"compiled": {"compiled": True}} if world_size() > 1 else {}
+    cases |= {"compiled": {"compiled": True}, "offloaded": {}} if world_size() > 1 else {}
     faults = ("before", "forward", "backward", "forward memory", "backward memory")
     cases |= {fault: {"fault": fault} for fault in faults} if world_size() > 1 else {}
     for name, settings in cases.items():
         model = fresh(tied=name == "tied")
-        way = FullySharded(model, reshard=name != "kept") if world_size() > 1 else WholeCopies(model)
+        kind = Offloaded if name == "offloaded" else FullySharded
+        way = kind(model, reshard=name != "kept") if world_size() > 1 else WholeCopies(model)
         results[name] = train(model, way, **settings)
         weights = way.state_dict(keep=rank() == 0) or model.state_dict()
         if rank() == 0:
             torch.save(weights, out / f"{name.replace(' ', '-')}-of-{world_size()}.pt")
+        if name == "offloaded":
+            results[name]["in pages"] = all(one.local.data_ptr() % PAGE == 0 for one in way.cuts)
     if rank() == 0:
         torch.save({tied: fresh(tied=tied).state_dict() for tied in (False, True)}, out / "start.pt")
     if world_size() > 1:

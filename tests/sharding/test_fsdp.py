@@ -73,6 +73,11 @@ def test_a_second_model_is_cut_too_and_gives_the_same(several) -> None:
     assert [rank["frozen"] for rank in several] == [0.0] * len(several)
 
 
+def test_offloaded_rows_lie_in_pages_of_their_own_from_which_they_are_gathered(several) -> None:
+    for rank in several:
+        assert rank["offloaded"]["in pages"] and rank["offloaded"]["weights"] == rank["plain"]["weights"]
+
+
 def test_memory_is_a_share_of_one_ranks_and_a_few_blocks(one, several) -> None:
     """Weights 2, gradients 4 and optimizer state 10 bytes per parameter on one rank; a share of them each on several,
     and for the largest block (a layer, the head, an embedding that is both) its weights, the next one's, its gradients
