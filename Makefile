@@ -40,7 +40,7 @@ $(error VERSION is empty, but says which vLLM is tested: make test-vllm VERSION=
 endif
 endif
 
-.PHONY: help setup model train test test-all test-vllm lint format bench gpu-check docs site clean distclean
+.PHONY: help setup model train test test-all test-v2 test-vllm lint format bench gpu-check docs site clean distclean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -96,6 +96,10 @@ test: $(STAMP) model ## Run the tests, without the slow ones and those for a GPU
 
 test-all: $(STAMP) model ## Run the full suite: real training runs too (minutes each)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 10 -m "not gpu" $(ARGS)
+	$(MAKE) test-v2
+
+test-v2: $(STAMP) model ## Run the engine's tests with the model runner that vLLM has on a GPU
+	$(PY) tests/helpers/model_runner_v2.py -n $(JOBS) --dist loadfile --durations 10 $(ARGS)
 
 test-vllm: $(STAMP) model ## Run the engine's tests with another vLLM for CPUs: VERSION=0.28.0 PYTHON=python3.12
 	@$(PY) tests/scripts/vllm_environment.py "$(VLLM_VENV)" "$(VERSION)" $(addprefix --python ,$(VLLM_PYTHON)) $(WITH)

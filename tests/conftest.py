@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # for the tests and what they start
 
 from families import pytest_addoption, pytest_runtest_makereport, pytest_sessionfinish, tried  # noqa: F401
+from model_runner_v2 import pytest_collection_modifyitems  # noqa: F401
 
 from colograd.runtime import process
 

@@ -80,10 +80,10 @@ def engine_kwargs(
         kwargs |= dict.fromkeys(_accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
             kwargs["disable_custom_all_reduce"] = True  # it asks about its neighbours' GPUs, of which a task sees none
-        if config.router_replay:
-            kwargs |= _experts_told()
         if sequences:
             kwargs |= _batch_kwargs(config, sequences)
+    if config.router_replay and _runs_v2(config):
+        kwargs |= _experts_told(given)
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
 
@@ -95,9 +95,21 @@ def _unpacked_latents() -> dict[str, Any]:
     return {} if plain is None else dict.fromkeys(_accepted("attention_backend"), plain)
 
 
-def _experts_told() -> dict[str, Any]:
+def _runs_v2(config: GRPOConfig) -> bool:
+    """Whether vLLM steps by its Model Runner V2, which tells a completion's experts by itself."""
+    import vllm.envs
+
+    return not config.on_cpu or bool(vllm.envs.VLLM_USE_V2_MODEL_RUNNER)
+
+
+def _experts_told(given: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import __version__ as found
 
+    if given.get("enable_prefix_caching") is False:
+        raise ValueError(
+            "router_replay is true and vllm_engine_kwargs sets enable_prefix_caching: false, but vLLM's Model Runner "
+            "V2 keeps the experts by the prefix cache's blocks: remove one of them."
+        )
     if not _accepted(TELLS_EXPERTS):
         raise RuntimeError(
             f"router_replay is true, but vLLM {found} doesn't tell which experts it chooses: install 0.31, or set "

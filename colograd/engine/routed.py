@@ -1,8 +1,8 @@
 """Which experts the engine's routers chose for each token of a sequence, for `router_replay`.
 
-On a GPU vLLM tells it itself (``enable_return_routed_experts``). On a CPU, where it refuses to, its routers hand what
-they choose to a function, and the model runner says whose tokens a step has; a token that the prefix cache holds is in
-no step of its sequence, and has the experts that its keys and values came from.
+vLLM's Model Runner V2, which a GPU has, tells it itself (``enable_return_routed_experts``). With V1, as on a CPU, its
+routers hand what they choose to a function, and the model runner says whose tokens a step has; a token that the prefix
+cache holds is in no step of its sequence, and has the experts that its keys and values came from.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ def _filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
     """[tokens, L, K] of its own: the first rows, and UNKNOWN where there are fewer."""
     rows = rows[:tokens]
     return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
+
+
+def expect_no_experts(core: Any) -> None:
+    """Of a rank that doesn't lead its engine: vLLM's worker tells experts on the first rank alone, but the scheduler,
+    which each rank has, stops where its worker tells none.
+    """
+    core.engine_core.engine_core.scheduler.aux_output_connector = None
 
 
 class RouterLog:

@@ -22,13 +22,13 @@ from ..parallel.lockstep import Lockstep
 from ..policy.lora import Adapter
 from ..runtime import process
 from . import images
-from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
+from .arguments import TELLS_EXPERTS, blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
 from .protocol import EngineTensors, Sampled, StaleWeights, T
 from .quantized_layers import Parts, ServedLayers, served_layers
-from .routed import RouterLog, one_prompt
+from .routed import RouterLog, expect_no_experts, one_prompt
 from .sampling import Sampling, request_seed
 from .tensors import VLLMTensors
 from .transformers_classes import classes_apart
@@ -106,7 +106,10 @@ class VLLMEngine:
                 self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             leads = self._lockstep is None or self._lockstep.leads
-            self._routed = RouterLog(self.core, not config.on_cpu) if config.router_replay and leads else None
+            tells = TELLS_EXPERTS in kwargs
+            self._routed = RouterLog(self.core, tells) if config.router_replay and leads else None
+            if tells and not leads:
+                expect_no_experts(self.core)
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)

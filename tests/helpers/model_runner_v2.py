@@ -1,0 +1,66 @@
+"""The tests that are run with vLLM's Model Runner V2 too, which its engines have on a GPU (see v2/sitecustomize.py).
+
+    python tests/helpers/model_runner_v2.py [--small] [PYTEST'S ARGUMENTS]      # `make test-v2`
+
+Triton's kernels run in its interpreter, some 40 tokens a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ALL = (
+    "engine/test_engine.py", "engine/test_tensor_parallel.py", "weights/test_weights.py",
+    "weights/test_weights_adapter.py", "weights/test_gathered_weights.py", "weights/test_written_through.py",
+    "policy/test_lora.py", "policy/test_quantized.py", "policy/test_images.py", "policy/test_router_replay.py",
+    "rollout/test_conversations.py", "rollout/test_reproducible_rollouts.py", "memory/test_device_turns.py",
+    "training/test_trainer.py",
+)  # fmt: skip
+# Of slow tests, which train for long, these alone.
+SLOW = (
+    "test_router_replay.py::", "test_tensor_parallel.py::test_a_mixture_of_experts_in_parts",
+    "test_tensor_parallel.py::test_an_adapter_is_merged",
+)  # fmt: skip
+SMALL = (
+    "engine/test_engine.py::test_sampler_and_trainer_agree_on_logprobs_in_float32",
+    "engine/test_engine.py::test_completions_depend_on_the_position_and_not_on_the_batch",
+    "engine/test_engine.py::test_completions_match_the_structure_that_is_asked_for",
+    "weights/test_weights_adapter.py::test_sampler_and_trainer_agree_with_an_adapter_that_does_something",
+    "policy/test_router_replay.py::test_a_run_replays_what_its_engine_chose[qwen3_moe]",
+)
+# By the end of a test's name: why it says nothing with V2 in Triton's interpreter.
+SKIPPED: dict[str, str] = {
+    "test_without_a_prefix_cache_and_with_an_adapter": "V2 keeps experts by the prefix cache's blocks, and is refused",
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+        return
+    kept, left = [], []
+    for item in items:
+        long = item.get_closest_marker("slow") and not any(name in item.nodeid for name in SLOW)
+        (left if long else kept).append(item)
+        for name, reason in SKIPPED.items():
+            if item.nodeid.endswith(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
+
+
+def main(arguments: list[str]) -> None:
+    small = "--small" in arguments
+    path = os.pathsep.join((str(ROOT / "tests/helpers/v2"), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    options = [argument for argument in arguments if argument != "--small"] + ["-m", "not gpu"]
+    tests = [f"tests/{name}" for name in (SMALL if small else ALL)]
+    os.chdir(ROOT)
+    os.execve(sys.executable, [sys.executable, "-m", "pytest", *options, *tests], {**os.environ, "PYTHONPATH": path})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

