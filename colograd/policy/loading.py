@@ -29,6 +29,7 @@ from .dropout import disable_dropout, largest_dropout
 from .images import find_processors, freeze_all_but_text, freeze_tower, has_tower, reads_text_alone, takes_images
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
+from .lora_inputs import keep_inputs_as_they_are
 from .quantized import Quantization
 from .quantized_layers import packed_weights, settle
 from .router_replay import make_replaying
@@ -162,6 +163,8 @@ def load_policy(
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
+    if adapter is not None:
+        keep_inputs_as_they_are(loaded)
     if adapter is not None and not adapter.why_merged and config.vllm_tensor_parallel_size > 1:
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")

@@ -10,6 +10,7 @@ from typing import Any
 import lora_cases
 import peft
 import pytest
+import saved_tensors
 import tiny
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from colograd.config import ModelConfig, parse_arguments
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import load_policy
+from colograd.policy.lora_inputs import keep_inputs_as_they_are
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -269,3 +271,26 @@ def test_a_bfloat16_policy_trains_its_adapter_in_float32(tiny_model, tmp_path) -
     assert {p.dtype for p in found.model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in found.model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert found.model.dtype == torch.bfloat16
+
+
+def test_a_float32_adapter_keeps_a_bfloat16_layers_input_once_and_as_it_is(tiny_model) -> None:
+    """With the same bits. A copy of the model computes with weights of its own, and DoRA as peft does."""
+    model = adapted(tiny_model, torch.bfloat16).train()
+    row_proof.choose_rows(model)
+    theirs, before = (
+        lora_cases.gradients(model, True),
+        saved_tensors.kept(model, lambda: lora_cases.logprobs(model, True)),
+    )
+    keep_inputs_as_they_are(model)
+    ours, now = lora_cases.gradients(model, True), saved_tensors.kept(model, lambda: lora_cases.logprobs(model, True))
+    assert torch.equal(ours[0], theirs[0]) and all(map(torch.equal, ours[1], theirs[1]))
+    assert now < 0.75 * before
+    second = copy.deepcopy(model)
+    for layer in lora.adapted_layers(second):
+        layer.lora_a.data.zero_()
+    assert torch.equal(lora_cases.logprobs(model, True), ours[0]) and not torch.equal(
+        lora_cases.logprobs(second, True), ours[0]
+    )
+    of_dora = adapted(tiny_model, torch.bfloat16, use_dora=True)
+    keep_inputs_as_they_are(of_dora)
+    assert all(layer.module.cast_input_dtype_enabled for layer in lora.adapted_layers(of_dora))
