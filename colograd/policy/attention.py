@@ -34,6 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
 from .sending import to_device_async
+from .sinks import FlashWithSinks
 
 NAME = "colograd_packed"
 TOWER_NAME = "colograd_flash_tower"  # with "flash" in it, by which transformers knows whom to give all windows at once
@@ -95,15 +96,14 @@ def packed_attention(
     if _watching is not None and sliding_window is not None:
         _watching.applied.add(sliding_window)
     query, key, value = _in_one_dtype(query, key, value)
-    size, sink = value.shape[-1], s_aux is not None
-    if s_aux is not None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        query, key, value = _with_sinks(query, key, value, s_aux, scaling)
-    if _flash_takes(query, dropout) and softcap is None and not (sink and sliding_window is not None):
-        output = _flash_attention(query, key, value, layout, scaling, sliding_window, sink)
+    if _flash_takes(query, dropout) and softcap is None:
+        output = _flash_attention(query, key, value, layout, scaling, sliding_window, s_aux)
+    elif s_aux is not None:
+        size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
+        joined = _with_sinks(query, key, value, s_aux, scaling)
+        output = _segment_attention(*joined, layout, (scaling, dropout, softcap), sliding_window, sink=True)[..., :size]
     else:
-        output = _segment_attention(query, key, value, layout, (scaling, dropout, softcap), sliding_window, sink)
-    output = output[..., :size] if sink else output
+        output = _segment_attention(query, key, value, layout, (scaling, dropout, softcap), sliding_window)
     if both_ways:
         again = _seen_both_ways(query, key, value, layout, both_ways, (scaling, dropout, sliding_window))
         places = torch.cat([torch.arange(first, end) for first, end in both_ways])
@@ -301,36 +301,40 @@ def _flash_attention(
     layout: SegmentLayout,
     scaling: float | None,
     window: int | None,
-    sink: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One flash call, keys gathered per segment; (1, T, H, D). With a ``sink`` all see the last key."""
+    """One flash call, keys gathered per segment; (1, T, H, D)."""
     attend, takes = _flash()
-    plan, size = _gather_plan(layout, query.device, sink), value.shape[-1]
+    plan, size = _gather_plan(layout, query.device), value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - size))  # of latent attention, whose keys are longer than its values
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    sides = (-1 if window is None else window - 1, 0)
+    options: dict[str, Any] = {"scale": scale, "window_size": sides}
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1 and "enable_gqa" in takes:
         options["enable_gqa"] = True
     elif repeat > 1:  # an older torch
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    found = attend(q, k, v, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys, **options)
+    places = (plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys)
+    if sinks is not None:
+        found = FlashWithSinks.apply(q, k, v, sinks, places, (scale, sides, "enable_gqa" in options))
+    else:
+        found = attend(q, k, v, *places, **options)
     return found[..., :size].unsqueeze(0)
 
 
 class _GatherPlan:
     """Where each segment's keys lie in the row, as the flash kernel wants it. Built once per micro-batch."""
 
-    def __init__(self, layout: SegmentLayout, device: torch.device, sink: bool = False) -> None:
+    def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
         starts = layout.starts
-        first = [torch.tensor([layout.num_tokens])] if sink else []
         index, key_lengths = [], []
         for segment in range(len(layout.lengths)):
             seen = (*layout.attends_to[segment], segment)
-            index += [*first, *(torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen)]
-            key_lengths.append(sum(layout.lengths[s] for s in seen) + len(first))
+            index += [torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen]
+            key_lengths.append(sum(layout.lengths[s] for s in seen))
         sums = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (layout.lengths, key_lengths)]
         parts = [torch.cat(index), *sums]
         on_device = to_device_async(torch.cat(parts), device).split([len(part) for part in parts])  # in one copy

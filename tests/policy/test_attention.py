@@ -9,6 +9,7 @@ positions and visibility.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from attention_cases import FAMILIES, VOCABULARY, make_groups, make_model, packed_copy
 
 from colograd.batch import ScoredGroup, SegmentLayout
-from colograd.policy import attention
+from colograd.policy import attention, sinks
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 
@@ -254,20 +255,72 @@ def test_one_flash_call_is_the_loop_over_segments(
     torch.testing.assert_close(*results)
 
 
+def flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As torch's operator: output, log-sum-exp (heads, T), and a state."""
+    _, _, causal, scale, window, grouped = rest
+    assert causal == (window == [-1, 0]) and grouped == (q.shape[1] != k.shape[1])
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for part, keys, visible in _sequences(cu_q, cu_k, window):
+        scores = _scores(q[part], k[keys], scale, visible)
+        lse[:, part] = scores.logsumexp(-1)
+        out[part] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _per_query_head(v[keys], q))
+    return out, lse, torch.empty(0)
+
+
+def flash_backward(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """By arXiv 2307.08691, algorithm 2: of what the forward left it reads ``out`` and ``lse``."""
+    scale, window = rest[-2:]
+    to_q, to_k, to_v = (torch.zeros_like(x) for x in (q, k, v))
+    for part, keys, visible in _sequences(cu_q, cu_k, window):
+        p = (_scores(q[part], k[keys], scale, visible) - lse[:, part, None]).exp()
+        drop = (gradient[part] * out[part]).sum(-1).t()[..., None]
+        to_p = torch.einsum("qhd,khd->hqk", gradient[part], _per_query_head(v[keys], q))
+        to_scores = p * (to_p - drop) * scale
+        to_q[part] = torch.einsum("hqk,khd->qhd", to_scores, _per_query_head(k[keys], q))
+        for found, summed in ((to_k, (to_scores, q[part])), (to_v, (p, gradient[part]))):
+            per_query_head = torch.einsum("hqk,qhd->khd", *summed)
+            found[keys] += per_query_head.unflatten(1, (k.shape[1], -1)).sum(2)
+    return to_q, to_k, to_v
+
+
+def _sequences(
+    cu_q: torch.Tensor, cu_k: torch.Tensor, window: list[int]
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        back = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
+        yield slice(q0, q1), slice(k0, k1), (back >= 0) & ((back <= window[0]) if window[0] >= 0 else True)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
+    return (torch.einsum("qhd,khd->hqk", q, _per_query_head(k, q)) * scale).masked_fill(~visible, -torch.inf)
+
+
+def _per_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_sinks_are_one_key_more_in_the_flash_call_too(monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout) -> None:
-    """As a share of each head's attention that goes nowhere: outputs shrink by it, and gradients reach the sinks."""
-    monkeypatch.setattr(attention, "_flash", lambda: (plain_varlen, frozenset(NAMES["today's"])))
+def test_sinks_come_from_the_flash_kernels_log_sum_exp(
+    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, window: int | None
+) -> None:
+    """Outputs and gradients, the sinks' too, are those of a key more in the loop over segments."""
+    monkeypatch.setattr(sinks, "kernels", lambda: (flash_forward, flash_backward))
     results = []
     for takes in (True, False):
         monkeypatch.setattr(attention, "_flash_takes", lambda *a, takes=takes: takes)
         query, key, value = (x.requires_grad_() for x in random_qkv(layout.num_tokens))
-        sinks = torch.linspace(-1, 1, query.shape[1]).requires_grad_()
+        own = torch.linspace(-1, 1, query.shape[1]).requires_grad_()
         output, _ = attention.packed_attention(
-            torch.nn.Module(), query, key, value, None, layout=layout, scaling=0.3, s_aux=sinks
+            torch.nn.Module(), query, key, value, None, layout=layout, scaling=0.3, s_aux=own, sliding_window=window
         )
         output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
-        results.append((output, *(x.grad for x in (query, key, value, sinks))))
+        results.append((output, *(x.grad for x in (query, key, value, own))))
     torch.testing.assert_close(*results)
 
 
