@@ -15,6 +15,7 @@ BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention bac
 # Completions are planned with 1/SHORT of the longest: short completions join their prompt's keys more often. Rows of
 # still shorter completions are rare, and packed again if memory runs out.
 SHORT = 8
+GATED = {"gpt_oss": 7}  # whose gate is clamped, and times its own sigmoid; see `Shape.gated`
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Shape:
     head: int  # size of one
     vocabulary: int
     tied: bool = False  # the head's weight is the embedding's
+    experts: int = 0  # of a mixture, that one token goes through
+    gated: int = 4  # tensors of the MLP's size that are kept: gate, activated gate, up, product
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
@@ -39,7 +42,8 @@ class Shape:
 
         hidden, heads = size("hidden_size", 0), size("num_attention_heads", 1)
         head, inner = size("head_dim", hidden // heads), size("intermediate_size", 4 * hidden)
-        if experts := size("num_experts_per_tok", 0):
+        experts = size("num_experts_per_tok", 0)
+        if experts:
             inner = experts * size("moe_intermediate_size", inner)
         return cls(
             layers=size("num_hidden_layers", 0),
@@ -50,6 +54,8 @@ class Shape:
             head=head,
             vocabulary=size("vocab_size", 0),
             tied=bool(getattr(model_config, "tie_word_embeddings", False)),
+            experts=experts,
+            gated=GATED.get(getattr(model_config, "model_type", ""), 4),
         )
 
     def split(self, ranks: int) -> Shape:
@@ -97,10 +103,12 @@ def layer_bytes(shape: Shape, itemsize: int, joined: float = 1.0) -> float:
 
     Counted on transformers' Llama layer as in arXiv 2205.05198 (section 4.1), without the attention matrix, which fused
     attention never stores. Two RMSNorms: float32 input, normalised and scaled output. Attention: queries, keys and
-    values (and ``joined`` more of these), its output and a copy. MLP: gate, activated gate, up, product.
+    values (and ``joined`` more of these), its output and a copy. MLP: gate, activated gate, up, product; where it is a
+    mixture also its input and output, once per expert.
     """
     norms = 2 * shape.hidden * (4 + 2 * itemsize)
-    return norms + itemsize * (3 * shape.queries + (2 + 2 * joined) * shape.keys + 4 * shape.intermediate)
+    mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
+    return norms + itemsize * (3 * shape.queries + (2 + 2 * joined) * shape.keys + mlp)
 
 
 def _kept_by_layers(shape: Shape, itemsize: int, checkpointing: int, joined: float = 1.0) -> tuple[float, float]:
@@ -140,8 +148,10 @@ def activation_bytes(
 def _gradients_inside(shape: Shape, itemsize: int, device: str, joined: float) -> float:
     """Peak of the gradients inside one layer, per token: in its MLP, or in its attention once the MLP's activations
     are freed."""
-    mlp = itemsize * 2 * (shape.intermediate + shape.hidden)
-    attention = itemsize * (joined * 2 * shape.keys - 4 * shape.intermediate)
+    mlp = itemsize * 2 * (shape.intermediate + max(shape.experts, 1) * shape.hidden)
+    attention = itemsize * (
+        joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
+    )
     if device == "cuda":
         # Flash attention's backward sums queries' gradients in float32, and keys' and values' once per query head.
         spread = 0 if shape.keys == shape.queries else itemsize * joined * 2 * shape.queries

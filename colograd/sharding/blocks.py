@@ -183,24 +183,6 @@ def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
     return whole
 
 
-def forget_pass(model: Any) -> None:
-    """As if the pass that failed hadn't begun."""
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-        return
-    # torch 2.11 has no such method, but ends a backward so; groups that say they have reduced don't do it here.
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    root = model._get_fsdp_state()
-    groups = [state._fsdp_param_group for state in root._state_ctx.all_states if state._fsdp_param_group]
-    for group in groups:
-        group._training_state = TrainingState.POST_BACKWARD
-    root._root_post_backward_final_callback()
-    root._comm_ctx.all_gather_state = root._state_ctx.iter_forward_root = None
-    for group in groups:
-        group.reshard()
-
-
 def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     """The embedding of the input and the head, as blocks of their own, unless they are one tensor."""
     if not hasattr(model, "get_input_embeddings"):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..config import GRPOConfig
 from ..parallel.faults import telling
 from ..parallel.ranks import on_all_ranks
-from .blocks import Blocks, Exchange, cut, forget_pass, whole_parameters
+from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
 from .rows import Cut, cuts_of, gathered
 from .strategy import Owned, drop_graph
@@ -228,7 +228,7 @@ class FullySharded(SharedParts):
         for parameter in self._whole:
             parameter.grad = None
         for model in self._entered:
-            forget_pass(model)
+            model.reset_iter_state()  # as if the pass that failed hadn't begun
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())

@@ -100,6 +100,7 @@ class Seen:
 
     flash: Counter[str] = field(default_factory=Counter)  # calls: forward, backward
     waits: list[str] = field(default_factory=list)  # for which the host would wait until the device is done
+    copied: int = 0  # bytes between the two memories
     devices: set[str] = field(default_factory=set)  # of all that was computed from the GPU's tensors
     products: set[str] = field(default_factory=set)  # dtypes of matrix products' factors
     held: int = 0  # bytes at the start
@@ -125,13 +126,23 @@ class FakeGPU(TorchDispatchMode):
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: set[int] = set()  # storages that count in `bytes`
         self._pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._locked: dict[int, int] = {}  # bytes of host memory by address
         self._seen: Seen | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> FakeGPU:
-        self._open.enter_context(mock.patch("torch.cuda.get_device_properties", lambda *of: H100))
-        self._open.enter_context(mock.patch("torch.Tensor.pin_memory", lambda *of: self._pin(of[0])))
-        self._open.enter_context(mock.patch("torch.Tensor.is_pinned", lambda *of: self._is_pinned(of[0])))
+        runtime = SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock)
+        for name, done in {
+            "cuda.get_device_properties": lambda *of: H100,
+            "cuda.device": lambda *of: contextlib.nullcontext(),
+            "cuda.cudart": lambda: runtime,
+            "cuda.synchronize": lambda *of: self._note_wait("synchronize"),
+            "Tensor.pin_memory": lambda *of: self._pin(of[0]),
+            "Tensor.is_pinned": lambda *of: self._is_pinned(of[0]),
+            **{f"cuda.{name}": getattr(torch.cpu, name) for name in ("Stream", "stream", "current_stream")},
+            "cuda.Event": torch.cpu.Event,
+        }.items():
+            self._open.enter_context(mock.patch(f"torch.{name}", done))
         kernels = self._open.enter_context(torch.library._scoped_library("aten", "IMPL", "CUDA"))
         for name in KERNELS:
             kernels.impl(name, lambda *of: NotImplemented)
@@ -159,7 +170,10 @@ class FakeGPU(TorchDispatchMode):
         if on_host and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        pinned = kwargs.pop("pin_memory", False)
         result = func(*args, **kwargs)
+        if pinned:
+            self._pinned.add(result.untyped_storage())
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in outputs:
             self._count(tensor)
@@ -189,8 +203,9 @@ class FakeGPU(TorchDispatchMode):
             inside = _inside_backward(*inputs[:3]) if flash == "backward" else 0
         seen.most = max(seen.most, self.bytes + inside)
         seen.devices |= {tensor.device.type for tensor in outputs}
-        if short in PRODUCTS and inputs[-1].shape[-2] > 1:  # positions times frequencies are no sums
-            seen.products |= {str(tensor.dtype).removeprefix("torch.") for tensor in inputs[-2:]}
+        factors = [tensor for tensor in inputs if tensor.is_floating_point()][-2:]
+        if short in PRODUCTS and factors[-1].shape[-2] > 1:  # positions times frequencies are no sums
+            seen.products |= {str(tensor.dtype).removeprefix("torch.") for tensor in factors}
         if short in ASKS or self._crosses(inputs, outputs, called):
             seen.waits.append(name)
 
@@ -200,10 +215,25 @@ class FakeGPU(TorchDispatchMode):
                  for tensors in (inputs, outputs)]  # fmt: skip
         if kinds[0] | kinds[1] != {"cpu", "cuda"}:
             return False
-        host = [tensor for tensor in (*inputs, *outputs) if tensor.is_cpu]
+        if self._seen is not None:
+            self._seen.copied += sum(tensor.nbytes for tensor in outputs)
+        written = () if len({tensor.device.type for tensor in inputs}) == 2 else outputs  # else one of the inputs
+        host = [tensor for tensor in (*inputs, *written) if tensor.is_cpu]
         args, kwargs = called
         unblocked = kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)
         return not unblocked or not all(self._is_pinned(tensor) for tensor in host)
+
+    def _note_wait(self, name: str) -> None:
+        if self._seen is not None:
+            self._seen.waits.append(name)
+
+    def _lock(self, address: int, nbytes: int, flags: int) -> int:
+        self._locked[address] = nbytes
+        return 0
+
+    def _unlock(self, address: int) -> int:
+        del self._locked[address]
+        return 0
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.clone()
@@ -211,7 +241,10 @@ class FakeGPU(TorchDispatchMode):
         return copy
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage() in self._pinned
+        if tensor.untyped_storage() in self._pinned:
+            return True
+        address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+        return any(first <= address < first + nbytes for first, nbytes in self._locked.items())
 
 
 def _inside_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> int:

@@ -11,18 +11,37 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn import Linear4bit
 from fake_gpu import FakeGPU, Seen
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+from peft import LoraConfig
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from colograd.batch import PackedRow
+from colograd.batch import PackedRow, StepBatch
+from colograd.checkpoint.host_files import HostFiles
 from colograd.memory.shape import Lengths, Shape, activation_bytes
 from colograd.policy import attention
 from colograd.policy.images import set_attention
-from colograd.policy.logprobs import PolicyForward
+from colograd.policy.logprobs import PolicyForward, with_old_logprobs
+from colograd.policy.lora import wrap
+from colograd.policy.lora_inputs import keep_inputs_as_they_are
 from colograd.policy.packing import dummy
+from colograd.policy.reference import FrozenCopy
 from colograd.policy.sending import to_device_async
-from colograd.training.adamw_split import accumulate_in_float32
+from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 CUDA = torch.device("cuda", 0)
 PROMPT, COMPLETION, GROUP = 512, 512, 8
@@ -53,24 +72,31 @@ def bfloat16(cls: Any, config: Any) -> Any:
     return model.train()
 
 
+ROW = [(PROMPT, [COMPLETION] * GROUP)]
+
+
 def row() -> PackedRow:
-    return dummy(CUDA, [(PROMPT, [COMPLETION] * GROUP)])
+    return dummy(CUDA, ROW)
 
 
-def step(gpu: FakeGPU, model: Any, **options: Any) -> dict[str, Any]:
-    """The second forward and backward of a step, whose gradients are there."""
+def step(gpu: FakeGPU, model: Any, groups: Any = ROW, warm: bool = True, **options: Any) -> dict[str, Any]:
+    """A forward and backward of a step, whose gradients are there; ``warm``: a first one has been."""
     accumulate_in_float32(model.parameters())
     forward = PolicyForward(model, 0.9, **options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def once() -> tuple[torch.Tensor, ...]:
-        found = forward.of_row(row())
+        found = forward.of_row(dummy(CUDA, groups))
         sum(part.sum() for part in found if part.requires_grad).backward()
         return tuple(part.detach() for part in found)
 
-    once()
+    if warm:
+        once()
+    else:
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
     with gpu.watched() as seen:
         outputs = once()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return figures(seen) | {
         "outputs": sorted({f"{part.device.type} {part.dtype}" for part in outputs}),
         "gradients": sorted({f"{p.grad.device.type} {p.grad.dtype}" for p in trained}),
@@ -81,16 +107,17 @@ def figures(seen: Seen) -> dict[str, Any]:
     return {
         "flash": dict(seen.flash),
         "waits": seen.waits,
+        "copied": seen.copied,
         "devices": sorted(seen.devices),
         "products": sorted(seen.products),
         "peak": seen.peak,
     }
 
 
-def plan(model: Any, checkpointing: int = 0) -> int:
+def plan(model: Any, checkpointing: int = 0, lengths: Lengths = LENGTHS, tokens: int = TOKENS) -> int:
     """The activations that the memory plan expects."""
-    joined = LENGTHS.joined_keys(TOKENS)
-    return activation_bytes(Shape.of(model.config), TOKENS, 2, checkpointing, "cuda", joined)
+    head, joined = model.get_output_embeddings().weight.requires_grad, lengths.joined_keys(tokens)
+    return activation_bytes(Shape.of(model.config), tokens, 2, checkpointing, "cuda", joined, head)
 
 
 def dense(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
@@ -106,6 +133,146 @@ def dense_tied(gpu: FakeGPU) -> dict[str, Any]:
 @case
 def dense_untied(gpu: FakeGPU) -> dict[str, Any]:
     return dense(gpu, tied=False)
+
+
+@case
+def checkpointed(gpu: FakeGPU) -> dict[str, Any]:
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return step(gpu, model) | {"plan": plan(model, checkpointing=1)}
+
+
+@case
+def windows(gpu: FakeGPU) -> dict[str, Any]:
+    model = bfloat16(MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=256))
+    return step(gpu, model) | {"plan": plan(model)}
+
+
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "head_dim": 64,
+}
+
+
+@case
+def mixture(gpu: FakeGPU) -> dict[str, Any]:
+    config = Qwen3MoeConfig(**SHAPE | EXPERTS, num_experts=8, moe_intermediate_size=768)
+    model = bfloat16(Qwen3MoeForCausalLM, config)
+    return step(gpu, model, routing=True) | {"plan": plan(model)}
+
+
+@case
+def sinks(gpu: FakeGPU) -> dict[str, Any]:
+    """GPT-OSS's: one layer with a window, one that sees all, and experts."""
+    config = GptOssConfig(**SHAPE | EXPERTS | {"intermediate_size": 768}, num_local_experts=8, sliding_window=128)
+    model = bfloat16(GptOssForCausalLM, config)
+    return step(gpu, model) | {"plan": plan(model)}
+
+
+def adapted(model: Any) -> Any:
+    with CUDA, mock.patch("torch.nn.Module.to", lambda module, *of, **also: module):  # all is there
+        model = wrap(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0).train()
+    keep_inputs_as_they_are(model)
+    return model
+
+
+@case
+def adapter(gpu: FakeGPU) -> dict[str, Any]:
+    model = adapted(bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)))
+    return step(gpu, model) | {"plan": plan(model)}
+
+
+@case
+def packed_base(gpu: FakeGPU) -> dict[str, Any]:
+    """bitsandbytes' 4 bits, made by hand, as packing looks at values; their scales aren't packed."""
+    model = adapted(bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)))
+    with CUDA:
+        for module in list(model.modules()):
+            if isinstance(getattr(module, "base_layer", None), torch.nn.Linear):
+                module.base_layer = four_bits(module.base_layer)
+    return step(gpu, model) | {"plan": plan(model)}
+
+
+def four_bits(linear: torch.nn.Linear) -> torch.nn.Module:
+    out, given = linear.weight.shape
+    with unset_fake_temporarily(), torch.device("cpu"):
+        packed = Linear4bit(8, 8, bias=False, compute_dtype=torch.bfloat16)
+    packed.bias = linear.bias
+    scales = torch.empty(out * given // 64)
+    weight: Any = torch.nn.Parameter(torch.empty(out * given // 2, 1, dtype=torch.uint8), requires_grad=False)
+    weight.quant_state = QuantState(scales, linear.weight.shape, torch.empty(16), 64, "nf4", torch.bfloat16)
+    packed._parameters["weight"] = weight
+    return packed
+
+
+@case
+def old_logprobs(gpu: FakeGPU) -> dict[str, Any]:
+    """Without a gradient nothing but a layer's own activations is there at once."""
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
+    with gpu.watched() as seen:
+        (found,) = with_old_logprobs(model, StepBatch((row(),), TOKENS, GROUP, {}, ()), 0.9).rows
+    return figures(seen) | {"outputs": [f"{found.old_logprobs.device.type} {found.old_logprobs.dtype}"]}
+
+
+@case
+def entropy(gpu: FakeGPU) -> dict[str, Any]:
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
+    return step(gpu, model, entropy_gradient=True) | {"plan": plan(model)}
+
+
+@case
+def reference(gpu: FakeGPU) -> dict[str, Any]:
+    """Beside the policy; fakes don't follow `parameter.data`, by which an offloaded one comes and goes."""
+    model, before = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)), gpu.bytes
+    reference = FrozenCopy(model, CUDA, offload=False)
+    copy = gpu.bytes - before
+    with gpu.watched() as seen, reference.present() as present:
+        PolicyForward(present, 0.9).of_row(row())
+    return figures(seen) | {"weights": weight_bytes(model), "copy": copy}
+
+
+def weight_bytes(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def optimizer_step(gpu: FakeGPU, streamed: bool) -> dict[str, Any]:
+    """The second step, by torch's kernels: Triton's need a device."""
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
+    accumulate_in_float32(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
+    optimizer, before = AdamWSplit(model.parameters(), compiled=False, streamed=streamed), gpu.bytes
+    optimizer.step()
+    state = gpu.bytes - before
+    with gpu.watched() as seen:
+        optimizer.step()
+    return figures(seen) | {"weights": weight_bytes(model), "state": state}
+
+
+@case
+def optimizer(gpu: FakeGPU) -> dict[str, Any]:
+    return optimizer_step(gpu, streamed=False)
+
+
+@case
+def streamed_optimizer(gpu: FakeGPU) -> dict[str, Any]:
+    return optimizer_step(gpu, streamed=True)
+
+
+@case
+def checkpoint(gpu: FakeGPU) -> dict[str, Any]:
+    """The second one, in the memory of the first."""
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    files = HostFiles(CUDA)
+    for _ in range(2):
+        with gpu.watched() as seen:
+            files.put(tensors, "model.safetensors")
+            files.take()
+    return figures(seen) | {"weights": weight_bytes(model)}
 
 
 @case

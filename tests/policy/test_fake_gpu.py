@@ -9,6 +9,8 @@ import fake_gpu
 import pytest
 from paths import HELPERS
 
+from colograd.training.adamw_split import GPU_PIECE
+
 FIGURES = dict[str, Any]
 LAYERS = 4
 
@@ -27,9 +29,9 @@ def found(cases: dict[str, FIGURES], name: str) -> FIGURES:
     return case
 
 
-def check_on_the_gpu(case: FIGURES) -> None:
+def check_on_the_gpu(case: FIGURES, *others: str) -> None:
     assert case["devices"] == ["cuda"], "something was computed on the host"
-    assert case["products"] == ["bfloat16"], "matrix products in another dtype"
+    assert case["products"] == ["bfloat16", *others], "matrix products in another dtype"
     assert case["waits"] == [], "the host would wait for the device"
 
 
@@ -37,13 +39,57 @@ def check_plan(case: FIGURES) -> None:
     assert 0.9 < case["plan"] / case["peak"] < 1.1, (case["plan"] / 2**20, case["peak"] / 2**20)
 
 
-@pytest.mark.parametrize("name", ["dense_tied", "dense_untied"])
+# Of each case the layers, and the dtype of products beside bfloat16's: of routers, and of adapters.
+PASSES = {
+    "dense_tied": (4, ()), "dense_untied": (4, ()), "entropy": (4, ()), "windows": (4, ()),
+    "mixture": (2, ("float32",)), "sinks": (2, ()), "adapter": (4, ("float32",)), "packed_base": (4, ("float32",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSES)
 def test_forward_and_backward(name: str, cases: dict[str, FIGURES]) -> None:
-    case = found(cases, name)
-    check_on_the_gpu(case)
-    assert case["flash"] == {"forward": LAYERS, "backward": LAYERS}
+    case, (layers, others) = found(cases, name), PASSES[name]
+    check_on_the_gpu(case, *others)
+    assert case["flash"] == {"forward": layers, "backward": layers}
     assert case["outputs"] == case["gradients"] == ["cuda torch.float32"]
     check_plan(case)
+
+
+def test_layers_that_are_computed_again(cases: dict[str, FIGURES]) -> None:
+    case = found(cases, "checkpointed")
+    check_on_the_gpu(case)
+    assert case["flash"] == {"forward": 2 * LAYERS, "backward": LAYERS}
+    check_plan(case)
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "reference"])
+def test_a_pass_without_gradients_keeps_no_activations(name: str, cases: dict[str, FIGURES]) -> None:
+    case = found(cases, name)
+    check_on_the_gpu(case)
+    assert case["flash"] == {"forward": LAYERS}
+    assert case["peak"] < 0.15 * found(cases, "dense_untied")["peak"]
+    if name == "reference":
+        assert 0 <= case["copy"] - case["weights"] < 2**10, "the weights once more, and frequencies"
+
+
+def test_an_optimizer_s_step_stays_on_the_gpu(cases: dict[str, FIGURES]) -> None:
+    """Two moments in float32 and 16 bits of a master per weight, and a bucket's temporaries."""
+    case = found(cases, "optimizer")
+    assert case["devices"] == ["cuda"] and case["waits"] == [] and case["copied"] == 0
+    assert case["state"] == 5 * case["weights"]
+    assert case["peak"] <= 4 * 4 * GPU_PIECE
+
+
+def test_a_streamed_state_passes_through_the_gpu_and_nothing_waits(cases: dict[str, FIGURES]) -> None:
+    case = found(cases, "streamed_optimizer")
+    assert case["state"] == 0 and case["waits"] == []
+    assert case["copied"] == 2 * 5 * case["weights"], "there and back"
+    assert case["peak"] < 0.11 * 5 * case["weights"]
+
+
+def test_a_checkpoint_s_copies_are_waited_for_once(cases: dict[str, FIGURES]) -> None:
+    case = found(cases, "checkpoint")
+    assert case["waits"] == ["synchronize"] and case["copied"] == case["weights"] and case["peak"] == 0
 
 
 def test_a_tower_s_windows_are_one_flash_call_per_layer(cases: dict[str, FIGURES]) -> None:
