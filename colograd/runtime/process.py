@@ -24,6 +24,7 @@ from types import TracebackType
 from . import gpus
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # the process, and its port, that gave itself the variables of rank 0 of 1
 _command_began: float | None = None
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_COMPILE_THREADS = 32  # torch's own limit
@@ -180,12 +181,17 @@ def prepare_ranks() -> None:
     """Complete the rank variables that vLLM's external launcher needs.
 
     torchrun and accelerate set them. ``python script.py`` and a notebook are rank 0 of 1 on a free port, so that two
-    jobs on one machine don't meet.
+    jobs on one machine don't meet. Variables that a parent process, such as a notebook, gave itself are not a launcher's:
+    its port is taken.
 
     Raises:
         RuntimeError: the launcher started fewer ranks than it was to start (``accelerate launch --cpu
             --num_processes 2`` does so without a word).
     """
+    process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
+    if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
+        for name in (*RANK_VARIABLES, RANK_OF_ONE):
+            os.environ.pop(name, None)
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         # accelerate's CPU launcher sets an address only where several ranks were asked for, and then starts one.
         raise RuntimeError(
@@ -195,6 +201,8 @@ def prepare_ranks() -> None:
         )
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+        os.environ[RANK_OF_ONE] = f"{os.getpid()}:{os.environ['MASTER_PORT']}"
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -75,6 +75,19 @@ def test_preparing_twice_in_a_kernel_changes_nothing(environment: dict[str, str]
     assert environment == first
 
 
+def test_a_child_of_a_notebook_has_a_port_of_its_own(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_ranks()
+    parent = dict(environment)
+    monkeypatch.setattr(process.os, "getpid", lambda: 4_194_305)  # above Linux' largest
+    prepare_ranks()
+    assert environment["MASTER_PORT"] != parent["MASTER_PORT"]
+    environment.update(parent, **TORCHRUN)  # a launcher that the notebook started
+    prepare_ranks()
+    assert TORCHRUN.items() <= environment.items()
+
+
 def test_torchrun_s_variables_are_left_alone(environment: dict[str, str]) -> None:
     environment.update(TORCHRUN)
     prepare_ranks()
