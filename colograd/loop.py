@@ -2,12 +2,15 @@
 
     for prompts in rounds:                         this rank's, a list per optimizer step
         publish()                                  the engine samples with the policy's present weights
-        groups = sampler.collect(prompts)          generate, score, compute advantages
-        for step in learner.schedule(groups):      pack the groups into optimizer steps
-            learner.train(step)                    forward, backward, one sum of gradients over the ranks
+        sampled = sampler.collect(prompts)         scored groups of each step: generate, score, compute advantages
+        for step in learner.schedule(sampled):     packed rows, log-probabilities of the reference; num_iterations times
+            learner.train(step)                    forward and backward of all its rows; one sum of gradients over ranks
             update()                               clip the gradient; optimizer, learning rate
-            report_step(learner.finish_step())     the step's metrics: console, rollout log, report
+            report_step(learner.finish_step())     the step's metrics: console, journal, report, the next log
             log_evaluate_save()                    where they are due
+
+Every rank runs it. Where several ranks share an engine, the first of them gets the groups, and `collect` gives the
+others empty steps, which `schedule` fills with a part of the first one's.
 
 `transformers.Trainer.train` calls it in the place of its own loop, which is made for batches that exist before a step
 begins. Callbacks get the same events in the same order; a round is sampled before the first of its steps begins.
@@ -44,8 +47,9 @@ class Loop:
     def __init__(self, trainer: Any, checkpoint: str | None, ignore_keys: list[str] | None) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
-        self.grad_norm: float | None = None  # of the last step, before it was clipped
-        self.learning_rate: float | None = None  # that the last step was taken with
+        self.step_of_epoch = 0  # optimizer steps of the present epoch that are trained
+        self.grad_norm = 0.0  # of the last step, before it was clipped
+        self.learning_rate = 0.0  # that the last step was taken with
 
     def run(self) -> TrainOutput:
         """Train from the checkpoint, or the model, to the last step, or until a callback stops the training."""
@@ -58,7 +62,7 @@ class Loop:
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)
+                trainer._load_rng_state(self.checkpoint)  # last, so that nothing before has drawn from it
             self._run_epoch(epoch)
             self._tell("on_epoch_end")
             self._log_evaluate_save()
@@ -66,31 +70,53 @@ class Loop:
                 break
         return trainer._finalize_training(None, self.samples, self.started)
 
+    def _prepare(self) -> None:
+        """Count steps and epochs, make the optimizer and the schedule, load the checkpoint's weights and state."""
+        trainer, args = self.trainer, self.args
+        trainer.accelerator.free_memory()
+        loader = trainer.get_train_dataloader()
+        self.epochs, self.steps_per_epoch, _, self.samples, _, _, max_steps = trainer.set_initial_training_values(
+            args, loader
+        )
+        self.first_epoch, self.steps_trained = trainer._init_training_state(
+            max_steps, self.steps_per_epoch, self.epochs, self.checkpoint, None
+        )
+        # The model is the trainer's own: nothing wraps it.
+        _, self.loader = trainer._prepare_for_training(max_steps, loader, self.checkpoint)
+        self.started = time.time()
+        trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
+        trainer._tr_loss = torch.tensor(0.0, device=args.device)
+        trainer._total_loss_scalar = 0.0
+        trainer._globalstep_last_logged = trainer.state.global_step
+        trainer.model.zero_grad()
+
     def _run_epoch(self, epoch: int) -> None:
         trainer, learner, times = self.trainer, self.trainer.learner, self.trainer.times
         times.begin_step()
         for prompts in self._rounds(epoch):
             trainer.publish()
-            groups = trainer.sampler.collect(prompts)
-            for step in learner.schedule(groups):
+            sampled = trainer.sampler.collect(prompts)
+            for step in learner.schedule(sampled):
                 self._tell("on_step_begin")
-                # `learner.train(step)`, by a method that subclasses may wrap.
+                # `Learner.train(step)`, by transformers' name for it, which subclasses may wrap.
                 trainer._tr_loss += trainer.training_step(trainer.model, step)
                 self._update(epoch)
                 trainer.report_step(learner.finish_step())
                 self._log_evaluate_save()
-                times.begin_step()  # of the next one: logging, evaluating and saving are no step's time
+                times.begin_step()  # `finish_step` ended the last one: logging, evaluating, saving are no step's time
+                # At `max_steps`, or where a callback asks for it. A round's other steps are dropped then, and a
+                # checkpoint that is due is refused with a line, as a run can't resume in the middle of a round.
                 if trainer.control.should_training_stop:
                     return
-            if trainer.control.should_epoch_stop:  # not earlier: a run resumes where a round begins
+            if trainer.control.should_epoch_stop:
                 return
 
     def _rounds(self, epoch: int) -> Iterator[list[list[Prompt]]]:
         """This rank's prompts of each round of an epoch, a list per optimizer step, without the rounds that the
         checkpoint has trained.
 
-        As in TRL a round's prompts are trained `num_iterations` times, and the loader yields them as often, so that an
-        epoch counts optimizer steps; they are sampled once. An epoch is whole rounds (see `StepOrder`).
+        An epoch is whole rounds (`StepOrder` in data/order.py). As in TRL it counts optimizer steps, so the loader
+        yields a round's prompts `num_iterations` times.
         """
         length = self.args.round_length  # optimizer steps: steps_per_generation x num_iterations
         trained = self.steps_trained if epoch == self.first_epoch else 0
@@ -99,7 +125,8 @@ class Loop:
             self.loader.set_epoch(epoch)
         prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
         for _ in range((self.steps_per_epoch - trained) // length):
-            yield [next(prompts_of_steps) for _ in range(length)][: self.args.steps_per_generation]
+            of_round = [next(prompts_of_steps) for _ in range(length)]
+            yield of_round[: self.args.steps_per_generation]  # the others repeat them: `Learner.schedule` does that
 
     def _update(self, epoch: int) -> None:
         """Clip the gradient's norm, let the optimizer change the weights, and count the step."""
@@ -130,49 +157,24 @@ class Loop:
         trainer, control = self.trainer, self.trainer.control
         if control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log()
-        if control.should_evaluate:
+        if control.should_evaluate:  # which publishes the weights first
             metrics = trainer._evaluate(None, self.ignore_keys)
             is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
-            if trainer.checkpointer.save():  # else it couldn't be, and said why, or is put off to the round's end
+            if trainer.checkpointer.save():  # else it failed, and said why, or will ask again at the round's end
                 self._tell("on_save")
             trainer.control.should_save = False
 
     def _log(self) -> None:
-        """Log the mean loss of the steps since the last log; `log` adds the other metrics."""
+        """Log the mean loss since the last log; `trainer.log` adds the means of what `report_step` kept."""
         trainer = self.trainer
         step, losses = trainer.state.global_step, trainer._tr_loss
         # Each rank has the loss over all ranks, unless a subclass's `training_step` returned its own.
         total = nested_gather(losses, self.args.parallel_mode).mean().item()
         losses.zero_()
-        logs = {"loss": total / (step - trainer._globalstep_last_logged)}
+        mean = total / (step - trainer._globalstep_last_logged)
         trainer._total_loss_scalar += total
         trainer._globalstep_last_logged = step
-        if self.grad_norm is not None:
-            logs["grad_norm"] = self.grad_norm
-        logs["learning_rate"] = trainer._get_learning_rate() if self.learning_rate is None else self.learning_rate
-        trainer.log(logs, self.started)
-
-    # -- the start
-
-    def _prepare(self) -> None:
-        """Count steps and epochs, make the optimizer and the schedule, load the checkpoint's."""
-        trainer, args = self.trainer, self.args
-        trainer.accelerator.free_memory()
-        loader = trainer.get_train_dataloader()
-        self.epochs, self.steps_per_epoch, _, self.samples, _, _, max_steps = trainer.set_initial_training_values(
-            args, loader
-        )
-        self.first_epoch, self.steps_trained = trainer._init_training_state(
-            max_steps, self.steps_per_epoch, self.epochs, self.checkpoint, None
-        )
-        # The model is the trainer's own: nothing wraps it.
-        _, self.loader = trainer._prepare_for_training(max_steps, loader, self.checkpoint)
-        self.started = time.time()
-        trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
-        trainer._tr_loss = torch.tensor(0.0, device=args.device)
-        trainer._total_loss_scalar = 0.0
-        trainer._globalstep_last_logged = trainer.state.global_step
-        trainer.model.zero_grad()
+        trainer.log({"loss": mean, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}, self.started)
