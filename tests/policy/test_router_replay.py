@@ -326,7 +326,7 @@ SHARED = tuple(range(3, 70))  # two blocks of the prefix cache, and some
 )
 def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path, closing, tried) -> None:
     """Cached prefixes, of the same prompt, another one and an earlier turn, and prompts that are read in pieces."""
-    changes = {"vllm_max_model_length": 200, "vllm_engine_kwargs": {"max_num_batched_tokens": 512}}
+    changes = {"max_steps": 2, "vllm_max_model_length": 200, "vllm_engine_kwargs": {"max_num_batched_tokens": 256}}
     trainer = closing(build(models(family), tmp_path, gradient_checkpointing=True, **changes))
     trainer.publish()
     engine, model = trainer.engine, trainer.model
@@ -338,7 +338,7 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
     first = groups[0][0]
     again = sampled(engine, [(*first.prompt_ids, *first.completion_ids, 11, 12)])[0]
     assert engine._routed.itself or engine._routed._cached
-    in_pieces = sampled(engine, [tuple(range(n, n + 150)) for n in range(5)], GREEDY)
+    in_pieces = sampled(engine, [tuple(range(n, n + 100)) for n in range(3)], GREEDY)
     for rollout in (*again, *(rollouts[0] for rollouts in in_pieces)):
         check_told(model, rollout)
     engine.prompt_logprobs([4, 5, 6])
