@@ -181,8 +181,8 @@ def prepare_ranks() -> None:
     """Complete the rank variables that vLLM's external launcher needs.
 
     torchrun and accelerate set them. ``python script.py`` and a notebook are rank 0 of 1 on a free port, so that two
-    jobs on one machine don't meet. Variables that a parent process, such as a notebook, gave itself are not a launcher's:
-    its port is taken.
+    jobs on one machine don't meet. A parent process, such as a notebook, that gave itself such variables is no launcher:
+    they are replaced, as its port is taken.
 
     Raises:
         RuntimeError: the launcher started fewer ranks than it was to start (``accelerate launch --cpu
