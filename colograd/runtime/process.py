@@ -181,7 +181,7 @@ def prepare_ranks() -> None:
     """Complete the rank variables that vLLM's external launcher needs.
 
     torchrun and accelerate set them. ``python script.py`` and a notebook are rank 0 of 1 on a free port, so that two
-    jobs on one machine don't meet. A parent process, such as a notebook, that gave itself such variables is no launcher:
+    jobs on one machine don't meet. A parent process, such as a notebook, that gave itself such variables is not one:
     they are replaced, as its port is taken.
 
     Raises:
