@@ -101,7 +101,21 @@ class EngineKnobs(TrainingArguments):
             )
         self.offload_optimizer = offload_way(self.offload_optimizer)
         one_of(self, "offload_optimizer", ("none", "sampling", "stream"))
+        self._check_drafts()
         self._check_ranks()
+
+    def _check_drafts(self) -> None:
+        """Check what speculative decoding can't be had with."""
+        if "speculative_config" not in dict(self.vllm_engine_kwargs or {}):  # type: ignore[arg-type]
+            return
+        asked: Any = self  # fields of other groups
+        reasons = {
+            "router_replay is true, and experts of dropped drafts would be told": asked.router_replay,
+            "min_p is set, which vLLM leaves out where it drafts": asked.min_p,
+            "vllm_tensor_parallel_size is above 1": self.vllm_tensor_parallel_size > 1,
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ValueError(f"speculative_config in vllm_engine_kwargs can't be had, as {reason}: remove one of them.")
 
     def _check_ranks(self) -> None:
         """Check that the started ranks have found each other, and that engines divide them."""

@@ -133,6 +133,9 @@ class Engine(Protocol):
     ) -> Iterator[Group]:
         """See `RolloutSource.generate`."""
 
+    def take_counts(self) -> dict[str, float]:
+        """Metrics that add up, such as accepted drafts, since the last call."""
+
     def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:
         """Log-probabilities [P - 1] float32, in nats, of each token after the first, whatever the weights' step."""
 

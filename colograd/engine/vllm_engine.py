@@ -110,6 +110,9 @@ class VLLMEngine:
             self._routed = RouterLog(self.core, tells) if config.router_replay and leads else None
             if tells and not leads:
                 expect_no_experts(self.core)
+            from .speculation import sample_as_without_drafts
+
+            self._speculation = sample_as_without_drafts(self._runner)
         found, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.dtype: torch.dtype = found.dtype  # of the weights and activations
         asked: torch.dtype = getattr(found, "head_dtype", self.dtype)
@@ -138,8 +141,12 @@ class VLLMEngine:
         return self.llm.llm_engine
 
     @property
+    def _runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
     def model(self) -> torch.nn.Module:
-        return self.core.model_executor.driver_worker.worker.model_runner.model
+        return self._runner.model
 
     @property
     def vllm_config(self) -> Any:
@@ -306,6 +313,9 @@ class VLLMEngine:
             self.abort([self.submit((0,), sampling, seed=0)])
         except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
+
+    def take_counts(self) -> dict[str, float]:
+        return self._speculation.take_counts() if self._speculation else {}
 
     def require(self, version: int) -> None:
         assert not self.asleep, "the engine has no KV cache: wake it first"

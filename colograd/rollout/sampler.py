@@ -126,8 +126,9 @@ class Sampler:
             self.purpose = Purpose.TRAINING
 
     def take_counts(self) -> dict[str, float]:
-        """Sums of rewards and tools since the last call."""
-        return self.scorer.take_counts() | (self.toolbox.take_counts() if self.toolbox else {})
+        """Sums of rewards, tools and the engine since the last call."""
+        parts = [part for part in (self.scorer, self.toolbox, self.engine) if part is not None]
+        return {name: number for part in parts for name, number in part.take_counts().items()}
 
     def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
         with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the rollout"):

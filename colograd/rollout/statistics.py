@@ -105,6 +105,8 @@ class RolloutStatistics:
             calls = self.counts["tools/calls"]
             result["tools/call_frequency"] = calls / max(len(self.lengths), 1)
             result["tools/failure_frequency"] = self.counts["tools/failures"] / calls if calls else 0.0
+        if drafted := self.counts["drafts/tokens"]:
+            result["drafts/acceptance"] = self.counts["drafts/accepted"] / drafted
         if self.flat_groups:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)
         return result

@@ -1,0 +1,102 @@
+"""Speculative decoding that changes no token: each position is sampled with its request's own random numbers.
+
+Drafted tokens save steps of the engine, since one step computes the logits behind several of them. vLLM accepts or
+replaces a draft by random numbers that undrafted decoding doesn't draw (arXiv 2211.17192), so that a completion would
+depend on what was drafted, and with it on the other sequences of the batch. Here the token of each position is sampled
+as without drafts, and a draft is kept where it is that token. A draft d whose probability is p(d) is then kept as often
+as by vLLM's rule for drafts without probabilities, p(d), and the distribution is the target's by construction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+
+
+class SeededSpeculation(RejectionSampler):
+    """`RejectionSampler` of vLLM's Model Runner V1, by the requests' own random numbers."""
+
+    drafted = 0  # tokens, since `take_counts`
+    accepted = 0
+
+    def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        """See `RejectionSampler.forward`: logits (T, V) of all requests' drafts, and behind each request's last one."""
+        from vllm.v1.outputs import SamplerOutput
+
+        constrained = self._constrained(metadata, logits, sampling_metadata)
+        tokens = self._sample(metadata, constrained, sampling_metadata)
+        logprobs, wanted = None, sampling_metadata.max_num_logprobs
+        if wanted is not None:
+            shown = constrained if self.is_processed_logprobs_mode else logits
+            targets, bonus = shown[metadata.target_logits_indices], shown[metadata.bonus_logits_indices]
+            logprobs = self._get_logprobs_tensors(wanted, metadata, logits, targets, bonus, tokens)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    def _constrained(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        """The logits that are sampled from, float32: with temperature, top-k and top-p."""
+        last, drafted = metadata.bonus_logits_indices, metadata.target_logits_indices
+        found = torch.empty_like(logits, dtype=torch.float32)
+        found[last] = self.sampler.apply_logits_processors(logits[last].float(), sampling_metadata, True)
+        found[drafted] = self.apply_logits_processors(logits[drafted].float(), sampling_metadata, metadata)
+        if sampling_metadata.all_greedy:
+            return found
+        rows = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
+        # In plain torch: on a CPU the kernel that vLLM has for this was seen to leave other temperatures.
+        temperature, top_k, top_p = (
+            None if value is None else value.repeat_interleave(rows)
+            for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
+        )
+        found = self.sampler.apply_temperature(found, temperature, sampling_metadata.all_random)
+        return apply_top_k_top_p(found, top_k, top_p)
+
+    def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        """Tokens (requests, most drafts + 1); behind the first one that isn't the draft, placeholders.
+
+        A place after the other, of the requests whose drafts were right up to there: no number is drawn in vain.
+        """
+        counts = metadata.num_draft_tokens
+        drafts = [part.tolist() for part in metadata.draft_token_ids.split(counts)]
+        first = [sum(counts[:request]) + request for request in range(len(counts))]  # its first row of the logits
+        tokens = torch.full((len(counts), metadata.max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
+        alive, place = [*range(len(counts))], 0
+        while alive:
+            sampled = self._draw(logits[[first[request] + place for request in alive]], alive, sampling_metadata)
+            tokens[alive, place] = torch.tensor(sampled, dtype=torch.int32)
+            alive = [
+                request
+                for request, token in zip(alive, sampled, strict=True)
+                if place < counts[request] and token == drafts[request][place]
+            ]
+            self.accepted += len(alive)
+            place += 1
+        self.drafted += sum(counts)
+        return tokens.to(logits.device)
+
+    def _draw(self, logits: torch.Tensor, requests: list[int], sampling_metadata: Any) -> list[int]:
+        """A token of each of the requests, as vLLM's sampler draws it without drafts."""
+        if sampling_metadata.all_greedy:
+            return logits.argmax(dim=-1).tolist()
+        greedy = None if sampling_metadata.all_random else logits.argmax(dim=-1)
+        own = sampling_metadata.generators
+        generators = {row: own[request] for row, request in enumerate(requests) if request in own}
+        sampled, _ = self.sampler.topk_topp_sampler(logits, generators, None, None)
+        if greedy is not None:
+            sampled = torch.where(sampling_metadata.temperature[requests] == 0, greedy, sampled)
+        return sampled.tolist()
+
+    def take_counts(self) -> dict[str, float]:
+        """Drafted and accepted tokens since the last call."""
+        counts = {"drafts/tokens": float(self.drafted), "drafts/accepted": float(self.accepted)}
+        self.drafted = self.accepted = 0
+        return counts
+
+
+def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
+    """Give vLLM's model runner a `SeededSpeculation`; None: it drafts nothing, or has Model Runner V2's own sampler."""
+    if not isinstance(getattr(runner, "rejection_sampler", None), RejectionSampler):
+        return None
+    runner.rejection_sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
+    return runner.rejection_sampler
