@@ -120,7 +120,8 @@ def _merge(source: Path, folder: Path) -> str:
     noted, base_config = quantized.beside(source), hf.AutoConfig.from_pretrained(base)
     seeing = images.takes_images(base_config)
     kind: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
-    reader: Any = hf.AutoProcessor if seeing else hf.AutoTokenizer
+    has_processor = base_config.model_type not in images.TEXT_FIRST or (source / hf.utils.PROCESSOR_NAME).is_file()
+    reader: Any = hf.AutoProcessor if seeing and has_processor else hf.AutoTokenizer
     if seeing:
         images.find_processors()
 

@@ -41,6 +41,7 @@ def told_of_vllm(model: str) -> Iterator[None]:
 
     Raises:
         RuntimeError: in the place of such an error.
+        ValueError: vLLM refuses its configuration.
     """
     try:
         yield
@@ -48,6 +49,14 @@ def told_of_vllm(model: str) -> Iterator[None]:
         if lacking := _not_inspected(str(error)):
             raise RuntimeError(
                 f"vLLM's code for {model} can't be imported ({lacking}): install that package."
+            ) from error
+        from pydantic import ValidationError  # which vLLM requires
+
+        if isinstance(error, ValidationError):
+            said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+            raise ValueError(
+                f"vLLM refuses its configuration for {model} ({said}): change vllm_engine_kwargs, or choose another "
+                "model."
             ) from error
         of_torch = isinstance(error, RuntimeError) and type(error).__module__ == "builtins"
         if not of_torch and not isinstance(error, OF_CODE):

@@ -9,16 +9,26 @@ import torch
 
 
 def mend_cpu_layers() -> None:
-    """Let convolutions of Gated DeltaNet read the weights that the engine keeps in place, which vLLM would pack; and
-    rotate all heads of queries (T, H, D), of which vLLM's kernel for (T, H * D) takes the first ones alone (LFM2's)."""
+    """Let convolutions of Gated DeltaNet read the weights that the engine keeps in place, which vLLM would pack; rotate
+    all heads of queries (T, H, D), of which vLLM's kernel for (T, H * D) takes the first ones alone (LFM2's); and let
+    routers choose by sigmoids among all experts, which vLLM asserts not to happen (MiniMax-M2)."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    try:
+        from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    except ImportError:  # a vLLM that routes elsewhere
+        CPURouter = None
 
     try:
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as delta
     except ImportError:  # a vLLM that can't run Gated DeltaNet on a CPU
         delta = None
     functions = {"_causal_conv1d_fwd_cpu": _convolution, "_causal_conv1d_update_cpu": _convolution}
-    for owner, changes in ((delta, functions), (RotaryEmbedding, {"forward_cpu": _rotation})):
+    for owner, changes in (
+        (delta, functions),
+        (RotaryEmbedding, {"forward_cpu": _rotation}),
+        (CPURouter, {"_compute_routing": _routing}),
+    ):
         for name, ours in changes.items():
             theirs = getattr(owner, name, None)
             if theirs is not None and not hasattr(theirs, "mended"):
@@ -46,3 +56,13 @@ def _rotation(theirs: Any) -> Any:
         return found[0].view_as(query), None if key is None else found[1].view_as(key)
 
     return rotate
+
+
+def _routing(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def route(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # all experts are one group
+        return theirs(self, *args, **kwargs)
+
+    return route

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class VLLMTensors:
         found: dict[str, Sequence[str]] = {}
         parts = [self._model] if isinstance(self._model, type) else self._model.modules()
         for part in parts:  # a model that sees may leave its language model's to that
-            found = {**(getattr(part, "packed_modules_mapping", None) or {}), **found}
+            found = {**(getattr(part, "packed_modules_mapping", None) or _stacked(part)), **found}
         return found
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -37,13 +37,24 @@ class VLLMTensors:
         return {name: parameter for name, parameter in named if name is not None}
 
     def renamed(self, name: str) -> str:
-        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
-        if mapper is None:
-            return name
-        if getattr(mapper, "orig_to_new_stacked", None):  # newer mappers fuse too, and drop the part's place
-            mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
-        found = mapper.apply_list([name])
-        return found[0] if found else name
+        found = _renamed(self._model, name)
+        for path in self._with_own_names:  # a part of the model whose loader renames once more: Gemma 3n's text model
+            if found not in self._names and found.startswith(path):
+                inner = path + _renamed(self._model.get_submodule(path[:-1]), found[len(path) :])
+                found = inner if inner in self._names else found
+        return found
+
+    @functools.cached_property
+    def _names(self) -> Collection[str]:
+        return {} if isinstance(self._model, type) else self.parameters()
+
+    @functools.cached_property
+    def _with_own_names(self) -> Sequence[str]:
+        """Where the model's parts with a `hf_to_vllm_mapper` of their own are."""
+        if isinstance(self._model, type):
+            return []
+        parts = ((name, getattr(part, "hf_to_vllm_mapper", None)) for name, part in self._model.named_modules())
+        return [f"{name}." for name, mapper in parts if name and mapper is not None]
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
         ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
@@ -77,3 +88,27 @@ class VLLMLoRALayer:
     def stacks(self, kind: str) -> Sequence[torch.Tensor]:
         found: Sequence[torch.Tensor] = getattr(self.layer, f"{kind.lower()}_stacked")
         return found
+
+
+def _mapper_of(model: Any) -> Any:
+    return getattr(model, "hf_to_vllm_mapper", None)
+
+
+def _renamed(model: Any, name: str) -> str:
+    mapper = _mapper_of(model)
+    if mapper is None:
+        return name
+    if getattr(mapper, "orig_to_new_stacked", None):  # newer mappers fuse too, and drop the part's place
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+    found = mapper.apply_list([name])
+    return found[0] if found else name
+
+
+def _stacked(model: Any) -> dict[str, Sequence[str]]:
+    """The fusions by which a class loads checkpoints that doesn't name them for adapters: StableLM, GPT-J."""
+    found: dict[str, list[str]] = {}
+    for part, (fused, _) in (getattr(_mapper_of(model), "orig_to_new_stacked", None) or {}).items():
+        names = part.strip("."), fused.strip(".")
+        if not any("." in name for name in names):
+            found.setdefault(names[1], []).append(names[0])
+    return {fused: names for fused, names in found.items() if len(names) > 1}

@@ -26,6 +26,7 @@ from .arguments import TELLS_EXPERTS, blank_kwargs, computes_float32_heads, engi
 from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .leading import follow, leading
+from .per_layer_inputs import computed_per_layer_inputs
 from .protocol import EngineTensors, Sampled, StaleWeights, T
 from .quantized_layers import Parts, ServedLayers, served_layers
 from .routed import RouterLog, expect_no_experts, one_prompt
@@ -102,6 +103,7 @@ class VLLMEngine:
             if self._reads_images:
                 images.find_gemma3()
             while_built.enter_context(classes_apart(lambda: self.model))
+            while_built.enter_context(computed_per_layer_inputs())
             with told_of_vllm(model_path):
                 self.llm: Any = LLM(**kwargs)
             self._close = closes_with(self, self.llm)

@@ -193,7 +193,8 @@ class Tower:
 def _patches(config: Any) -> float:
     """Patches of the tower per image token."""
     vision = config.vision_config
-    if merged := getattr(vision, "spatial_merge_size", None) or getattr(config, "scale_factor", None):
+    names = (vision, "spatial_merge_size"), (config, "spatial_merge_size"), (config, "scale_factor")
+    if merged := next((found for of, name in names if (found := getattr(of, name, None))), None):
         return float(merged) ** 2
     if tokens := getattr(config, "mm_tokens_per_image", None):
         return float((vision.image_size // vision.patch_size) ** 2 / tokens)

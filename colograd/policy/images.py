@@ -20,7 +20,8 @@ from . import attention
 from .sending import to_device_async
 
 # Model types, as transformers names them, whose images can be trained on.
-FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+FAMILIES = ("gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
+TEXT_FIRST = ("mistral3", "qwen3_5")  # of these, those that are trained like text models where a run has no images
 BOTH_WAYS = ("gemma3",)  # the tokens of a picture see each other both ways
 TOWERS = ("visual", "vision_model", "vision_tower")  # modules that see; what follows brings it into the text's space
 PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector")
@@ -48,9 +49,15 @@ def has_tower(model_config: Any) -> bool:
 
 
 def reads_text_alone(model: Any) -> bool:
-    """Whether it is a model that could read more than text, of a family whose images can't be trained on."""
+    """Whether it is a model that could read more than text, of a family whose images can't be trained on, or of
+    `TEXT_FIRST` in a run without any (`set_text_alone`)."""
     config = getattr(model, "config", None)
-    return has_tower(config) and not takes_images(config)
+    return has_tower(config) and (not takes_images(config) or getattr(model, "text_alone", False))
+
+
+def set_text_alone(model: Any, has_images: bool) -> None:
+    """Before a model is trained: whether the run has images, on which `TEXT_FIRST` depend."""
+    model.text_alone = not has_images and getattr(model.config, "model_type", None) in TEXT_FIRST
 
 
 def text_parameters(model: Any) -> set[int]:
@@ -299,6 +306,10 @@ def _unseen_picture(config: Any) -> Images:
         side = config.scale_factor * vision.patch_size
         mask = torch.ones(1, 1, side, side, dtype=torch.long)
         inputs = {"pixel_values": torch.ones(1, 1, vision.num_channels, side, side), "pixel_attention_mask": mask}
+    elif hasattr(config, "spatial_merge_size"):
+        side = config.spatial_merge_size * vision.patch_size
+        pixels = torch.ones(1, vision.num_channels, side, side)
+        inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]])}
     else:
         inputs = {"pixel_values": torch.ones(1, vision.num_channels, vision.image_size, vision.image_size)}
     return Images("", (), (), inputs, ())
@@ -322,12 +333,13 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Texts' inputs one after the other. Those with a pixel mask are (1, tiles, ...), filled up to one size."""
-    if not tiled:
-        return torch.cat([*parts])
-    height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
-    pad = torch.nn.functional.pad
-    return torch.cat([pad(p, (0, width - p.shape[-1], 0, height - p.shape[-2])) for p in parts], dim=1)
+    """Texts' inputs one after the other, pictures (..., height, width) filled up to one size. Those with a pixel mask
+    are (1, tiles, ...)."""
+    if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
+        height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
+        pad = torch.nn.functional.pad
+        parts = [pad(part, (0, width - part.shape[-1], 0, height - part.shape[-2])) for part in parts]
+    return torch.cat([*parts], dim=1 if tiled else 0)
 
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:

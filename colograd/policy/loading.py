@@ -26,7 +26,15 @@ from ..config import GRPOConfig
 from ..parallel.ranks import world_size
 from . import quantized
 from .dropout import disable_dropout, largest_dropout
-from .images import find_processors, freeze_all_but_text, freeze_tower, has_tower, reads_text_alone, takes_images
+from .images import (
+    find_processors,
+    freeze_all_but_text,
+    freeze_tower,
+    has_tower,
+    reads_text_alone,
+    set_text_alone,
+    takes_images,
+)
 from .logprobs import products_in_float32
 from .lora import Adapter, adapter_folder, describe_adapter, is_adapted, unwrap, wrap
 from .lora_inputs import keep_inputs_as_they_are
@@ -143,10 +151,14 @@ class Policy:
 
 
 def load_policy(
-    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None
-) -> Policy:
+    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None,
+    has_images: bool = False,
+) -> Policy:  # fmt: skip
     """Load the model if it is a name (or the folder of an adapter alone), and its tokenizer if none is given; put an
     adapter on it if one is asked for.
+
+    Args:
+        has_images: the run has some: see `images.TEXT_FIRST`.
 
     Raises:
         ValueError: no such model, one whose log-probabilities can't be computed, or an adapter that can't be trained.
@@ -156,9 +168,10 @@ def load_policy(
     if not untouched:
         loaded: Any = model
     elif (saved := adapter_folder(path)) is None:
-        loaded = _from_name(path, config)
+        loaded = _from_name(path, config, has_images=has_images)
     else:
-        loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config)
+        loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config, has_images)
+    set_text_alone(unwrap(loaded), has_images)
     quantization = _quantization(loaded, path, config)
     if peft_config is not None:
         loaded = wrap(loaded, peft_config, config.seed)
@@ -172,7 +185,7 @@ def load_policy(
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
     why_padded = choose_rows(loaded)
     processor = None
-    if takes_images(unwrap(loaded).config):
+    if takes_images(unwrap(loaded).config) and not reads_text_alone(unwrap(loaded)):
         if config.freeze_vision_tower:
             freeze_tower(unwrap(loaded))
         processor = tokenizer if hasattr(tokenizer, "image_processor") else load_processor(path, config)
@@ -302,7 +315,7 @@ def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
 
 
 def _from_adapter(
-    folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any
+    folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any, has_images: bool
 ) -> tuple[PreTrainedModel, str, str]:
     """The model and trainable adapter of a folder with an adapter_config.json; the base's path, the tokenizer's path.
 
@@ -327,7 +340,7 @@ def _from_adapter(
             f"{folder!r} holds an adapter, but peft can't be imported ({error}): pip install peft."
         ) from None
     try:
-        loaded = _from_name(base, config, adapter=folder)
+        loaded = _from_name(base, config, adapter=folder, has_images=has_images)
     except ValueError as error:
         raise ValueError(f"{folder!r} holds an adapter whose base can't be loaded: {error}") from None
     model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
@@ -335,7 +348,7 @@ def _from_adapter(
     return model, base, folder if has_tokenizer else base
 
 
-def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedModel:
+def _from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
     """The model at ``path``; the folder of an ``adapter`` to be put on it may say how its base was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     # The last one is for `choose_rows` to settle.
@@ -358,6 +371,7 @@ def _from_name(path: str, config: GRPOConfig, adapter: str = "") -> PreTrainedMo
         loaded = kind.from_pretrained(path, **kwargs)
         if num_experts(loaded.config) and not packed and asked is None:
             _freeze_as_made(loaded)
+        set_text_alone(loaded, has_images)
         if reads_text_alone(loaded):
             freeze_all_but_text(loaded)
         return loaded

@@ -41,12 +41,10 @@ def chosen_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> to
 
 # (T, E) logits and (T, K) chosen experts -> (T, K) shares, as each family's router has them.
 SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "glm4_moe": sigmoid_shares,
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), sigmoid_shares),
     "gpt_oss": chosen_shares,
-    "mixtral": softmax_shares,
-    "olmoe": softmax_shares,
-    "qwen2_moe": softmax_shares,
-    "qwen3_moe": softmax_shares,
+    **dict.fromkeys(("flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"), softmax_shares),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next"), softmax_shares),
 }
 
 

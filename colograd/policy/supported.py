@@ -21,11 +21,12 @@ TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 
 
-def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> None:
+def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
     """
     Args:
         model: its name, or itself.
         peft_config: of the adapter that will be put on it.
+        has_images: the run has some: see `images.TEXT_FIRST`.
 
     Raises:
         ValueError: it can't be trained, or not with these settings.
@@ -35,7 +36,7 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None) -> 
     check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
     if model_config is None:
         return
-    if images.takes_images(model_config):
+    if images.takes_images(model_config) and (has_images or model_config.model_type not in images.TEXT_FIRST):
         _check_images(model_config, config)
     if num_experts(model_config):
         _check_experts(model_config, config)

@@ -114,16 +114,19 @@ def saved_names(model: Any) -> dict[str, str]:
     return found
 
 
-def load_mixture(model: torch.nn.Module, folder: Path) -> bool:
-    """Give a whole model with experts what a folder has for its parameters, in place. False: it has no experts.
+def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
+    """Give a whole model that transformers saves under other names, experts one by one, what a folder has for its
+    parameters, in place. False: files have its own names.
 
     Raises:
         ValueError: a parameter isn't there, or of another shape.
     """
     aliases, parameters = dict[int, list[str]](), dict(model.named_parameters(remove_duplicate=False))
-    if not any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters):
+    has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
+    saved = saved_names(model)
+    if not has_experts and not saved:
         return False
-    saved, files = saved_names(model), WeightFiles(folder)
+    files = WeightFiles(folder)
     for name, parameter in parameters.items():
         aliases.setdefault(id(parameter), []).extend({name: 0, (saved.get(name) or name): 0})
     for names in aliases.values():

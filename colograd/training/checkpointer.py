@@ -38,7 +38,7 @@ from ..data import PromptStream
 from ..parallel.ranks import gather, on_all_ranks, rank
 from ..policy import quantized
 from ..policy.images import load_weights
-from ..sharding.weight_files import load_mixture, saved_names, stacked_masters
+from ..sharding.weight_files import load_renamed, saved_names, stacked_masters
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
@@ -436,7 +436,7 @@ class Checkpointer(TrainerCallback):
                 return
             if policy.adapter is None and policy.processor is not None:
                 load_weights(model, checkpoint)
-            elif policy.adapter is not None or not load_mixture(model, folder):
+            elif policy.adapter is not None or not load_renamed(model, folder):
                 usual()
 
     def check_all_loaded(self, missing: Sequence[str]) -> None:

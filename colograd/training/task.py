@@ -8,10 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from datasets import Dataset, IterableDataset
+
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..data.columns import columns_of
+from ..data.images import has_images
 from ..engine.arguments import check_split
 from ..engine.building import check_vllm
 from ..engine.lora_experts import why_no_slots
@@ -108,7 +111,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
         closing.callback(scorer.close)
         watchdog.progress("loading the model")
-        policy = load_policy(given.model, given.processing_class, args, given.peft_config)
+        policy = load_policy(given.model, given.processing_class, args, given.peft_config, _has_images(given))
         if given.samples:
             policy = merged_beside_experts(policy, args)
         check_choice(args.weights, policy.adapter, args.cuts_weights)
@@ -134,7 +137,7 @@ def _check_config(given: Given, args: GRPOConfig) -> None:
     """Refuse bad settings before anything is loaded: the configuration and the model's name are enough to see them."""
     args.check_for_trainer()
     take_quantization(args, given.model, given.quantization_config)
-    check_supported(given.model, args, given.peft_config)
+    check_supported(given.model, args, given.peft_config, _has_images(given))
     if args.layout.is_main and (note := note_on_cpu(given.model, args)):
         Console(enabled=True, bars=False).warn(note)
     if given.samples:
@@ -142,6 +145,13 @@ def _check_config(given: Given, args: GRPOConfig) -> None:
         check_sampling(args)
     check_sharding(args, given.optimizer)
     check_liger(args)
+
+
+def _has_images(given: Given) -> bool:
+    """Whether a dataset has a column of images."""
+    evaluations = given.eval_dataset.values() if isinstance(given.eval_dataset, dict) else [given.eval_dataset]
+    datasets = (each for each in (given.train_dataset, *evaluations) if isinstance(each, Dataset | IterableDataset))
+    return any(has_images(columns_of(each)) for each in datasets)
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig) -> Policy:

@@ -20,6 +20,7 @@ from ..engine.protocol import EngineTensors
 from ..policy.images import in_tower, reads_text_alone, text_parameters
 from ..policy.lora import base_name, unwrap
 from ..policy.quantized_layers import PackedWeight, packed_weights
+from ..sharding.weight_files import saved_names
 
 # All experts of a block, (E, 2I, H) and (E, H, I) and their biases, as transformers and as vLLM name them. A policy may
 # have them transposed: (E, H, 2I) and (E, I, H).
@@ -43,11 +44,12 @@ class Slice:
     packed: PackedWeight | None = None  # the policy has it quantised
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # the engine holds this function of it, elementwise
     again: bool = False  # the engine has the parameter elsewhere too, and reads this copy in other forwards
+    rows: torch.Tensor | None = None  # the source's rows in the order in which ``destination`` has them, see row_order
 
     @property
     def is_computed(self) -> bool:
         """Whether the engine's values are computed from the policy's, so that no memory can be shared."""
-        return self.packed is not None or self.through is not None
+        return self.packed is not None or self.through is not None or self.rows is not None
 
     @property
     def view(self) -> torch.Tensor:
@@ -61,7 +63,7 @@ class Slice:
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The values for ``destination`` from a tensor that has the parameter's shape."""
-        part = whole[self.cut]
+        part = whole[self.cut if self.rows is None else self.rows.to(whole.device)]
         return part if self.through is None else self.through(part)
 
     def equal(self) -> bool:
@@ -104,13 +106,13 @@ def map_parameters(
     for name, buffer in policy.named_buffers():  # what the engine has as a parameter: a router's correction, say
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], own_names[base] = buffer, name
-    slices, missing, others = [], [], dict[str, str]()
+    slices, missing, others, saved = [], [], dict[str, str](), saved_names(unwrap(policy))
     for name, source in sources.items():
         own, parts = own_names[name], []
         if (experts := _experts(name, targets, engine)) is not None:
             split = ranks > 1
             parts = _parts(experts, source, place, ranks, own) if split else _turned(experts, source, policy, own)
-        elif found := _whereabouts(name, sources, targets, engine):
+        elif found := _whereabouts(name, saved.get(name, name), sources, targets, engine):
             if isinstance(policy.get_submodule(own.rpartition(".")[0]), Conv1D) and source.dim() == 2:
                 parts = [(found[0].detach().mT, ())]  # as GPT-2's projections
             elif ranks == 1 or name.split(".")[-2] not in engine.fusions:
@@ -190,12 +192,22 @@ def _base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _whereabouts(
-    name: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors
+    name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
-    """The engine's tensor that holds a parameter, the parameters that are fused in it, and which of them it is."""
-    mapped = engine.renamed(name)
-    if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
-        mapped = mapped.replace(*TOWER, 1)
+    """The engine's tensor that holds a parameter, the parameters that are fused in it, and which of them it is; asked
+    for by the policy's name, and by the one that files have, ``saved``."""
+    for each in {name: 0, saved: 0}:
+        mapped = engine.renamed(each)
+        if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
+            mapped = mapped.replace(*TOWER, 1)
+        if (found := _place(name, mapped, sources, targets, engine)) is not None:
+            return found
+    return None
+
+
+def _place(
+    name: str, mapped: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors
+) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:
     for found in (mapped, mapped.replace(*BLOCKS)):
         if found in targets:
             return targets[found], [sources[name]], 0

@@ -26,6 +26,7 @@ from ..policy.logprobs import evaluation_mode
 from ..policy.lora import is_adapted
 from ..policy.row_proof import allowed, completion_logprobs
 from .mapping import Slice
+from .row_order import is_near
 from .sign_probe import EMBEDDING, cancelling, plain_name, with_signs
 
 PROBE_TOKENS = (8, 64)  # a short prompt first; where it shows nothing, a longer one
@@ -36,8 +37,6 @@ VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
 # Two ways to compute the largest logit may round it apart by so many times the dtype's step at it: 30 has one of 1/8 in
 # bfloat16, and a model that was trained says 30 of tokens that were drawn at random.
 ROUNDED_LOGIT = 2.0
-# Of a weight's length, by which one of 4 bits may differ from it: 0.1 for normal ones, other weights by 1.4.
-QUANTISED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +70,13 @@ def check_equal(slices: Sequence[Slice]) -> None:
         RuntimeError: naming the parameters that differ.
     """
     with on_all_ranks("the comparison of the weights"):
-        differing = [part.name for part in slices if not (part.equal() if part.packed is None else _near(part))]
+        differing = [part.name for part in slices if not (part.equal() if part.packed is None else is_near(part))]
         if differing:
             raise RuntimeError(
                 f"{len(differing)} parameters differ between the policy and the engine although both loaded the same "
                 f"checkpoint ({', '.join(differing[:3])}): this architecture's weights are laid out in a way that "
                 "isn't known yet."
             )
-
-
-def _near(part: Slice) -> bool:
-    """Whether it differs by rounding to a few bits; other weights differ by more than their length."""
-    held, found = part.held.float(), part.destination.float()
-    return bool(torch.linalg.vector_norm(found - held) <= QUANTISED * torch.linalg.vector_norm(held))
 
 
 def check_same(policy: torch.nn.Module, engine: Engine, seen: ModelInput | None = None) -> None:

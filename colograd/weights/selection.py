@@ -14,7 +14,7 @@ from ..engine.protocol import Engine
 from ..parallel.ranks import on_all_ranks
 from ..policy.images import sees
 from ..policy.loading import Policy
-from ..policy.lora import Adapter
+from ..policy.lora import Adapter, adapted_layers, base_name
 from ..policy.quantized_layers import packed_weights
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
@@ -22,6 +22,7 @@ from .adapter import AdapterWeights, Unserved, map_adapter
 from .copied import CopiedWeights, Copies, MergedWeights
 from .gathered import GatheredWeights
 from .mapping import Slice, map_parameters
+from .row_order import with_row_orders
 from .shared import SharedWeights
 from .sync import WeightSync
 
@@ -149,7 +150,10 @@ def weight_sync(
     layout = engine.layout
     with on_all_ranks("the map of the weights"):
         served = engine.served.weights
-        slices = map_parameters(policy, engine.tensors, layout.engine_place, layout.ranks_per_engine, served)
+        place, ranks = layout.engine_place, layout.ranks_per_engine
+        slices = map_parameters(policy, engine.tensors, place, ranks, served)
+        if not engine.blank:
+            slices = with_row_orders(slices, policy, place, ranks)
     equal = untouched and not engine.blank and engine.dtype == policy.dtype
     if equal:
         proof.check_equal(slices)
@@ -255,6 +259,9 @@ def _shared(sides: Sides, obstacles: Mapping[str, str], constant: bool) -> Share
 
 def _adapter(wanted: str, sides: Sides) -> AdapterWeights:
     """LoRA in the engine's slots, on a base that is shared or, where that can't be and isn't forced, copied once."""
+    adapted = {layer.parameter for layer in adapted_layers(sides.policy)}
+    if other := [part.name for part in sides.slices if part.rows is not None and base_name(part.name) in adapted]:
+        raise Unserved(f"vLLM has the rows of {len(other)} adapted layers in another order ({other[0]})")
     slots = map_adapter(sides.policy, sides.engine)
     base = _whole("shared" if wanted == "shared" else "auto", sides, constant=sides.equal)
     return AdapterWeights(sides.policy, sides.engine, slots, base)

@@ -21,6 +21,8 @@ def obstacle(part: Slice) -> str:
         return "the policy has it quantised"
     if part.through is not None:
         return "the engine has a function of it"
+    if part.rows is not None:
+        return "the engine has its rows in another order"
     if source.dtype != place.dtype:
         ours, theirs = (str(tensor.dtype).removeprefix("torch.") for tensor in (source, place))
         return f"the engine has it in {theirs}, the policy in {ours}"

@@ -65,8 +65,9 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 32},
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {"num_experts_per_tok": 1},
     "mamba2": {"num_heads": 4, "head_dim": 32, "expand": 2},
-    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
     "mimo_v2_flash": {"layer_types": ["full_attention", "full_attention"], "num_key_value_heads": 2},
     "phi": {"intermediate_size": 256},
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), GATED_DELTA),
@@ -102,12 +103,17 @@ def make_config(model_type: str) -> Any:
     return cls(**given)
 
 
-def make_model(folder: Path, model_type: str) -> Path:
-    """Save a random model and the tests' tokenizer."""
+def build(model_type: str) -> Any:
+    """A model as its class makes it."""
     import transformers
 
+    return getattr(transformers, model_types()[model_type])(make_config(model_type))
+
+
+def make_model(folder: Path, model_type: str) -> Path:
+    """Save a random model and the tests' tokenizer."""
     torch.manual_seed(0)
-    model = getattr(transformers, model_types()[model_type])(make_config(model_type))
+    model = build(model_type)
     with torch.no_grad():  # as `tiny.make_model`
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.dim() >= 2 else parameter.add_(torch.rand_like(parameter) * 0.1)

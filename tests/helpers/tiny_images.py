@@ -19,6 +19,7 @@ TEMPLATE = (
 )
 IDEFICS3 = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<row_1_col_1>")
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+MISTRAL3 = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 GEMMA3 = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 SIDE = 32  # pixels of an image that needs the fewest tokens
 ONE_TILE = {"size": {"longest_edge": SIDE}, "max_image_size": {"longest_edge": SIDE}, "do_image_splitting": False}
@@ -186,6 +187,28 @@ def _qwen3_vl_processor(tokenizer: Any) -> Any:
     return hf.Qwen3VLProcessor(images, tokenizer, hf.Qwen3VLVideoProcessor(), tokenizer.chat_template)
 
 
+def _qwen3_5(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """Likewise without those features, and with layers that carry a state."""
+    import transformers as hf
+
+    tokenizer, seeing = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>"), shape.pop("vision", {})
+    rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 10000.0}
+    text = {
+        "head_dim": 32, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "rope_parameters": rope | {"partial_rotary_factor": 1.0}, **_ends(tokenizer), **shape,
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 16,
+        "out_hidden_size": shape["hidden_size"], "num_position_embeddings": 64, **seeing,
+    }  # fmt: skip
+    config = hf.Qwen3_5Config(
+        text_config=text, vision_config=vision, **_qwen_tokens(tokenizer.convert_tokens_to_ids),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.Qwen3_5ForConditionalGeneration(config), tokenizer
+
+
 def _qwen_tokens(ids: Any) -> dict[str, int]:
     return {
         "image_token_id": ids("<|image_pad|>"),
@@ -199,6 +222,32 @@ def _qwen_images(hf: Any, patch_size: int) -> Any:
     least, most = (2 * patch_size) ** 2, (6 * patch_size) ** 2
     return hf.Qwen2VLImageProcessor(
         patch_size=patch_size, merge_size=2, size={"shortest_edge": least, "longest_edge": most}
+    )
+
+
+def _mistral3(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """A token for each 16 x 16 pixels, and one behind each row of them."""
+    import transformers as hf
+
+    tokenizer, seeing = _tokenizer(MISTRAL3, MISTRAL3[0]), shape.pop("vision", {})
+    text = {"model_type": "ministral3", "head_dim": 32, "rms_norm_eps": 1e-5, **_ends(tokenizer), **shape}
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "head_dim": 16, "image_size": 2 * SIDE, "patch_size": 8, **seeing,
+    }  # fmt: skip
+    config = hf.Mistral3Config(
+        text_config=text, vision_config=vision, spatial_merge_size=2, vision_feature_layer=-1,
+        image_token_index=tokenizer.convert_tokens_to_ids(MISTRAL3[0]), tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.Mistral3ForConditionalGeneration(config), tokenizer
+
+
+def _mistral3_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+
+    images = hf.PixtralImageProcessor(size={"longest_edge": 2 * SIDE}, patch_size=8)
+    return hf.PixtralProcessor(
+        images, tokenizer, patch_size=8, spatial_merge_size=2, chat_template=tokenizer.chat_template
     )
 
 
@@ -240,6 +289,8 @@ FAMILIES = {
     "smolvlm": _smolvlm,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_5_vl": _qwen3_5,
+    "mistral3_vl": _mistral3,
     "gemma3_vl": _gemma3,
 }
 PROCESSORS = {
@@ -247,6 +298,8 @@ PROCESSORS = {
     "smolvlm": _smolvlm_processor,
     "qwen2_5_vl": _qwen2_5_vl_processor,
     "qwen3_vl": _qwen3_vl_processor,
+    "qwen3_5_vl": _qwen3_vl_processor,
+    "mistral3_vl": _mistral3_processor,
     "gemma3_vl": gemma3_processor,
 }
 
@@ -269,6 +322,11 @@ def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelI
             "pixel_values": torch.randn(8 * pictures, 6 * patch**2, generator=draw),
             "image_grid_thw": torch.tensor([[1, 2, 4]] * pictures),
             "mm_token_type_ids": kinds,
+        }
+    elif family == "mistral3_vl":
+        inputs = {
+            "pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw),
+            "image_sizes": torch.tensor([[SIDE, SIDE]] * pictures),
         }
     elif family == "gemma3_vl":
         inputs = {"pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw), "token_type_ids": kinds}

@@ -27,7 +27,7 @@ from colograd.engine.tensors import VLLMTensors
 from colograd.policy.loading import load_policy
 from colograd.policy.quantized_layers import packed_weights
 from colograd.policy.supported import check_supported
-from colograd.sharding.weight_files import load_mixture, stacked_masters
+from colograd.sharding.weight_files import load_renamed, stacked_masters
 from colograd.training import task
 from colograd.weights import check_choice, proof
 from colograd.weights.copied import MergedWeights
@@ -216,7 +216,7 @@ def test_what_was_saved_by_experts_is_read_into_one_parameter(family: str, model
     """Which transformers' Trainer doesn't do: it would leave a resumed run's experts as they were."""
     saved = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(saved.config, dtype=torch.bfloat16)
-    assert load_mixture(model, models[family])
+    assert load_renamed(model, models[family])
     expected = dict(saved.named_parameters())
     assert all(torch.equal(p, expected[name].bfloat16()) for name, p in model.named_parameters())
     masters = dict(stacked_masters(expected, models[family]))
@@ -224,11 +224,11 @@ def test_what_was_saved_by_experts_is_read_into_one_parameter(family: str, model
     assert all(torch.equal(master, expected[name]) for name, master in masters.items())
     model.config.num_experts = model.config.num_local_experts = model.config.n_routed_experts = 3
     with pytest.raises(ValueError, match=r"has shape \(4, .*\) .* and \(3, .*\) in the policy: it is of another model"):
-        load_mixture(AutoModelForCausalLM.from_config(model.config), models[family])
+        load_renamed(AutoModelForCausalLM.from_config(model.config), models[family])
 
 
 def test_a_dense_model_is_loaded_as_ever(tiny_model: Path) -> None:
-    assert not load_mixture(AutoModelForCausalLM.from_pretrained(tiny_model), tiny_model)
+    assert not load_renamed(AutoModelForCausalLM.from_pretrained(tiny_model), tiny_model)
     assert list(stacked_masters(["model.layers.0.mlp.down_proj.weight"], tiny_model)) == []
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import decoder_families
 import pytest
 import tiny
 import tool_cases
@@ -52,10 +53,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "olmoe": lambda: hf.OlmoeForCausalLM(hf.OlmoeConfig(**SHAPE, **ROUTED)),
 }
+# Hybrids, and latent attention, of `decoder_families`.
+OTHERS = ("deepseek_v3", "flex_olmo", "mellum", "qwen3_5_moe_text", "qwen3_next")
 
 
 def model_of(family: str) -> Any:
-    model = make(MODELS[family]).eval()
+    model = make(MODELS[family] if family in MODELS else lambda: decoder_families.build(family)).eval()
     choose_rows(model)
     make_replaying(model)
     return model
@@ -100,7 +103,7 @@ def choices(model: Any, row: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return logprobs, experts if packed else experts[rows_of(row.layout).places]
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [*MODELS, *OTHERS])
 def test_recorded_experts_are_used_whatever_the_router_prefers(family: str) -> None:
     """And the router learns by its logits at those experts: its gradient is that of a finite difference."""
     model = model_of(family)
@@ -357,6 +360,21 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
         for rollout in group.rollouts:
             check_told(model, rollout)
     tried(family, "replay")
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_replay_what_their_engine_chose(family: str, tmp_path: Path, closing) -> None:
+    """Those with a state in bfloat16, the only dtype that vLLM's kernel of it has on a CPU."""
+    rounded = family.startswith("qwen")
+    changes = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch"} if rounded else {}
+    trainer = closing(build(decoder_families.make_model(tmp_path / "model", family), tmp_path / "run", **changes))
+    trainer.train()
+    for step in steps(trainer):
+        assert 0.9 < step["router/replayed"] < 1
+        assert step["router/disagreement"] <= (0.02 if rounded else 0)
+        assert step["sampling/sampling_logp_difference/mean"] < (0.02 if rounded else 1e-5)
 
 
 @pytest.mark.engine

@@ -32,7 +32,7 @@ def test_rows_that_come_a_few_at_a_time_fill_their_place(cut: tuple[slice, ...],
     place = Place(destination, cut)
     for first in range(0, 6, step):
         if (found := place.of(Rows("p", first, whole[first : first + step], 6))) is not None:
-            found[0].copy_(found[1])
+            destination[found[0]] = found[1]
     assert torch.equal(destination, whole[cut])
 
 

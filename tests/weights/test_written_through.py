@@ -31,5 +31,5 @@ def test_a_publish_writes_the_function_of_a_parameter() -> None:
     assert part.equal() and torch.equal(engine.mixer.A, wanted)
 
     place = Place(part.destination, part.cut, part.through)
-    destination, values = place.of(Rows("mixer.A_log", 1, policy.mixer.A_log.detach()[1:3], total=4))
-    assert torch.equal(values, wanted[1:3]) and destination.data_ptr() == engine.mixer.A[1:].data_ptr()
+    where, values = place.of(Rows("mixer.A_log", 1, policy.mixer.A_log.detach()[1:3], total=4))
+    assert torch.equal(values, wanted[1:3]) and where == slice(1, 3)

@@ -1,0 +1,56 @@
+"""Images of families that are trained like text models where a run has none: Qwen3.5, whose layers carry a state (in
+bfloat16, the only dtype that vLLM's kernel has on a CPU), and Mistral 3, whose pictures have rows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_images
+import torch
+from image_cases import needs
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from colograd import GRPOTrainer
+from colograd.policy import images
+
+NAME = "sampling/sampling_logp_difference/mean"
+BFLOAT16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch"}
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@needs("torchvision")
+@pytest.mark.parametrize(
+    ("family", "dtype", "most"), [("qwen3_5_vl", torch.bfloat16, 0.02), ("mistral3_vl", torch.float32, 1e-5)]
+)
+def test_it_trains_resumes_and_is_saved(
+    family: str, dtype: torch.dtype, most: float, tmp_path: Path, closing: Callable[[Any], Any], tried: Any
+) -> None:
+    """Weights bit-equal after each publish, its tower's too; sampler and trainer as near as in text."""
+    model = tiny_images.make_model(tmp_path / "model", family)
+    changes, found = BFLOAT16 if dtype == torch.bfloat16 else {}, []
+    for resumed in (None, str(tmp_path / "run" / "checkpoint-2")):
+        config = tiny.config(
+            tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=1, full_determinism=True, **changes
+        )
+        trainer = closing(GRPOTrainer(str(model), tiny.vowels, config, tiny_images.prompts(8, images=2)))
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.sees(name)}
+        trainer.train(resume_from_checkpoint=resumed)
+        trainer.publish()
+        assert trainer.policy.why_padded == "" and trainer.weights.differing() == []
+        after = dict(trainer.model.named_parameters())
+        assert before and any(not torch.equal(after[name], value) for name, value in before.items())
+        found.append({name: p.detach().clone() for name, p in after.items()})
+        steps = [entry[NAME] for entry in trainer.state.log_history if NAME in entry]
+        assert len(steps) == 3 and max(steps) < most
+        trainer.close()
+    assert all(torch.equal(found[0][name], p) for name, p in found[1].items())
+    saved = tmp_path / "run" / "checkpoint-3"
+    plain = dict(AutoModelForImageTextToText.from_pretrained(saved, dtype=dtype).named_parameters())
+    assert all(torch.equal(plain[name], p) for name, p in found[1].items())
+    assert hasattr(AutoProcessor.from_pretrained(saved), "image_processor")
+    tried(family, "shared", "images", saved="loaded by plain transformers", resumed="")
