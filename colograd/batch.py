@@ -301,6 +301,12 @@ class SegmentLayout:
         """T: the length of the row."""
         return sum(self.lengths)
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest segment with those it attends to."""
+        seen = zip(self.lengths, self.attends_to, strict=True)
+        return max(own + sum(self.lengths[s] for s in earlier) for own, earlier in seen)
+
     def __post_init__(self) -> None:
         assert len(self.lengths) == len(self.attends_to), (len(self.lengths), len(self.attends_to))
         for index, seen in enumerate(self.attends_to):

@@ -88,9 +88,12 @@ def _fsdp(run: RunDescription, engine: int) -> RankBytes:
 def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     """The plan of one rank with micro-batches of ``tokens``, before its KV cache is sized."""
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
-    device, joined = "cuda" if devices.on_gpu else "cpu", run.lengths.joined_keys(tokens)
+    device = "cuda" if devices.on_gpu else "cpu"
+    copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
     trains_head = run.sizes.largest >= run.shape.vocabulary * run.shape.hidden
-    activations = activation_bytes(run.shape, tokens, itemsize, run.checkpointing, device, joined, trains_head)
+    adapted = 2 * run.sizes.trained < run.sizes.elements  # else most parameters are trained
+    sizes = run.shape, tokens, itemsize, run.checkpointing
+    activations = activation_bytes(*sizes, device, copied, trains_head, adapted)
     if run.tower is not None:
         activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     steps = run.samples and devices.on_gpu

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.arguments import MOST_SEQUENCES
+from ..policy.attention import IN_PLACE_FROM
 from ..policy.images import has_tower, in_tower
 from ..policy.logprobs import TILE_ELEMENTS
 from ..runtime.sizes import size_of
 
 ENGINE_TOKENS = 16384  # of one step of the engine: vLLM's default for `LLM` on large GPUs
 BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention backends
-# Completions are planned with 1/SHORT of the longest: short completions join their prompt's keys more often. Rows of
-# still shorter completions are rare, and packed again if memory runs out.
+# Where keys are copied, completions are planned with 1/SHORT of the longest: short ones join their prompt's keys more
+# often. Rows of still shorter completions are rare, and packed again if memory runs out.
 SHORT = 8
 GATED = {"gpt_oss": 7}  # whose gate is clamped, and times its own sigmoid; see `Shape.gated`
 
@@ -32,6 +33,8 @@ class Shape:
     tied: bool = False  # the head's weight is the embedding's
     experts: int = 0  # of a mixture, that one token goes through
     gated: int = 4  # tensors of the MLP's size that are kept: gate, activated gate, up, product
+    window: int = 0  # tokens that some layers see, at most; 0: all layers see all
+    copies: bool = False  # attention is of a kind that copies keys (soft caps, dropout)
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
@@ -45,6 +48,7 @@ class Shape:
         experts = size("num_experts_per_tok", 0)
         if experts:
             inner = experts * size("moe_intermediate_size", inner)
+        text = model_config.get_text_config()
         return cls(
             layers=size("num_hidden_layers", 0),
             hidden=hidden,
@@ -56,6 +60,8 @@ class Shape:
             tied=bool(getattr(model_config, "tie_word_embeddings", False)),
             experts=experts,
             gated=GATED.get(getattr(model_config, "model_type", ""), 4),
+            window=_window(model_config),
+            copies=any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attention_dropout")),
         )
 
     def split(self, ranks: int) -> Shape:
@@ -69,6 +75,20 @@ class Shape:
         )
 
 
+def _window(model_config: Any) -> int:
+    """The largest sliding window of a model's layers; 0 without one."""
+    text = model_config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
+    return size_of(model_config, "sliding_window") if "sliding_attention" in kinds else 0
+
+
+class CopiedKeys(NamedTuple):
+    """Copies of keys that attention makes, per token of a row."""
+
+    kept: float = 0.0  # for the backward, by every layer
+    inside: float = 1.0  # keys of one layer's attention while it runs, its own among them
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """The longest prompt and completion of a row, in tokens."""
@@ -77,15 +97,27 @@ class Lengths:
     completion: int
     group: int  # completions that share a prompt in a row; 1 if rows are padded
 
-    def joined_keys(self, tokens: int) -> float:
-        """Keys that attention reads per token of a row: each completion's keys are joined with its prompt's.
+    def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
+        """What attention copies: nothing where it reads a prompt's keys in place (see `policy.attention`)."""
+        if self.group == 1:
+            return CopiedKeys()
+        windowed = 0 < shape.window < self.prompt + self.completion
+        copies = itemsize != 2 if device == "cuda" else windowed or self.prompt < IN_PLACE_FROM
+        if shape.copies or copies:
+            joined = self.joined_keys(tokens)
+            return CopiedKeys(joined, joined)
+        return CopiedKeys(0.0, self.joined_keys(tokens, shape.window)) if windowed else CopiedKeys()
+
+    def joined_keys(self, tokens: int, window: int = 0) -> float:
+        """Keys per token of a row, if each completion's are joined with its prompt's, or with those of a ``window``.
 
         1 for a row of one sequence; nearly 9 for 8 completions far shorter than their prompt.
         """
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)
-        return (self.prompt + count * (self.prompt + short)) / (self.prompt + count * short)
+        seen = min(self.prompt, window - 1) if window else self.prompt
+        return (self.prompt + count * (seen + short)) / (self.prompt + count * short)
 
     def prompts_share(self, tokens: int) -> float:
         """The share of a row's tokens that are prompts'."""
@@ -98,23 +130,23 @@ class Lengths:
         return min(self.group, max(1, (tokens - self.prompt) // short)), short
 
 
-def layer_bytes(shape: Shape, itemsize: int, joined: float = 1.0) -> float:
+def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     """Bytes that one layer keeps for the backward pass, per token.
 
     Counted on transformers' Llama layer as in arXiv 2205.05198 (section 4.1), without the attention matrix, which fused
     attention never stores. Two RMSNorms: float32 input, normalised and scaled output. Attention: queries, keys and
-    values (and ``joined`` more of these), its output and a copy. MLP: gate, activated gate, up, product; where it is a
-    mixture also its input and output, once per expert.
+    values, twice (and ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product;
+    where it is a mixture also its input and output, once per expert.
     """
     norms = 2 * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
-    return norms + itemsize * (3 * shape.queries + (2 + 2 * joined) * shape.keys + mlp)
+    return norms + itemsize * (3 * shape.queries + (2 + 2 * copied) * shape.keys + mlp)
 
 
-def _kept_by_layers(shape: Shape, itemsize: int, checkpointing: int, joined: float = 1.0) -> tuple[float, float]:
+def _kept_by_layers(shape: Shape, itemsize: int, checkpointing: int, copied: float = 0.0) -> tuple[float, float]:
     """Bytes per token that all layers keep, and of the layer that is computed again: each ``checkpointing``-th keeps
     its input only."""
-    layer = layer_bytes(shape, itemsize, joined)
+    layer = layer_bytes(shape, itemsize, copied)
     again = -(-shape.layers // checkpointing) if checkpointing else 0
     return (shape.layers - again) * layer + again * shape.hidden * itemsize, layer if again else 0.0
 
@@ -125,8 +157,9 @@ def activation_bytes(
     itemsize: int,
     checkpointing: int,
     device: str,
-    joined: float = 1.0,
+    copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
     trains_head: bool = True,
+    adapted: bool = False,
 ) -> int:
     """Estimated peak of one forward and backward beside weights and gradients: the largest of three moments.
 
@@ -137,18 +170,21 @@ def activation_bytes(
     SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
     checkpointing 325 for 1,024 (272).
     """
-    kept, again = _kept_by_layers(shape, itemsize, checkpointing, joined)
+    kept, again = _kept_by_layers(shape, itemsize, checkpointing, copied.kept)
     weight = 4 * shape.vocabulary * shape.hidden if trains_head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
-    inside = tokens * (again + _gradients_inside(shape, itemsize, device, joined)) + (weight if shape.tied else 0)
+    inside = tokens * (again + _gradients_inside(shape, itemsize, device, copied.inside, adapted)) + (
+        weight if shape.tied else 0
+    )
     embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
     return int(max(tokens * kept + max(head, inside), embedding))
 
 
-def _gradients_inside(shape: Shape, itemsize: int, device: str, joined: float) -> float:
+def _gradients_inside(shape: Shape, itemsize: int, device: str, joined: float, adapted: bool) -> float:
     """Peak of the gradients inside one layer, per token: in its MLP, or in its attention once the MLP's activations
-    are freed."""
-    mlp = itemsize * 2 * (shape.intermediate + max(shape.experts, 1) * shape.hidden)
+    are freed. The MLP has the gradients of gate and up, or that of their product beside an adapter's float32 input."""
+    inner = max(itemsize, 4) if adapted else itemsize
+    mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
         joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
     )

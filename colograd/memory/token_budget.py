@@ -22,23 +22,25 @@ from . import policy_sizes
 from .shape import SHORT
 
 SHARE = 0.8  # of the free memory: fragmentation and lengths that the dummy rows don't have need the rest
-SMALLEST, LARGEST = 1024, 65536  # measured sizes, in tokens; a row of LARGEST keeps any GPU busy
+# Measured sizes, in tokens. A row of LARGEST keeps any GPU busy; only a longer sequence needs more.
+SMALLEST, LARGEST = 1024, 65536
 STEP = 256  # budgets are multiples of it
 
 
-def fill(peak: Callable[[int], float], limit: int) -> tuple[int, int]:
+def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
     """The most tokens whose peak memory stays under ``limit`` bytes, by a line through the last two sizes measured.
 
     Args:
         peak: tokens -> peak bytes of a forward and backward; infinite: it ran out of memory.
+        largest: tokens that are enough.
 
     Returns:
         The tokens, a multiple of `STEP`, and the bytes that the line gives them.
     """
     # Starting at the origin makes a single size an upper estimate of the slope.
-    x, y, slope, most = 0, 0.0, 0.0, LARGEST
+    x, y, slope, most = 0, 0.0, 0.0, largest
     tokens = SMALLEST
-    while tokens <= LARGEST:
+    while tokens <= largest:
         used = peak(tokens)
         if used == math.inf:
             most = tokens - STEP
@@ -91,7 +93,7 @@ def measure(
 
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
-    return fill(peak, int(SHARE * min(gather(free))))
+    return fill(peak, int(SHARE * min(gather(free))), max(LARGEST, prompt + completion))
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:

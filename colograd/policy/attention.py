@@ -9,9 +9,10 @@ Registered with transformers under `NAME`, so a decoder that goes through its at
 
 Any other call of that model (``generate`` in a notebook, a callback's forward) is transformers' own `sdpa`.
 
-On CUDA in 16 bits, autocast's too, it is one variable-length flash call of torch; elsewhere one
-`scaled_dot_product_attention` per segment, which is also the fastest exact way on a CPU: one batched call took 1.1-2.3
-times as long in float32, one under a dense mask 1.1-1.6 times.
+No key is copied (`merged_attention`): on CUDA in 16 bits, autocast's too, one variable-length flash call of torch has
+all segments' own keys, and another one the prompts' keys; on a CPU there is a call per segment and one per prompt. What
+these kernels don't compute (dropout, soft caps, on a CPU windows), and short prompts on a CPU (`IN_PLACE_FROM`), is one
+`scaled_dot_product_attention` per segment, on a copy of its prompt's keys and its own.
 
 Towers that see windows of pictures, named by `cu_seqlens`, run `tower_attention` in the same two ways (`TOWER_NAME`).
 """
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,8 +33,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
+from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one, kernels
 from .sending import to_device_async
-from .sinks import FlashWithSinks
 
 NAME = "colograd_packed"
 TOWER_NAME = "colograd_flash_tower"  # with "flash" in it, by which transformers knows whom to give all windows at once
@@ -96,8 +96,11 @@ def packed_attention(
     if _watching is not None and sliding_window is not None:
         _watching.applied.add(sliding_window)
     query, key, value = _in_one_dtype(query, key, value)
-    if _flash_takes(query, dropout) and softcap is None:
-        output = _flash_attention(query, key, value, layout, scaling, sliding_window, s_aux)
+    if sliding_window is not None and layout.longest_sequence <= sliding_window:
+        sliding_window = None
+    calls = _calls(query, value, layout, sliding_window) if dropout == 0.0 and softcap is None else ()
+    if calls:
+        output = _merged_attention(query, key, value, calls, scaling, s_aux)
     elif s_aux is not None:
         size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
         joined = _with_sinks(query, key, value, s_aux, scaling)
@@ -212,7 +215,8 @@ def _segment_attention(
             outputs.append(_capped(queries, k, v, mask, dropout, scaling, softcap))
         else:
             outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    # In the memory layout that merged calls have, so that compiled layers have one graph for both.
+    return torch.cat([part.transpose(1, 2) for part in outputs], dim=1)
 
 
 def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,12 +277,11 @@ FLASH_CAPABILITY = (8, 0)  # compute capability of the first GPUs that have it: 
 FLASH_HEAD = 256  # its largest heads
 
 
-def _flash_takes(query: torch.Tensor, dropout: float) -> bool:
+def _flash_takes(query: torch.Tensor) -> bool:
     return (
         query.is_cuda
         and query.dtype in FLASH_DTYPES
         and query.shape[-1] <= FLASH_HEAD
-        and dropout == 0.0
         and _capability(query.device) >= FLASH_CAPABILITY
     )
 
@@ -287,63 +290,58 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache
-def _flash() -> tuple[Any, frozenset[str]]:
-    """torch's variable-length flash attention and the names of its parameters."""
+def _flash() -> Any:
+    """torch's variable-length flash attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+    return varlen_attn
 
 
-def _flash_attention(
+# Tokens of an earlier segment, on average, from which on a CPU reads its keys in place: below it copies them in less
+# time (docs/performance.md#attention).
+IN_PLACE_FROM = 128
+
+_in_place_from = IN_PLACE_FROM
+
+
+@contextmanager
+def keys_in_place_from(tokens: int) -> Iterator[None]:
+    """Another threshold than `IN_PLACE_FROM` for the forwards in the body."""
+    global _in_place_from
+    before, _in_place_from = _in_place_from, tokens
+    try:
+        yield
+    finally:
+        _in_place_from = before
+
+
+def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
+    """Those of the fused kernels that take such a row; empty: none does."""
+    if _flash_takes(query):
+        return calls_at_once(layout, window, query.device)
+    if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
+        return ()
+    seen = [layout.lengths[segment] for earlier in layout.attends_to for segment in earlier]
+    return calls_one_by_one(layout) if seen and sum(seen) >= _in_place_from * len(seen) else ()
+
+
+def _merged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: SegmentLayout,
+    calls: tuple[Call, ...],
     scaling: float | None,
-    window: int | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One flash call, keys gathered per segment; (1, T, H, D)."""
-    attend, takes = _flash()
-    plan, size = _gather_plan(layout, query.device), value.shape[-1]
+    """(1, T, H, D)"""
+    size = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - size))  # of latent attention, whose keys are longer than its values
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
+    if calls[0].sequences is not None and "enable_gqa" not in kernels()[2]:  # an older torch
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    sides = (-1 if window is None else window - 1, 0)
-    options: dict[str, Any] = {"scale": scale, "window_size": sides}
-    repeat = q.shape[1] // k.shape[1]
-    if repeat > 1 and "enable_gqa" in takes:
-        options["enable_gqa"] = True
-    elif repeat > 1:  # an older torch
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    places = (plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys)
-    if sinks is not None:
-        found = FlashWithSinks.apply(q, k, v, sinks, places, (scale, sides, "enable_gqa" in options))
-    else:
-        found = attend(q, k, v, *places, **options)
+    found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scale)
     return found[..., :size].unsqueeze(0)
-
-
-class _GatherPlan:
-    """Where each segment's keys lie in the row, as the flash kernel wants it. Built once per micro-batch."""
-
-    def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
-        starts = layout.starts
-        index, key_lengths = [], []
-        for segment in range(len(layout.lengths)):
-            seen = (*layout.attends_to[segment], segment)
-            index += [torch.arange(starts[s], starts[s] + layout.lengths[s]) for s in seen]
-            key_lengths.append(sum(layout.lengths[s] for s in seen))
-        sums = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (layout.lengths, key_lengths)]
-        parts = [torch.cat(index), *sums]
-        on_device = to_device_async(torch.cat(parts), device).split([len(part) for part in parts])  # in one copy
-        self.keys = on_device[0]
-        self.cu_queries, self.cu_keys = (part.to(torch.int32) for part in on_device[1:])
-        self.max_queries, self.max_keys = max(layout.lengths), max(key_lengths)
-
-
-_gather_plan = functools.lru_cache(maxsize=16)(_GatherPlan)
 
 
 def tower_attention(
@@ -373,11 +371,12 @@ def tower_attention(
         options.pop(name, None)
     query, key, value = _in_one_dtype(query, key, value)
     whole_steps = query.shape[-1] % HEAD_STEP == 0
-    if cu_seq_lens_q is not None and max_length_q is not None and whole_steps and _flash_takes(query, dropout):
-        attend, _ = _flash()
+    fits = whole_steps and dropout == 0.0 and _flash_takes(query)
+    if cu_seq_lens_q is not None and max_length_q is not None and fits:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         scale, longest = scaling if scaling is not None else q.shape[-1] ** -0.5, int(max_length_q)
-        return attend(q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scale).unsqueeze(0), None
+        places = cu_seq_lens_q, cu_seq_lens_q, longest, longest
+        return _flash()(q, k, v, *places, scale=scale).unsqueeze(0), None
     # As transformers does it for `sdpa`; on a GPU (in float32, say) the host waits here for the windows' lengths.
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]

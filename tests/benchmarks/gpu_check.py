@@ -161,6 +161,10 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
     )  # fmt: skip
     doctor = ("-m", "colograd.commands.cli", "doctor", "--config", recipe)
     publish = (str(HERE / "weights.py"), "--model", model, "--publishes", "5", "--eager")
+    attention = (
+        str(HERE / "attention.py"), "--groups", str(sizes.group), "--completions", str(sizes.completion), "--prompts",
+        *(str(sizes.prompt * times) for times in (1, 4, 16)), *(() if on_cpu else ("--heads", "28", "4", "128")),
+    )  # fmt: skip
     sleep = ("--sampled", "--set", "vllm_enable_sleep_mode=true")
     options = {name: given for name, given in OPTIONS.items() if not on_cpu or name in ON_CPU}
     return [
@@ -169,6 +173,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         Check("doctor", doctor, 35, tell_doctor, writes=False),
         Check("training", (*path, "--sampled"), 60, tell_training),
         Check("sleep and wake", (*path, *sleep), 60, tell_sleep),
+        Check("attention", attention, 20, tell_attention),
         Check("publish", publish, 60, last_line),
         Check("rollouts", rollouts, 60, tell_rollouts),
         Check("side by side", beside, 110, tell_side_by_side, needs="trl"),
@@ -235,6 +240,11 @@ def tell_sleep(said: str, figures: Mapping[str, Any]) -> str:
         f"{seconds.get('sleep', 0.0):.3f} s, taken again in {seconds.get('wake', 0.0):.3f} s; afterwards "
         f"sampler/trainer {figures['difference']['mean']:.4f} nats"
     )
+
+
+def tell_attention(said: str, figures: Mapping[str, Any]) -> str:
+    ratios = (f"{cell['ratio']:.2f} at prompts of {cell['prompt']}" for cell in figures["cells"])
+    return "keys copied / read in place, seconds: " + ", ".join(ratios)
 
 
 def tell_rollouts(said: str, figures: Mapping[str, Any]) -> str:

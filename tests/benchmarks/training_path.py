@@ -6,8 +6,9 @@
 The real trainer for some steps, of which the first warms up. Without --sampled completions are made up, the same ones
 in every process, so that options can be compared: they are written as a run's journal, and replayed without an engine.
 With --sampled the engine writes them, and its log-probabilities are compared with the trainer's. With --set
-vllm_enable_sleep_mode=true it says what the sleep gives back. The formula of the FLOPs is in
-colograd/training/utilisation.py.
+vllm_enable_sleep_mode=true it says what the sleep gives back. With --copied-keys attention copies a prompt's keys for
+each of its completions, in every step, or in every second one beside the other way on completions of the same lengths.
+The formula of the FLOPs is in colograd/training/utilisation.py.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
 than planned or the sleep gave too little back.
@@ -16,6 +17,7 @@ than planned or the sleep gave too little back.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -38,10 +40,13 @@ from figures import GB, PeakMemory, machine, table, write  # noqa: E402
 from phases import versions  # noqa: E402
 from side_by_side import make_prompts  # noqa: E402
 
+from colograd.policy import attention  # noqa: E402
+from colograd.policy.merged_attention import calls_at_once  # noqa: E402
 from colograd.training.utilisation import Matrices, Work, peak_of  # noqa: E402
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 GIVEN_BACK = 0.9  # of the KV cache, at least, by a sleep
+EVERYTHING = 2**30  # tokens of a window that hides nothing, with which flash attention gathers all keys
 SHORTEST = 8  # made-up completions have from 1/8 of the longest length to all of it
 
 
@@ -56,8 +61,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sampled", action="store_true", help="the engine writes the completions")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a field of GRPOConfig")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train an adapter of rank R on all layers")
+    parser.add_argument("--copied-keys", choices=("never", "always", "turns"), default="never", help="in attention")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     options = parser.parse_args(argv)
+    if options.copied_keys == "turns" and options.steps < 3:
+        parser.error(f"--steps is {options.steps}, but the first warms up, and turns are two: at least 3")
     if options.steps < 2:
         parser.error(f"--steps is {options.steps}, but the first only warms up: at least 2")
     try:
@@ -67,12 +75,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int) -> Any:
-    """A group as it is recorded: random tokens and rewards, which follow from the prompt's place alone."""
+def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int, seed: int | None = None) -> Any:
+    """A group as it is recorded: random tokens and rewards, which follow from the prompt's place alone, or a seed."""
     from colograd.batch import FinishReason, Group, Logged, Rollout
     from colograd.rollout.store import RewardedGroup
 
-    draw = random.Random(prompt.position)
+    draw = random.Random(prompt.position if seed is None else seed)
     rollouts = tuple(
         Rollout(
             input=prompt.input,
@@ -88,7 +96,7 @@ def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int)
     return RewardedGroup(Group(prompt.example, rollouts, prompt.position), rewards, Logged({}, {}))
 
 
-def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any) -> None:
+def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any, same_lengths: bool) -> None:
     """A journal that has made-up groups for each of the configuration's steps."""
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
@@ -100,7 +108,8 @@ def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any) -> None:
         journal.begin(step, weights="")
         for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
             given = len(tokenizer), config.num_generations, config.max_completion_length
-            journal.add(made_up(prompts[place, place], step, *given))
+            seed = place - step * config.prompts_per_step if same_lengths else None
+            journal.add(made_up(prompts[place, place], step, *given, seed))
     journal.close()
 
 
@@ -114,8 +123,10 @@ class Watch:
         self.work = Work()
         self.last = self.sampling_peak = 0.0
         self.processor = self.processor_s = 0.0  # at the start of the present training, and of the last one
+        self.copies = False
 
-    def begin_training(self, rows: Any) -> None:
+    def begin_training(self, rows: Any, copies: bool) -> None:
+        self.copies = copies
         self.sampling_peak = self.memory.peak()
         self.memory.reset()
         self.work = Work.of_rows(rows)
@@ -130,7 +141,8 @@ class Watch:
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         peaks = {"sampling_peak": self.sampling_peak, "training_peak": self.memory.peak()}
         work = {"tokens": self.work.tokens, "predicted": self.work.predicted, "pairs": self.work.pairs}
-        self.steps.append({**numbers, **peaks, **work, "wall": now - self.last, "processor": self.processor_s})
+        self.steps.append({**numbers, **peaks, **work, "wall": now - self.last, "processor": self.processor_s,
+                           "copies": self.copies})  # fmt: skip
         self.last = now
 
     def sleeping(self, engine: Any) -> Callable[[], None]:
@@ -184,13 +196,20 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
 
     kind: Any = GRPOTrainer if options.sampled else Replayer
 
+    own, steps = attention._calls, itertools.count()
+
+    def copying(query: Any, value: Any, layout: Any, window: int | None) -> Any:
+        return calls_at_once(layout, window or EVERYTHING, query.device) if query.is_cuda else ()
+
     class Watched(kind):
         def publish(self) -> None:
             watch.memory.reset()
             super().publish()
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            watch.begin_training(inputs.rows)
+            copies = options.copied_keys == "always" or (options.copied_keys == "turns" and next(steps) % 2 == 1)
+            attention._calls = copying if copies else own
+            watch.begin_training(inputs.rows, copies)
             loss = super().training_step(model, inputs, num_items_in_batch)
             watch.end_training()
             return loss
@@ -210,7 +229,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
     recorded = {}
     if not options.sampled:
         run = Path(folder) / "recorded"
-        write_journal(run, config, rows, tokenizer)
+        write_journal(run, config, rows, tokenizer, options.copied_keys == "turns")
         recorded = {"replay": Replay(run, 1, options.steps)}
     trainer = Watched(
         model=options.model,
@@ -258,6 +277,8 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         trainer.close()
     steps = watch.steps[1:]
     found = summary(steps, matrices, peak_of(machine()) if half else None)
+    if options.copied_keys == "turns":
+        found["in_turns"] = in_turns(steps)
     found |= {"start_s": start_s, "microbatch_tokens": tokens, "every_n_layers": checkpointing, "planned": plan}
     # torch goes on counting what a sleeping cache has given back.
     slept = plan["kv_bytes"] if asked_to_sleep else 0
@@ -294,6 +315,14 @@ def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: fl
         "peak_flops_per_second": peak,
         "utilisation": flops / trained / peak if flops and peak else None,
     }
+
+
+def in_turns(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Median processor seconds of a step whose attention copies keys, and of one whose attention reads them in place;
+    and of the pairs' ratio."""
+    copied, in_place = ([step["processor"] for step in steps if step["copies"] == copies] for copies in (True, False))
+    ratio = statistics.median(one / other for one, other in zip(copied, in_place, strict=False))
+    return {"copied": statistics.median(copied), "in_place": statistics.median(in_place), "ratio": ratio}
 
 
 def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool) -> list[str]:
@@ -340,6 +369,9 @@ def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
         rows.append(["of the device's peak", f"{found['utilisation']:.1%}"])
     for phase, peak in found["peak"].items():
         rows.append([f"GB at the peak of {phase} (planned)", f"{peak / GB:.2f} ({found['planned'][phase] / GB:.2f})"])
+    if turns := found.get("in_turns"):
+        said = f"{turns['copied']:.3f} and {turns['in_place']:.3f} ({turns['ratio']:.2f})"
+        rows.append(["processor s of training, keys copied and read in place (ratio)", said])
     if "given_back" in found:
         rows.append(["GB that a sleep gives back", f"{found['given_back'] / GB:.2f}"])
     if "difference" in found:

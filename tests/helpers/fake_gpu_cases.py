@@ -116,8 +116,10 @@ def figures(seen: Seen) -> dict[str, Any]:
 
 def plan(model: Any, checkpointing: int = 0, lengths: Lengths = LENGTHS, tokens: int = TOKENS) -> int:
     """The activations that the memory plan expects."""
-    head, joined = model.get_output_embeddings().weight.requires_grad, lengths.joined_keys(tokens)
-    return activation_bytes(Shape.of(model.config), tokens, 2, checkpointing, "cuda", joined, head)
+    head, shape = model.get_output_embeddings().weight.requires_grad, Shape.of(model.config)
+    copied = lengths.copied_keys(shape, tokens, 2, "cuda")
+    adapted = any("lora" in name for name, _ in model.named_parameters())
+    return activation_bytes(shape, tokens, 2, checkpointing, "cuda", copied, head, adapted)
 
 
 def dense(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
@@ -133,6 +135,20 @@ def dense_tied(gpu: FakeGPU) -> dict[str, Any]:
 @case
 def dense_untied(gpu: FakeGPU) -> dict[str, Any]:
     return dense(gpu, tied=False)
+
+
+@case
+def several_groups(gpu: FakeGPU) -> dict[str, Any]:
+    """Whose prompts don't lie beside each other in the row."""
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
+    return step(gpu, model, [(PROMPT, [COMPLETION] * 3), (2 * PROMPT, [COMPLETION] * 3)]) | {"plan": plan(model)}
+
+
+@case
+def long_prompt(gpu: FakeGPU) -> dict[str, Any]:
+    model, half, count = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)), TOKENS // 2, 32
+    groups = [(half, [half // count] * count)]
+    return step(gpu, model, groups) | {"plan": plan(model, 0, Lengths(half, 8 * half // count, count))}
 
 
 @case
@@ -187,13 +203,18 @@ def adapter(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def packed_base(gpu: FakeGPU) -> dict[str, Any]:
-    """bitsandbytes' 4 bits, made by hand, as packing looks at values; their scales aren't packed."""
+    model = four_bit_base()
+    return step(gpu, model) | {"plan": plan(model)}
+
+
+def four_bit_base() -> Any:
+    """bitsandbytes' 4 bits below an adapter, made by hand, as packing looks at values; their scales aren't packed."""
     model = adapted(bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)))
     with CUDA:
         for module in list(model.modules()):
             if isinstance(getattr(module, "base_layer", None), torch.nn.Linear):
                 module.base_layer = four_bits(module.base_layer)
-    return step(gpu, model) | {"plan": plan(model)}
+    return model
 
 
 def four_bits(linear: torch.nn.Linear) -> torch.nn.Module:
@@ -206,6 +227,27 @@ def four_bits(linear: torch.nn.Linear) -> torch.nn.Module:
     weight.quant_state = QuantState(scales, linear.weight.shape, torch.empty(16), 64, "nf4", torch.bfloat16)
     packed._parameters["weight"] = weight
     return packed
+
+
+LONG = 2**17  # tokens of one sequence
+
+
+def long_row(gpu: FakeGPU, model: Any) -> dict[str, Any]:
+    """Two completions of a prompt, each a sequence of 131,072 tokens with it."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    groups, tokens = [(2048, [LONG - 2048] * 2)], 2 * LONG - 2048
+    planned = plan(model, 1, Lengths(2048, LONG - 2048, 2), tokens)
+    return step(gpu, model, groups, warm=False) | {"plan": planned}
+
+
+@case
+def long_sequences(gpu: FakeGPU) -> dict[str, Any]:
+    return long_row(gpu, bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE)))
+
+
+@case
+def long_sequences_of_a_packed_base(gpu: FakeGPU) -> dict[str, Any]:
+    return long_row(gpu, four_bit_base())
 
 
 @case

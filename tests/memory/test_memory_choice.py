@@ -63,13 +63,17 @@ def test_a_micro_batch_that_is_to_be_measured_is_planned_no_larger_than_fits(qwe
     assert best_plan(tight, "gradients").tokens == 8192 and fits(tight, "gradients")
 
 
-def test_the_keys_of_short_completions_are_counted(qwen: Path) -> None:
+def test_the_keys_of_short_completions_are_counted_where_they_are_copied(qwen: Path) -> None:
     """Groups of 8 on prompts of 8,000 tokens: completions of 16 tokens join each prompt's keys once more."""
-    alone, joined = (
-        estimate(large.run(qwen, lengths=Lengths(8000, 128, group)), "gradients", PLANNED_TOKENS) for group in (1, 8)
+    run = large.run(qwen)
+    capped = dataclasses.replace(run.shape, copies=True)
+    alone, in_place, joined = (
+        estimate(dataclasses.replace(run, shape=shape, lengths=Lengths(8000, 128, group)), "gradients", PLANNED_TOKENS)
+        for group, shape in ((1, run.shape), (8, run.shape), (8, capped))
     )
     extra = PLANNED_TOKENS * 2 * 2 * large.KEYS * large.HEAD * 8
     assert 0.9 * extra < joined.activations - alone.activations < 5 * GIB
+    assert in_place.activations == alone.activations
 
 
 # -- auto

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.memory import shape as memory
-from colograd.memory.shape import Lengths, Shape
+from colograd.memory.shape import CopiedKeys, Lengths, Shape
 from colograd.policy import attention
-from colograd.policy.attention import _GatherPlan
 from colograd.policy.logprobs import hidden_states
+from colograd.policy.merged_attention import calls_at_once
 from colograd.policy.packing import pack
 
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ def test_activations_grow_with_the_tokens_and_shrink_with_checkpointing() -> Non
     assert every < second < one
 
 
-# -- keys that are joined with a prompt's
+# -- keys that are copied, joined with a prompt's
 
 
 def scored(prompt: int, completion: int, count: int, position: int = 0) -> ScoredGroup:
@@ -83,29 +84,58 @@ def scored(prompt: int, completion: int, count: int, position: int = 0) -> Score
     return ScoredGroup(Group({}, rollouts, position), torch.zeros(count, 1), torch.ones(count))
 
 
+@pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("prompt, completion, count", [(100, 80, 4), (500, 16, 8), (7, 800, 2)])
-def test_joined_keys_are_those_that_attention_gathers(prompt: int, completion: int, count: int) -> None:
+def test_joined_keys_are_those_that_attention_gathers(prompt: int, completion: int, count: int, window: int) -> None:
     """Of rows of the planned kind, whose completions are an eighth of the longest."""
     short = completion // memory.SHORT
     tokens = prompt + count * short
     (row,) = pack([scored(prompt, short, count)], tokens, False, CPU)
-    gathered = len(_GatherPlan(row.layout, CPU).keys)
-    assert Lengths(prompt, completion, count).joined_keys(tokens) == pytest.approx(gathered / tokens)
+    (call,) = calls_at_once(row.layout, window or 10**6, CPU)
+    assert isinstance(call.keys, torch.Tensor)
+    joined = Lengths(prompt, completion, count).joined_keys(tokens, window)
+    assert joined == pytest.approx(len(call.keys) / tokens)
 
 
-def test_long_prompts_with_short_completions_keep_what_is_estimated() -> None:
-    """Of a packed row whose 16 completions of 4 tokens join a prompt of 500: most of what is kept are joined keys."""
+@pytest.mark.parametrize("copied", [False, True])
+def test_long_prompts_with_short_completions_keep_what_is_estimated(
+    copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a packed row whose 16 completions of 4 tokens see a prompt of 500: where keys are copied, most of what is kept
+    are copies."""
     model, (row,) = llama(), pack([scored(500, 4, 16)], 1000, False, CPU)
     model.set_attn_implementation(attention.NAME)
+    if copied:
+        monkeypatch.setattr(attention, "_calls", lambda *given: ())
     tokens = row.layout.num_tokens
     held = kept(model.train(), lambda: hidden_states(model, row))
     shape, joined = Shape.of(model.config), Lengths(500, 4 * memory.SHORT, 16).joined_keys(tokens)
-    without, expected = (LAYERS * tokens * memory.layer_bytes(shape, 2, keys) for keys in (1.0, joined))
-    assert 0.75 < held / expected < 1.25 and held > 1.4 * without
+    without, expected = (LAYERS * tokens * memory.layer_bytes(shape, 2, keys) for keys in (0.0, joined * copied))
+    assert 0.75 < held / expected < 1.25 and (held > 1.4 * without) == copied
+
+
+def test_keys_are_copied_where_no_kernel_reads_them_in_place() -> None:
+    lengths, plain, tokens = Lengths(1000, 800, 8), Shape.of(LlamaConfig(**LLAMA)), 1800
+    joined = lengths.joined_keys(tokens)
+    capped, windowed = replace(plain, copies=True), replace(plain, window=512)
+    for shape, itemsize, device, expected in (
+        (plain, 2, "cuda", CopiedKeys()),
+        (plain, 4, "cpu", CopiedKeys()),
+        (plain, 4, "cuda", CopiedKeys(joined, joined)),
+        (capped, 2, "cuda", CopiedKeys(joined, joined)),
+        (windowed, 2, "cpu", CopiedKeys(joined, joined)),
+        (windowed, 2, "cuda", CopiedKeys(0.0, lengths.joined_keys(tokens, 512))),
+        (replace(plain, window=1800), 2, "cpu", CopiedKeys()),
+    ):
+        assert lengths.copied_keys(shape, tokens, itemsize, device) == expected
+    short = Lengths(attention.IN_PLACE_FROM - 1, 800, 8)
+    assert short.copied_keys(plain, tokens, 4, "cpu").kept > 1 and not short.copied_keys(plain, tokens, 2, "cuda").kept
 
 
 def test_a_row_without_shared_prompts_joins_nothing() -> None:
+    shape = Shape.of(LlamaConfig(**LLAMA))
     assert Lengths(500, 16, 1).joined_keys(4096) == 1.0
+    assert Lengths(500, 16, 1).copied_keys(shape, 4096, 4, "cuda") == CopiedKeys()
 
 
 def test_a_group_cut_by_the_budget_joins_less() -> None:
@@ -119,8 +149,9 @@ def test_long_prompts_with_short_completions_take_more() -> None:
     shape, tokens = Shape.of(LlamaConfig(**LLAMA)), 2**17  # more than the head's tiles take
     joined = Lengths(8000, 64, 8).joined_keys(tokens)
     assert 8.5 < joined < 9
-    plain, more = (memory.activation_bytes(shape, tokens, 2, True, "cuda", keys) for keys in (1.0, joined))
+    nothing, copies = CopiedKeys(), CopiedKeys(joined, joined)
+    plain, more = (memory.activation_bytes(shape, tokens, 2, True, "cuda", keys) for keys in (nothing, copies))
     extra = tokens * 2 * 2 * KEYS * HEAD * (joined - 1)
     assert more - plain > extra
-    without = memory.activation_bytes(shape, tokens, 2, False, "cuda", joined)
+    without = memory.activation_bytes(shape, tokens, 2, False, "cuda", copies)
     assert without - memory.activation_bytes(shape, tokens, 2, False, "cuda") > LAYERS * extra

@@ -87,6 +87,9 @@ def test_what_ran_out_of_memory_is_not_offered() -> None:
 
 def test_a_budget_has_bounds() -> None:
     assert token_budget.fill(memory(0, 1)[0], 10**12)[0] == token_budget.LARGEST
+    peak, tried = memory(0, 1)
+    assert token_budget.fill(peak, 10**12, 2048 + 2**17) == (2048 + 2**17,) * 2, "one sequence of 131,072 tokens"
+    assert tried[-1] == 2**17
     assert token_budget.fill(memory(10**9, 0)[0], 10**8)[0] == token_budget.STEP, "not even the smallest row fits"
 
 

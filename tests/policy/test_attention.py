@@ -18,9 +18,12 @@ import torch
 from attention_cases import FAMILIES, VOCABULARY, make_groups, make_model, packed_copy
 
 from colograd.batch import ScoredGroup, SegmentLayout
-from colograd.policy import attention, sinks
+from colograd.policy import attention, merged_attention
 from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.merged_attention import Call, MergedAttention, blocks, calls_at_once, calls_one_by_one
 from colograd.policy.packing import pack
+
+CPU = torch.device("cpu")
 
 
 def padded_logprobs(model: Any, groups: list[ScoredGroup]) -> list[torch.Tensor]:
@@ -51,7 +54,7 @@ def compare(family: str, budget: int, checkpointing: bool = False) -> int:
     loss = -sum((a * row).sum() for a, row in zip(advantages, expected, strict=True))
     loss.backward()
 
-    rows = pack(groups, budget, False, torch.device("cpu"))
+    rows = pack(groups, budget, False, CPU)
     total, of_completion = torch.zeros(()), {}
     for row in rows:
         logprobs, _ = policy_logprobs(packed, row, 1.0)
@@ -76,13 +79,15 @@ def compare(family: str, budget: int, checkpointing: bool = False) -> int:
 @pytest.mark.parametrize("budget", [1000, 25], ids=["one row", "split groups"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_padded(family: str, budget: int, checkpointing: bool, tried: Any) -> None:
-    assert (compare(family, budget, checkpointing) == 1) == (budget == 1000)
+    with attention.keys_in_place_from(0 if budget == 1000 else 10**6):  # both ways of attention
+        assert (compare(family, budget, checkpointing) == 1) == (budget == 1000)
     tried(family.partition(",")[0], "packed")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_packed_is_as_near_to_float32_as_bfloat16_padded(family: str) -> None:
+def test_bfloat16_packed_is_as_near_to_float32_as_bfloat16_padded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two roundings of the same gradient: neither may be systematically farther off. A quarter allows for luck."""
+    monkeypatch.setattr(attention, "_in_place_from", 0)
     groups = make_groups()
     exact = make_model(family)
     gradient(exact, padded_loss(exact, groups))
@@ -102,7 +107,7 @@ def padded_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
 
 
 def packed_loss(model: Any, groups: list[ScoredGroup]) -> torch.Tensor:
-    (row,) = pack(groups, 1000, False, torch.device("cpu"))
+    (row,) = pack(groups, 1000, False, CPU)
     return -(row.advantages * policy_logprobs(model, row, 1.0)[0]).sum()
 
 
@@ -114,7 +119,7 @@ def gradient(model: Any, loss: torch.Tensor) -> None:
 def test_a_prompt_goes_through_the_model_once() -> None:
     """Three prompts for nine completions: 12 + 1 + 6 prompt tokens, not three times as many."""
     groups = make_groups()
-    (row,) = pack(groups, 1000, False, torch.device("cpu"))
+    (row,) = pack(groups, 1000, False, CPU)
     assert row.layout.num_tokens == 12 + 1 + 6 + (11 + 1 + 7) + (4 + 9 + 2) + (1 + 8 + 8)
     seen: list[int] = []
     model = packed_copy(make_model("llama"))
@@ -151,6 +156,7 @@ LAYOUTS = {
     "one group": SegmentLayout((3, 2, 4), ((), (0,), (0,))),
     "two groups": SegmentLayout((2, 3, 1, 4, 2), ((), (0,), (0,), (), (3,))),
     "a conversation of turns": SegmentLayout((3, 2, 2, 1), ((), (0,), (0, 1), (0, 1, 2))),
+    "a tree": SegmentLayout((3, 2, 1, 2, 4, 2, 1, 3), ((), (0,), (0, 1), (0, 1), (0,), (), (5,), (5, 6))),
 }
 
 
@@ -200,67 +206,109 @@ def test_only_earlier_segments_can_be_seen() -> None:
             SegmentLayout(lengths, sees)
 
 
-def test_the_gather_plan_of_the_flash_kernel_names_the_same_keys() -> None:
+def attend_and_differentiate(attend: Any, layout: SegmentLayout, dtype: torch.dtype = torch.float32) -> Any:
+    """Output, and the gradients of query, key and value."""
+    inputs = [x.to(dtype).requires_grad_() for x in random_qkv(layout.num_tokens)]
+    output = attend(*inputs)
+    output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
+    return (output.detach(), *(x.grad for x in inputs))
+
+
+def loop_over_segments(layout: SegmentLayout, window: int | None = None) -> Any:
+    return lambda *row: attention._segment_attention(*row, layout, (0.3, 0.0, None), window)
+
+
+def merged(calls: tuple[Call, ...]) -> Any:
+    return lambda *row: attention._merged_attention(*row, calls, 0.3)
+
+
+@pytest.mark.parametrize("dtype, allowed", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_keys_read_in_place_give_what_copied_ones_do(layout: SegmentLayout, dtype: torch.dtype, allowed: float) -> None:
+    """Output and gradients, of torch's own kernels for a CPU."""
+    expected = attend_and_differentiate(loop_over_segments(layout), layout, torch.float64)
+    for found, wanted in zip(
+        attend_and_differentiate(merged(calls_one_by_one(layout)), layout, dtype), expected, strict=True
+    ):
+        assert found.dtype == dtype and relative_error(found, wanted) < allowed
+
+
+def test_no_key_is_kept_twice() -> None:
+    """For 16 completions of a prompt the backward keeps the row's queries, keys, values, output and log-sum-exp."""
+    layout = SegmentLayout((150, *(3,) * 16), ((), *((0,),) * 16))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    row = [x.requires_grad_() for x in random_qkv(layout.num_tokens)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention.packed_attention(torch.nn.Module(), *row, None, layout=layout)
+    assert sum(kept.values()) == layout.num_tokens * 4 * (4 * 16 + 2 * 2 * 16 + 4 * 16 + 4)
+
+
+def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, own = [], attention._calls
+    monkeypatch.setattr(attention, "_calls", lambda *given: seen.append(given[-1]) or own(*given))
+    layout = LAYOUTS["two groups"]
+    for window in (6, 5):
+        attention.packed_attention(
+            torch.nn.Module(), *random_qkv(layout.num_tokens), None, layout=layout, sliding_window=window
+        )
+    assert seen == [None, 5], "the longest sequence has 6 tokens"
+
+
+def test_the_blocks_of_a_layout() -> None:
+    """Of a row p p p | a a | b b b b, all completions' queries and their prompt's keys; of a tree, by depth."""
+    ((block,),) = blocks(LAYOUTS["one group"])
+    assert (block.queries, block.keys) == (slice(3, 9), slice(0, 3))
+    first, second = blocks(LAYOUTS["a tree"])
+    assert [(block.queries, block.keys) for block in first] == [
+        (slice(3, 12), slice(0, 3)), (slice(14, 18), slice(12, 14))
+    ]  # fmt: skip
+    assert [(block.queries, block.keys) for block in second] == [
+        (slice(5, 8), slice(3, 5)), (slice(15, 18), slice(14, 15))
+    ]  # fmt: skip
+
+
+def test_the_flash_kernels_calls_of_a_group_copy_nothing() -> None:
     """The CUDA path needs a GPU; its bookkeeping doesn't. Row: p p p | a a | b b b b."""
-    plan = attention._gather_plan(SegmentLayout((3, 2, 4), ((), (0,), (0,))), torch.device("cpu"))
-    assert plan.keys.tolist() == [0, 1, 2] + [0, 1, 2, 3, 4] + [0, 1, 2, 5, 6, 7, 8]
-    assert plan.cu_queries.tolist() == [0, 3, 5, 9] and plan.cu_keys.tolist() == [0, 3, 8, 15]
-    assert (plan.max_queries, plan.max_keys) == (4, 7)
-    assert plan.cu_queries.dtype == plan.cu_keys.dtype == torch.int32
+    own, of_prompts = calls_at_once(LAYOUTS["one group"], None, CPU)
+    assert (own.queries, own.keys, own.causal) == (None, None, True)
+    assert (of_prompts.queries, of_prompts.keys, of_prompts.causal) == (slice(3, 9), slice(0, 3), False)
+    for call, queries, keys, longest in (
+        (own, [0, 3, 5, 9], [0, 3, 5, 9], (4, 4)),
+        (of_prompts, [0, 6], [0, 3], (6, 3)),
+    ):
+        assert call.sequences is not None and call.sequences[2:] == longest
+        assert [places.tolist() for places in call.sequences[:2]] == [queries, keys]
+        assert call.sequences[0].dtype == call.sequences[1].dtype == torch.int32
+
+
+def test_of_several_groups_the_flash_kernel_gets_each_prompt_once() -> None:
+    """Row: p p | a a a | b || q q q q | c c. With a window of 2 a segment gets its prompt's last key."""
+    layout = LAYOUTS["two groups"]
+    _, of_prompts = calls_at_once(layout, None, CPU)
+    assert of_prompts.queries.tolist() == [2, 3, 4, 5, 10, 11] and of_prompts.keys.tolist() == [0, 1, 6, 7, 8, 9]
+    assert [places.tolist() for places in of_prompts.sequences[:2]] == [[0, 4, 6], [0, 2, 6]]
+    (windowed,) = calls_at_once(layout, 2, CPU)
+    assert windowed.keys.tolist() == [0, 1] + [1, 2, 3, 4] + [1, 5] + [6, 7, 8, 9] + [9, 10, 11]
+    assert windowed.sequences[1].tolist() == [0, 2, 6, 8, 12, 15] and windowed.window == 2
 
 
 # -- The flash kernel, in whose place stands a plain computation of what it computes
 
 
-def plain_varlen(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Any:
-    """(T, H, D) of attention within each sequence, the last query at the last key, as torch documents `varlen_attn`."""
-    left, right = options["window_size"]
-    assert right == 0, "causal"
-    scale = options["scale"]
-    assert (query.shape[1] == key.shape[1]) or options.get("enable_gqa")
-    assert query.dtype == key.dtype == value.dtype, "the kernel takes one dtype"
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    outputs = []
-    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
-        assert q1 - q0 <= max_q and k1 - k0 <= max_k
-        back = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
-        visible = (back >= 0) & ((back <= left) if left >= 0 else True)
-        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * scale
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, value[k0:k1]))
-    return torch.cat(outputs)
-
-
-NAMES = {"today's": {"window_size", "scale", "enable_gqa"}, "an older one's": {"window_size", "scale"}}
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("names", NAMES.values(), ids=list(NAMES))
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_one_flash_call_is_the_loop_over_segments(
-    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, names: set[str], window: int | None
-) -> None:
-    """Outputs and gradients: the keys that are gathered, the lengths and the options say the same as the loop."""
-    monkeypatch.setattr(attention, "_flash", lambda: (plain_varlen, frozenset(names)))
-    results = []
-
-    def loop(*given: Any) -> torch.Tensor:
-        return attention._segment_attention(*given[:4], (given[4], 0.0, None), given[5])
-
-    for attend in (attention._flash_attention, loop):
-        inputs = [x.requires_grad_() for x in random_qkv(layout.num_tokens)]
-        output = attend(*inputs, layout, 0.3, window)
-        output.mul(torch.arange(output.numel()).view_as(output) % 7).sum().backward()
-        results.append((output, *(x.grad for x in inputs)))
-    torch.testing.assert_close(*results)
-
-
 def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any,
+    enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As torch's operator: output, log-sum-exp (heads, T), and a state."""
-    _, _, causal, scale, window, grouped = rest
-    assert causal == (window == [-1, 0]) and grouped == (q.shape[1] != k.shape[1])
+    most_q, most_k, causal, scale, window = rest
+    assert causal == (window == [-1, 0]) and enable_gqa == (q.shape[1] != k.shape[1])
+    assert (most_q, most_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert q.dtype == k.dtype == v.dtype, "the kernel takes one dtype"
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for part, keys, visible in _sequences(cu_q, cu_k, window):
         scores = _scores(q[part], k[keys], scale, visible)
@@ -274,6 +322,7 @@ def flash_backward(
     cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """By arXiv 2307.08691, algorithm 2: of what the forward left it reads ``out`` and ``lse``."""
+    assert lse.is_contiguous(), "the kernel knows no strides of it"
     scale, window = rest[-2:]
     to_q, to_k, to_v = (torch.zeros_like(x) for x in (q, k, v))
     for part, keys, visible in _sequences(cu_q, cu_k, window):
@@ -293,7 +342,8 @@ def _sequences(
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
         back = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
-        yield slice(q0, q1), slice(k0, k1), (back >= 0) & ((back <= window[0]) if window[0] >= 0 else True)
+        visible = (back >= -window[1]) if window[1] >= 0 else torch.ones_like(back).bool()
+        yield slice(q0, q1), slice(k0, k1), visible & ((back <= window[0]) if window[0] >= 0 else True)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
@@ -304,16 +354,38 @@ def _per_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
+NAMES = {"today's": frozenset({"enable_gqa"}), "an older one's": frozenset()}
+FLASH = (flash_forward, flash_backward)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("names", NAMES.values(), ids=list(NAMES))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_merged_flash_calls_are_the_loop_over_segments(
+    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, names: frozenset[str], window: int | None
+) -> None:
+    """Outputs and gradients: the keys that are read, the lengths and the options say the same as the loop."""
+    monkeypatch.setattr(merged_attention, "kernels", lambda: (*FLASH, names))
+    monkeypatch.setattr(attention, "kernels", lambda: (*FLASH, names))
+    calls = calls_at_once(layout, window, CPU)
+    found = attend_and_differentiate(merged(calls), layout)
+    torch.testing.assert_close(found, attend_and_differentiate(loop_over_segments(layout, window), layout))
+    assert len(calls) == (1 if window else 1 + max(map(len, layout.attends_to)))
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cpu"])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_sinks_come_from_the_flash_kernels_log_sum_exp(
-    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, window: int | None
+def test_sinks_come_from_the_kernels_log_sum_exp(
+    monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, window: int | None, kernel: str
 ) -> None:
     """Outputs and gradients, the sinks' too, are those of a key more in the loop over segments."""
-    monkeypatch.setattr(sinks, "kernels", lambda: (flash_forward, flash_backward))
-    results = []
-    for takes in (True, False):
-        monkeypatch.setattr(attention, "_flash_takes", lambda *a, takes=takes: takes)
+    monkeypatch.setattr(merged_attention, "kernels", lambda: (*FLASH, NAMES["today's"]))
+    results, ways = [], [attention._calls, lambda *row: ()]
+    monkeypatch.setattr(attention, "_flash_takes", lambda query: kernel == "flash")
+    monkeypatch.setattr(attention, "_in_place_from", 0)
+    for calls in ways:
+        monkeypatch.setattr(attention, "_calls", calls)
         query, key, value = (x.requires_grad_() for x in random_qkv(layout.num_tokens))
         own = torch.linspace(-1, 1, query.shape[1]).requires_grad_()
         output, _ = attention.packed_attention(
@@ -341,15 +413,14 @@ def test_a_model_with_sinks_has_them_in_a_plain_call_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "device, dtype, head, dropout, capability, taken",
+    "device, dtype, head, capability, taken",
     [
-        ("cuda", torch.bfloat16, 128, 0.0, (9, 0), True),
-        ("cuda", torch.float16, 256, 0.0, (8, 0), True),
-        ("cuda", torch.float32, 128, 0.0, (9, 0), False),
-        ("cuda", torch.bfloat16, 288, 0.0, (9, 0), False),
-        ("cuda", torch.bfloat16, 128, 0.1, (9, 0), False),
-        ("cuda", torch.float16, 64, 0.0, (7, 5), False),
-        ("cpu", torch.bfloat16, 128, 0.0, (9, 0), False),
+        ("cuda", torch.bfloat16, 128, (9, 0), True),
+        ("cuda", torch.float16, 256, (8, 0), True),
+        ("cuda", torch.float32, 128, (9, 0), False),
+        ("cuda", torch.bfloat16, 288, (9, 0), False),
+        ("cuda", torch.float16, 64, (7, 5), False),
+        ("cpu", torch.bfloat16, 128, (9, 0), False),
     ],
 )
 def test_what_the_flash_kernel_takes(
@@ -357,32 +428,51 @@ def test_what_the_flash_kernel_takes(
     device: str,
     dtype: torch.dtype,
     head: int,
-    dropout: float,
     capability: tuple[int, int],
     taken: bool,
 ) -> None:
     monkeypatch.setattr(attention, "_capability", lambda device: capability)
     query = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, shape=(1, 4, 9, head), device=torch.device(device))
-    assert attention._flash_takes(query, dropout) == taken  # type: ignore[arg-type]
+    assert attention._flash_takes(query) == taken  # type: ignore[arg-type]
 
 
 def test_a_float32_policy_under_autocast_takes_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary embeddings leave its queries and keys in float32, its values are bfloat16."""
     calls: list[torch.dtype] = []
 
-    def count(*args: Any, **options: Any) -> torch.Tensor:
+    def count(*args: Any, **options: Any) -> Any:
         calls.append(args[0].dtype)
-        return plain_varlen(*args, **options)
+        return flash_forward(*args, **options)
 
-    model, (row,) = packed_copy(make_model("llama")), pack(make_groups(), 1000, False, torch.device("cpu"))
+    model, (row,) = packed_copy(make_model("llama")), pack(make_groups(), 1000, False, CPU)
+    monkeypatch.setattr(attention, "_calls", lambda *given: ())
     with torch.autocast("cpu", torch.bfloat16):
         looped, _ = policy_logprobs(model, row, 1.0)
-    monkeypatch.setattr(attention, "_flash", lambda: (count, frozenset(NAMES["today's"])))
-    monkeypatch.setattr(attention, "_flash_takes", lambda query, dropout: query.dtype in attention.FLASH_DTYPES)
+    monkeypatch.undo()
+    monkeypatch.setattr(merged_attention, "kernels", lambda: (count, flash_backward, NAMES["today's"]))
+    monkeypatch.setattr(attention, "_flash_takes", lambda query: query.dtype in attention.FLASH_DTYPES)
     with torch.autocast("cpu", torch.bfloat16):
         flash, _ = policy_logprobs(model, row, 1.0)
-    assert calls == [torch.bfloat16] * model.config.num_hidden_layers
+    assert calls == [torch.bfloat16] * 2 * model.config.num_hidden_layers
     assert float((flash - looped).detach().abs().mean()) < 0.05
+
+
+def test_a_cpu_reads_keys_in_place_where_prompts_are_long() -> None:
+    """On average over the completions of a row."""
+    query = torch.zeros(1, 1, 1, 8)
+    limit = attention.IN_PLACE_FROM
+    for prompts, in_place in (((limit - 1,), False), ((limit,), True), ((1, 2 * limit), True), ((1, limit), False)):
+        lengths = [n for prompt in prompts for n in (prompt, 3, 3)]
+        sees = [seen for place in range(0, len(lengths), 3) for seen in ((), (place,), (place,))]
+        assert bool(attention._calls(query, query, SegmentLayout(tuple(lengths), tuple(sees)), None)) == in_place
+
+
+@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"softcap": 50.0}, {"sliding_window": 3}])
+def test_what_no_kernel_merges_is_one_call_per_segment(monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]) -> None:
+    monkeypatch.setattr(MergedAttention, "apply", lambda *given: pytest.fail("merged"))
+    monkeypatch.setattr(attention, "_in_place_from", 0)
+    layout = LAYOUTS["one group"]
+    attention.packed_attention(torch.nn.Module(), *random_qkv(layout.num_tokens), None, layout=layout, **option)
 
 
 def test_where_a_mask_is_needed_on_a_gpu_the_heads_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +489,7 @@ def test_where_a_mask_is_needed_on_a_gpu_the_heads_are_equal(monkeypatch: pytest
     for device, keys in (("meta", 4), ("cpu", 2)):
         seen.clear()
         query, key, value = (x.to(device) for x in random_qkv(layout.num_tokens))
-        attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=layout)
+        attention._segment_attention(query, key, value, layout, (None, 0.0, None), None)
         assert seen == [(4, keys, keys, keys == 2)] * 3, device
 
 

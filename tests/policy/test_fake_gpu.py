@@ -39,26 +39,43 @@ def check_plan(case: FIGURES) -> None:
     assert 0.9 < case["plan"] / case["peak"] < 1.1, (case["plan"] / 2**20, case["peak"] / 2**20)
 
 
-# Of each case the layers, and the dtype of products beside bfloat16's: of routers, and of adapters.
+# Of each case the flash calls (of a layer two, for the segments' own keys and for their prompts'; one where a window
+# hides some), and the dtype of products beside bfloat16's: of routers, and of adapters.
 PASSES = {
-    "dense_tied": (4, ()), "dense_untied": (4, ()), "entropy": (4, ()), "windows": (4, ()),
-    "mixture": (2, ("float32",)), "sinks": (2, ()), "adapter": (4, ("float32",)), "packed_base": (4, ("float32",)),
+    "dense_tied": (8, ()), "dense_untied": (8, ()), "entropy": (8, ()), "windows": (4, ()), "several_groups": (8, ()),
+    "long_prompt": (8, ()), "mixture": (4, ("float32",)), "sinks": (3, ()), "adapter": (8, ("float32",)),
+    "packed_base": (8, ("float32",)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_forward_and_backward(name: str, cases: dict[str, FIGURES]) -> None:
-    case, (layers, others) = found(cases, name), PASSES[name]
+    case, (calls, others) = found(cases, name), PASSES[name]
     check_on_the_gpu(case, *others)
-    assert case["flash"] == {"forward": layers, "backward": layers}
+    assert case["flash"] == {"forward": calls, "backward": calls}
     assert case["outputs"] == case["gradients"] == ["cuda torch.float32"]
     check_plan(case)
+
+
+def test_a_long_prompt_s_keys_are_not_copied_for_its_completions(cases: dict[str, FIGURES]) -> None:
+    """A row of as many tokens in other parts: 32 completions that read a prompt of half the row take no more."""
+    assert found(cases, "long_prompt")["peak"] < 1.02 * found(cases, "dense_untied")["peak"]
 
 
 def test_layers_that_are_computed_again(cases: dict[str, FIGURES]) -> None:
     case = found(cases, "checkpointed")
     check_on_the_gpu(case)
-    assert case["flash"] == {"forward": 2 * LAYERS, "backward": LAYERS}
+    assert case["flash"] == {"forward": 2 * 2 * LAYERS, "backward": 2 * LAYERS}
+    check_plan(case)
+
+
+@pytest.mark.parametrize("name", ["long_sequences", "long_sequences_of_a_packed_base"])
+def test_sequences_of_131072_tokens_take_what_is_planned(name: str, cases: dict[str, FIGURES]) -> None:
+    """Two completions of a prompt: the calls of shorter ones, and over the bus no more than some numbers per token."""
+    case = found(cases, name)
+    check_on_the_gpu(case, *(["float32"] if "packed" in name else []))
+    assert case["flash"] == {"forward": 2 * 2 * LAYERS, "backward": 2 * LAYERS}
+    assert case["copied"] < 64 * 2 * 2**17
     check_plan(case)
 
 
@@ -66,7 +83,7 @@ def test_layers_that_are_computed_again(cases: dict[str, FIGURES]) -> None:
 def test_a_pass_without_gradients_keeps_no_activations(name: str, cases: dict[str, FIGURES]) -> None:
     case = found(cases, name)
     check_on_the_gpu(case)
-    assert case["flash"] == {"forward": LAYERS}
+    assert case["flash"] == {"forward": 2 * LAYERS}
     assert case["peak"] < 0.15 * found(cases, "dense_untied")["peak"]
     if name == "reference":
         assert 0 <= case["copy"] - case["weights"] < 2**10, "the weights once more, and frequencies"

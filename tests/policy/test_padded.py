@@ -163,17 +163,22 @@ def test_under_autocast_the_rounding_is_that_of_16_bits() -> None:
         assert choose_rows(model) == ""
 
 
-def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["_segment_attention", "calls_one_by_one"])
+def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
     """Proved on load; then a kernel that only 16 bits take drops the prompt. The reference is asked in the same rows.
     So is a rank whose own kernel is right."""
-    own = attention._segment_attention
+    own = getattr(attention, kernel)
 
-    def forgetful(query: Any, key: Any, value: Any, layout: SegmentLayout, *options: Any) -> torch.Tensor:
-        if query.dtype == torch.bfloat16:
-            layout = SegmentLayout(layout.lengths, tuple(() for _ in layout.attends_to))
-        return own(query, key, value, layout, *options)
+    def forgetful(*given: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            layouts = (x for x in given if isinstance(x, SegmentLayout))
+            alone = {layout: SegmentLayout(layout.lengths, ((),) * len(layout.lengths)) for layout in layouts}
+            given = tuple(alone.get(x, x) if isinstance(x, SegmentLayout) else x for x in given)
+        return own(*given)
 
-    monkeypatch.setattr(attention, "_segment_attention", forgetful)
+    monkeypatch.setattr(attention, kernel, forgetful)
     model, reference = make(PACKED["llama"]), make(PACKED["llama"])
     assert choose_rows(model) == choose_rows(reference) == "" == choose_rows_where_it_trains(model, model.device)
     with torch.autocast("cpu", torch.bfloat16):
@@ -189,8 +194,8 @@ def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(monkeyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_gpu_the_flash_kernel_is_proved(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    calls, own = [], attention._flash_attention
-    monkeypatch.setattr(attention, "_flash_attention", lambda *a: calls.append(a[0].dtype) or own(*a))
+    calls, own = [], attention._merged_attention
+    monkeypatch.setattr(attention, "_merged_attention", lambda *a: calls.append(a[0].dtype) or own(*a))
     model = make(PACKED["llama"]).to("cuda", dtype)
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
         assert choose_rows_where_it_trains(model, model.device) == ""

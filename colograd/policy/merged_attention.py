@@ -1,0 +1,294 @@
+"""Attention of a packed row that reads every key where it lies: fused calls, merged by their log-sum-exps.
+
+Each segment sees its own keys in one call, causally, and those of each earlier segment it attends to in another one,
+where nothing is masked. So all completions of a group read one copy of their prompt's keys. With outputs o_i and
+log-sum-exps l_i of the calls, the attention over all keys is
+
+    whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
+
+A fused backward reads its forward's output and log-sum-exp in two places alone (arXiv 2307.08691, algorithm 2):
+p = exp(score - l_i), and D, the sum of output times gradient. Given ``whole`` and ``out`` in their place it computes
+the gradients of the attention over all keys, for the keys of its call (as in ring attention, arXiv 2310.01889). No
+keys are copied, no scores are stored, and only the row's queries, keys, values, ``out`` and ``whole`` are kept.
+
+A sink is the logit of a further key, of value 0: one more term of ``whole``, whose gradient is that of a key with
+dP = 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from ..batch import SegmentLayout
+from .sending import to_device_async
+
+Places: TypeAlias = slice | torch.Tensor | None  # tokens of a row; None: all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a fused kernel: some of a row's queries, and some of its keys."""
+
+    queries: Places
+    keys: Places
+    causal: bool  # the last query at the last key; else each query sees all keys of its sequence
+    window: int | None = None  # keys that a query sees, with its own
+    # Of a kernel that takes many sequences: where the queries and the keys of each begin, and the ends (N + 1,), and
+    # the longest of both.
+    sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
+    lengths: tuple[int, ...] = ()  # of a kernel that takes one at a time: tokens of each; empty: the call is one
+
+
+class MergedAttention(torch.autograd.Function):
+    """Attention of one row over the keys of all its calls.
+
+    Args:
+        query: (T, heads, D); key, value: (T, key-value heads, D).
+        sinks: (heads,) logits of a key of value 0 that every token attends to; None: there is none.
+        calls: the first one has all queries, once.
+        scale: of the scores.
+
+    Returns:
+        (T, heads, D).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None,
+        calls: Sequence[Call], scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        out, whole, state = _attend(calls[0], _taken(calls[0], query, key, value), scale)
+        states = [state]
+        for call in calls[1:]:
+            assert call.queries is not None
+            found, lse, state = _attend(call, _taken(call, query, key, value), scale)
+            states.append(state)
+            _merge(out, whole, call.queries, found, lse)
+        if sinks is not None:
+            lse, whole = whole, torch.logaddexp(whole, sinks.float())
+            out = out.mul_((lse - whole).exp_().unsqueeze(-1))
+        ctx.save_for_backward(query, key, value, sinks, out, whole, *states)
+        ctx.calls, ctx.scale = calls, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, out, whole, *states = ctx.saved_tensors
+        inputs: tuple[torch.Tensor, ...] = (query, key, value)
+        totals: list[torch.Tensor | None] = [None, None, None]
+        for call, state in zip(ctx.calls, states, strict=True):
+            places = call.queries, call.keys, call.keys
+            rows = tuple(_at(x, call.queries) for x in (gradient, out, whole))
+            found = _gradients(call, _taken(call, *inputs), rows, state, ctx.scale)
+            totals = [_sum(*each) for each in zip(totals, inputs, places, found, strict=True)]
+        to_sinks = None
+        if sinks is not None:
+            seen = (out * gradient).sum(-1, dtype=torch.float32)
+            to_sinks = -(torch.exp(sinks.float() - whole) * seen).sum(0).to(sinks.dtype)
+        return *totals, to_sinks, None, None
+
+
+def _at(tensor: torch.Tensor, places: Places) -> torch.Tensor:
+    if places is None:
+        return tensor
+    return tensor[places] if isinstance(places, slice) else tensor.index_select(0, places)
+
+
+def _taken(call: Call, *row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(_at(x, places) for x, places in zip(row, (call.queries, call.keys, call.keys), strict=True))
+
+
+def _merge(
+    out: torch.Tensor, whole: torch.Tensor, places: slice | torch.Tensor, found: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Add a call's output (Q, heads, D) and log-sum-exp (Q, heads) to those of the row, in float32."""
+    before = _at(whole, places)
+    together = torch.logaddexp(before, lse)
+    merged = found * (lse - together).exp_().unsqueeze(-1)
+    merged += _at(out, places) * (before - together).exp_().unsqueeze(-1)
+    if isinstance(places, slice):
+        out[places], whole[places] = merged, together
+    else:
+        out.index_copy_(0, places, merged.to(out.dtype))
+        whole.index_copy_(0, places, together)
+
+
+def _sum(total: torch.Tensor | None, like: torch.Tensor, places: Places, found: torch.Tensor) -> torch.Tensor:
+    """The gradient of the row's queries, keys or values with that of a call added."""
+    if places is None:
+        assert total is None
+        return found
+    total = torch.zeros_like(like) if total is None else total
+    if isinstance(places, torch.Tensor):
+        return total.index_add_(0, places, found)
+    total[places] += found
+    return total
+
+
+# -- the kernels, on (tokens, heads, D)
+
+
+def _attend(
+    call: Call, inputs: tuple[torch.Tensor, ...], scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Output, log-sum-exp (Q, heads) float32, and what else the backward is to get, of queries, keys and values."""
+    if call.sequences is None:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        parts = (kernel(*part, 0.0, call.causal, scale=scale) for part in _one_by_one(call, *inputs))
+        return *_joined(parts), None
+    forward, _, takes = kernels()
+    grouped = {"enable_gqa": inputs[0].shape[1] != inputs[1].shape[1]} if "enable_gqa" in takes else {}
+    causal, window = _visible(call)
+    out, lse, state = forward(*inputs, *call.sequences, causal, scale, window, **grouped)
+    return out, lse.t(), state
+
+
+def _gradients(
+    call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], state: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Of the call's ``inputs`` (queries, keys, values); ``rows``: gradient, output and log-sum-exp of its queries."""
+    if call.sequences is None:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        parts = (
+            kernel(*part, 0.0, call.causal, scale=scale) for part in _one_by_one(call, rows[0], *inputs, *rows[1:])
+        )
+        return _joined(parts)
+    gradient, out, whole = rows
+    causal, window = _visible(call)
+    lse = whole.t().contiguous()
+    found = kernels()[1](gradient, *inputs, out, lse, *call.sequences, causal, state, scale, window)
+    return tuple(found)
+
+
+def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors (tokens, heads, ...) as (1, heads, tokens, ...) of each sequence."""
+    whole = [x.transpose(0, 1)[None] for x in tensors]
+    return zip(*(x.split(call.lengths or x.shape[2], dim=2) for x in whole), strict=True)
+
+
+def _joined(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """The sequences' tensors (1, heads, tokens, ...) as (tokens, heads, ...) of all."""
+    alike = ([x[0].transpose(0, 1) for x in each] for each in zip(*parts, strict=True))
+    return tuple(torch.cat(each) if len(each) > 1 else each[0] for each in alike)
+
+
+def _visible(call: Call) -> tuple[bool, list[int]]:
+    """As the kernel is told: causal, and how many keys a query sees before its own and after it."""
+    window = [-1 if call.window is None else call.window - 1, 0] if call.causal else [-1, -1]
+    return window == [-1, 0], window
+
+
+@functools.cache
+def kernels() -> tuple[Callable[..., Any], Callable[..., Any], frozenset[str]]:
+    """torch's variable-length flash attention, forward and backward, with its log-sum-exp (heads, tokens); and what
+    the forward takes."""
+    from torch.nn.attention import varlen  # noqa: F401  # which registers them
+
+    forward, backward = torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
+    return forward, backward, frozenset(argument.name for argument in forward.default._schema.arguments)
+
+
+# -- the calls of a layout
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring segments of a row, and an earlier segment that all of them attend to."""
+
+    queries: slice
+    keys: slice
+
+
+def blocks(layout: SegmentLayout) -> list[list[Block]]:
+    """By depth: the blocks of the first segment that each one attends to, of the second, ... For prompts and their
+    completions there is one depth, and in it a block per prompt."""
+    found = []
+    for depth in range(max(map(len, layout.attends_to), default=0)):
+        names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]
+        runs = ((name, [*run]) for name, run in itertools.groupby(range(len(names)), names.__getitem__))
+        found.append([Block(_tokens(layout, *run), _tokens(layout, name)) for name, run in runs if name is not None])
+    return found
+
+
+def _tokens(layout: SegmentLayout, *segments: int) -> slice:
+    starts = layout.starts
+    return slice(starts[segments[0]], starts[segments[-1]] + layout.lengths[segments[-1]])
+
+
+@functools.lru_cache(maxsize=16)
+def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
+    """A call for the segments' own keys, one after another, and one per block, for a kernel that takes one sequence."""
+    earlier = (Call(block.queries, block.keys, False) for depth in blocks(layout) for block in depth)
+    return Call(None, None, True, lengths=layout.lengths), *earlier
+
+
+@functools.lru_cache(maxsize=16)
+def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
+    """A call for all segments' own keys and one per depth, for a kernel that takes many sequences.
+
+    With a ``window`` there is one call: how much of an earlier segment a query sees depends on where the query is, so
+    each segment has a copy of the earlier keys that its first query sees.
+    """
+    if window is None:
+        tokens = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
+        own = Call(None, None, True, None, _sequences(tokens, tokens))
+        return _on_device((own, *(_call_of_depth(found) for found in blocks(layout))), device)
+    return _on_device((_windowed_call(layout, window),), device)
+
+
+def _call_of_depth(found: Sequence[Block]) -> Call:
+    queries, keys = [block.queries for block in found], [block.keys for block in found]
+    return Call(_places(queries), _places(keys), False, None, _sequences(queries, keys))
+
+
+def _windowed_call(layout: SegmentLayout, window: int) -> Call:
+    index, own, joined, at = [], [], [], 0
+    for segment, seen in enumerate(layout.attends_to):
+        own.append(_tokens(layout, segment))
+        earlier = torch.cat([_arange(_tokens(layout, s)) for s in seen] or [torch.arange(0)])
+        index += [earlier[max(0, len(earlier) - window + 1) :], _arange(own[-1])]
+        joined.append(slice(at, at + len(index[-2]) + len(index[-1])))
+        at = joined[-1].stop
+    keys = torch.cat(index) if any(layout.attends_to) else None
+    return Call(None, keys, True, window, _sequences(own, joined))
+
+
+def _places(parts: Sequence[slice]) -> slice | torch.Tensor:
+    if all(one.stop == next_one.start for one, next_one in itertools.pairwise(parts)):
+        return slice(parts[0].start, parts[-1].stop)
+    return torch.cat([_arange(part) for part in parts])
+
+
+def _arange(part: slice) -> torch.Tensor:
+    return torch.arange(part.start, part.stop)
+
+
+def _sequences(queries: Sequence[slice], keys: Sequence[slice]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    lengths = [[part.stop - part.start for part in parts] for parts in (queries, keys)]
+    starts = [torch.tensor((0, *each)).cumsum(0) for each in lengths]
+    return starts[0], starts[1], max(lengths[0]), max(lengths[1])
+
+
+def _on_device(calls: tuple[Call, ...], device: torch.device) -> tuple[Call, ...]:
+    """All their tensors in one copy."""
+    host = [
+        part
+        for call in calls
+        for part in (call.queries, call.keys, *(call.sequences or ()))
+        if isinstance(part, torch.Tensor)
+    ]
+    sent = iter(to_device_async(torch.cat(host), device).split([len(part) for part in host]))
+    found = []
+    for call in calls:
+        queries, keys = (next(sent) if isinstance(x, torch.Tensor) else x for x in (call.queries, call.keys))
+        assert call.sequences is not None
+        starts = (next(sent).to(torch.int32), next(sent).to(torch.int32), *call.sequences[2:])
+        found.append(replace(call, queries=queries, keys=keys, sequences=starts))
+    return tuple(found)

@@ -1,0 +1,99 @@
+"""Sequences of 131,072 tokens: what the host holds of them at each stage, in bytes. What the device holds of them is in
+tests/policy/test_fake_gpu.py, how many the budget takes in tests/memory/test_token_budget.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tracemalloc
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from colograd.batch import FinishReason, Group, Logged, MicroBatch, ModelInput, Prompt, Rollout, ScoredGroup
+from colograd.policy import padded
+from colograd.policy.merged_attention import Call, calls_at_once, calls_one_by_one
+from colograd.policy.packing import collate, plan_rows
+from colograd.reporting.group_views import MOST_OF_A_STEP, shown_notes
+from colograd.rollout.group_records import RewardedGroup, group_bytes, group_of
+
+LONG, PROMPT, COUNT = 2**17, 2048, 4
+TOKENS = PROMPT + COUNT * (LONG - PROMPT)
+META = torch.device("meta")
+
+
+@pytest.fixture(scope="module")
+def group() -> ScoredGroup:
+    """Four completions that fill a context of 131,072 tokens with their prompt."""
+    asked, size = ModelInput(tuple(range(PROMPT))), LONG - PROMPT
+    rollouts = tuple(
+        Rollout(
+            asked, array("i", range(index, index + size)), torch.full((size,), -0.5), torch.ones(size).bool(),
+            FinishReason.LENGTH, 0,
+        )
+        for index in range(COUNT)
+    )  # fmt: skip
+    return ScoredGroup(Group({"prompt": "?"}, rollouts, 0), torch.zeros(COUNT, 1), torch.arange(COUNT).float())
+
+
+def rows_of(group: ScoredGroup, budget: int, share_prompts: bool = True) -> tuple[Any, ...]:
+    return plan_rows([group], budget, False, META, share_prompts)
+
+
+def test_a_budget_below_a_sequence_is_a_row_for_each(group: ScoredGroup) -> None:
+    assert [row.num_tokens for row in rows_of(group, 16384)] == [LONG] * COUNT
+    assert [row.num_tokens for row in rows_of(group, TOKENS)] == [TOKENS]
+    assert [row.num_tokens for row in rows_of(group, 16384, share_prompts=False)] == [LONG] * COUNT
+
+
+def test_a_row_on_its_way_to_the_device_takes_52_bytes_per_token(group: ScoredGroup) -> None:
+    (row,) = rows_of(group, TOKENS)
+    batch = collate(row)
+    tensors = (getattr(batch, field.name) for field in dataclasses.fields(MicroBatch))
+    assert sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor)) <= 52 * TOKENS
+    assert batch.layout.num_tokens == TOKENS and batch.layout.longest_sequence == LONG
+
+
+def bytes_of(calls: Sequence[Call]) -> int:
+    parts = (part for call in calls for part in (call.queries, call.keys, *(call.sequences or ())))
+    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+
+
+def test_the_plan_of_attention_grows_with_the_segments_and_not_with_their_tokens(group: ScoredGroup) -> None:
+    """But for windows, where it names the keys that each segment sees."""
+    (row,) = rows_of(group, TOKENS)
+    layout = collate(row).layout
+    assert bytes_of(calls_at_once(layout, None, META)) < 100 and bytes_of(calls_one_by_one(layout)) == 0
+    assert bytes_of(calls_at_once(layout, 4096, META)) < 8.2 * TOKENS
+
+
+def test_padded_rows_are_planned_with_eight_bytes_per_token(group: ScoredGroup) -> None:
+    """Of the padded rows and of the packed one."""
+    (row,) = rows_of(group, TOKENS)
+    rows = padded.rows_of(collate(row).layout)
+    assert rows.tokens.shape == (COUNT, LONG) and rows.tokens.nbytes + rows.places.nbytes == 8 * (COUNT * LONG + TOKENS)
+
+
+def test_the_rollout_log_has_a_group_in_nine_bytes_per_token(group: ScoredGroup) -> None:
+    """Written and read without a Python object per token of a completion."""
+    recorded = RewardedGroup(group.group, torch.zeros(COUNT, 1), Logged({}, {}))
+    tracemalloc.start()
+    try:
+        content = group_bytes(recorded)
+        assert len(content) < 9 * TOKENS
+        again = group_of(content, Prompt(group.group.example, group.group.rollouts[0].input, 0))
+        assert tracemalloc.get_traced_memory()[1] < 30 * TOKENS
+    finally:
+        tracemalloc.stop()
+    assert [r.completion_ids for r in again.group.rollouts] == [r.completion_ids for r in group.group.rollouts]
+
+
+def test_the_report_s_notes_of_a_step_have_a_bound(group: ScoredGroup) -> None:
+    trainer = {identity: torch.zeros(LONG - PROMPT) for identity in group.group.rollout_ids}
+    words: Any = lambda ids: [f" {token}" for token in ids]  # noqa: E731
+    notes = shown_notes([(group, [0.0] * COUNT)], 1, "train", ["right"], trainer, words, False)
+    assert all(len(note["trainer"]) == 4096 and note["cut"] for note in notes["groups"][0]["completions"])
+    assert len(json.dumps(notes)) < 40 * MOST_OF_A_STEP
