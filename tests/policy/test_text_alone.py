@@ -15,6 +15,7 @@ from peft import LoraConfig
 from transformers import AutoModelForImageTextToText
 
 from colograd import GRPOTrainer
+from colograd.policy.images import set_text_alone
 from colograd.policy.loading import load_policy
 from colograd.policy.lora import wrap
 
@@ -33,7 +34,9 @@ def test_its_text_is_trained_in_packed_rows_and_its_tower_is_frozen(family: str,
 
 def test_an_adapter_is_on_its_text_alone() -> None:
     """Its tower has modules of the same names."""
-    model = wrap(seeing_families.make("mistral3"), LoraConfig(target_modules=["q_proj", "v_proj"]), 0)
+    seeing = seeing_families.make("mistral3")
+    set_text_alone(seeing, has_images=False)
+    model = wrap(seeing, LoraConfig(target_modules=["q_proj", "v_proj"]), 0)
     adapted = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(adapted) == 2 * 2 * 2 and all("language_model" in name for name in adapted)
 
