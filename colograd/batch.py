@@ -171,6 +171,23 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """Consecutive tokens of a rollout that is a tree: of an agent's session, whose contexts share beginnings.
+
+    A rollout's branches lie one after the other in its completion, each behind the one that it goes on from. Here the
+    agent called the model behind the whole prompt 11 12 13 (branch 0), went on (1), and then again from the prompt's
+    first two tokens, with a shorter context (2):
+
+        completion_ids   21 22 | 31 32 | 41 42
+        branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
+    """
+
+    length: int  # tokens
+    after: int | None = None  # the branch at whose end it goes on; None: within the prompt, or at its end
+    prompt: int = 0  # of a branch after none: the tokens of the prompt that it sees
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout(_Asked):
     """One completion, with what the sampler knew of it.
 
@@ -191,11 +208,33 @@ class Rollout(_Asked):
     columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
     experts: RoutedExperts | None = None  # with `router_replay`
     images: tuple[Images, ...] = ()  # of tools' answers, with places in the completion
+    branches: tuple[Branch, ...] = ()  # of a tree; (): each token sees the prompt and all before it
 
     def __post_init__(self) -> None:
         _Asked.__post_init__(self)
         if not isinstance(self.completion_ids, array):
             object.__setattr__(self, "completion_ids", array("i", self.completion_ids))
+
+    @property
+    def tree(self) -> tuple[Branch, ...]:
+        """The branches; of a rollout that is none, the one that is all of it."""
+        return self.branches or (Branch(len(self.completion_ids), prompt=len(self.input)),)
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The tokens before each branch of the `tree`, which all of its own see."""
+        found: list[int] = []
+        for branch in self.tree:
+            before = branch.prompt if branch.after is None else found[branch.after] + self.tree[branch.after].length
+            found.append(before)
+        return tuple(found)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of its sequences, one per branch that no other goes on from, each with all that it sees."""
+        within = {branch.after for branch in self.tree}
+        ends = (i for i in range(len(self.tree)) if i not in within)
+        return sum(self.seen[i] + self.tree[i].length for i in ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +396,7 @@ class PackedRow:
     @property
     def sequence_tokens(self) -> int:
         """Tokens of its completions, each with its prompt."""
-        rollouts = (rollout for part in self.parts for rollout in part.rollouts)
-        return sum(len(rollout.input) + len(rollout.completion_ids) for rollout in rollouts)
+        return sum(rollout.sequence_tokens for part in self.parts for rollout in part.rollouts)
 
     @property
     def rollouts(self) -> tuple[RolloutId, ...]:
@@ -406,6 +444,7 @@ class MicroBatch:
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
     step_constants: StepConstants = StepConstants()
     in_loss: bool = True  # whether any token counts in the loss: known without asking the device
+    completion_lengths: tuple[int, ...] = ()  # tokens of each completion
     experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
     images: Mapping[int, tuple[Images, ...]] | None = None  # by their segment, with places in it; None: there are none
 

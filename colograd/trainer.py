@@ -70,6 +70,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         tools: functions that the model may call while it writes (see docs/tools.md).
         rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
         environment_factory: makes environments, whose methods are tools; or several by name.
+        agent: a function or command that calls the model over HTTP, once per completion (see docs/guide/agents.md).
 
     Raises:
         ValueError: bad input, before anything is trained, on all ranks.
@@ -96,12 +97,14 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         tools: Sequence[Any] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        agent: Any = None,
     ) -> None:
         started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
         given = Given(
             model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes,
-            quantization_config, peft_config, tools, rollout_func, environment_factory, optimizers[0], self.samples,
+            quantization_config, peft_config, tools, rollout_func, environment_factory, agent, optimizers[0],
+            self.samples,
             needs_columns=not (self.replaces("generate") or self.replaces("score")),
         )  # fmt: skip
         task = prepare(given, args, self.closing)

@@ -20,7 +20,7 @@ import jinja2
 
 from ..runtime import gpus
 
-RECIPE, TASK, EXAMPLE = "recipe.yaml", "mytask.py", "prompts.jsonl"
+RECIPE, TASK, AGENT, EXAMPLE = "recipe.yaml", "mytask.py", "myagent.py", "prompts.jsonl"
 QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
 PROMPTS = (
     "prompt",
@@ -49,7 +49,7 @@ class Choices:
     data: str  # a file, a Hub id, or an import path
     prompt: str  # column of the data
     answer: str  # column of the data
-    reward: str  # `number`: the last number is the answer; `own`: a function that the user will change
+    reward: str  # `number`: the last number is the answer; `own`: a function that the user will change; `agent`: theirs
     sizes: dict[str, Any]  # as `sizes_for` gives them
 
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the files, and print the commands to run next. Returns the exit status."""
     options = _parser().parse_args(argv)
     folder: Path = options.folder
-    if there := [name for name in (RECIPE, TASK) if (folder / name).exists()]:
+    if there := [name for name in (RECIPE, TASK, AGENT) if (folder / name).exists()]:
         raise ValueError(f"{folder / there[0]} is there, and is never overwritten: name another FOLDER.")
     try:
         choices = choose(options, asks=sys.stdin.isatty() and not options.yes)
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-column", help="the column that holds the prompt")
     parser.add_argument("--answer-column", help="the column that the reward compares with")
     parser.add_argument("--reward", choices=("number", "own"), help="the last number is the answer; or your function")
+    parser.add_argument("--agent", action="store_true", help="a program that calls the model, instead of a reward")
     parser.add_argument("--yes", action="store_true", help="ask nothing, take what is usual")
     return parser
 
@@ -110,7 +111,11 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
     )  # fmt: skip
     likely = "number" if rows and all(_ends_in_number(row.get(answer)) for row in rows) else "own"
     question = "Reward: `number` (the last number is the answer) or `own`"
-    reward = ask(options.reward, question, likely, functools.partial(_one_of, "--reward", ("number", "own")))
+    reward = "agent"
+    if not options.agent:
+        reward = ask(options.reward, question, likely, functools.partial(_one_of, "--reward", ("number", "own")))
+    elif options.reward:
+        raise ValueError("--agent and --reward are both given, but an agent returns its own reward: give one of them.")
     longest = max((len(str(row.get(name))) for row in rows for name in (prompt, answer)), default=0)
     # The recipe is read in FOLDER, the flags in the current directory.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
@@ -232,14 +237,17 @@ def _ends_in_number(value: Any) -> bool:
 def write(folder: Path, choices: Choices) -> list[Path]:
     """Write the recipe, a reward function if no built-in one fits, and an example if the user has no data."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = choices.reward == "own" or choices.answer != "answer"
+    own, agent = choices.reward == "own" or choices.answer != "answer", choices.reward == "agent"
     values = {"own": own, "chats": _chats(choices.model), "run": Path(choices.model).name}
     files = {RECIPE: _filled("recipe.yaml.jinja", choices, **values, **choices.sizes)}
-    if own:
+    if agent:
+        files[AGENT] = _filled("myagent.py.jinja", choices, recipe=RECIPE)
+    elif own:
         files[TASK] = _filled("mytask.py.jinja", choices, recipe=RECIPE)
+    question = "What is {} * {}?" if agent else "What is {} + {}? Give only the number."
     if choices.data == EXAMPLE:
         files[EXAMPLE] = "".join(
-            json.dumps({"prompt": f"What is {a} + {b}? Give only the number.", choices.answer: str(a + b)}) + "\n"
+            json.dumps({"prompt": question.format(a, b), choices.answer: str(a * b if agent else a + b)}) + "\n"
             for a in range(10)
             for b in range(10)
         )

@@ -51,12 +51,38 @@ class RewardKnobs:
         "a connection opened there): they run there, between two steps of the engine.",
     )
 
+    agent_timeout: float | None = knob(
+        1800.0, "Seconds that one session of an agent may take. A command is killed then; a function's thread is left."
+    )
+    agent_sessions: int | None = knob(
+        None, "Sessions of an agent that run at once on a rank; default: as many as the engine decodes at once."
+    )
+    agent_requests: int = knob(256, "Requests that one session of an agent may make.")
+    agent_parallel: int = knob(64, "Completions that one session of an agent may have open at once.")
+    agent_sampling: str = knob(
+        "refuse",
+        "What becomes of an agent's requests with another temperature, top_p or the like, whose tokens would bias the "
+        "update: HTTP 400 (`refuse`), or an answer that isn't trained on (`untrained`).",
+    )
+    agent_on_error: str = knob(
+        "raise",
+        "A session that raises, dies or is late ends the run (`raise`), or its group isn't trained on (`abstain`).",
+    )
+    agent_tool_parser: str | None = knob(
+        None, "vLLM's parser of tool calls for an agent; default: by the chat template; empty: none."
+    )
+    agent_reasoning_parser: str | None = knob(
+        None, "vLLM's parser of reasoning for an agent; default: by the chat template; empty: none."
+    )
+
     def _check_rewards(self) -> None:
         one_of(self, "reward_on_error", ("raise", "abstain"))
         one_of(self, "reward_call", ("group", "all"))
         at_least(self, 0, "reward_workers", "tool_workers")
-        at_least(self, 1, "max_tool_calling_iterations")
-        for name in ("reward_timeout", "tool_timeout"):
+        at_least(self, 1, "max_tool_calling_iterations", "agent_sessions", "agent_requests", "agent_parallel")
+        one_of(self, "agent_sampling", ("refuse", "untrained"))
+        one_of(self, "agent_on_error", ("raise", "abstain"))
+        for name in ("reward_timeout", "tool_timeout", "agent_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
                 raise ValueError(

@@ -51,6 +51,12 @@ class ScriptArguments:
         None, "A function that writes completions in the engine's place, or a class (a rollout source), by import path."
     )
 
+    agent: str | None = knob(
+        None,
+        "A program that calls the model over HTTP while it is trained, once per completion: a function's import path, "
+        "or a command line.",
+    )
+
     def all_rewards(self) -> list[str]:
         """The reward functions with the reward model before them, as in TRL's script."""
         return [*([self.reward_model_name_or_path] if self.reward_model_name_or_path else []), *self.reward_funcs]

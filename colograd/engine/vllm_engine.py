@@ -386,7 +386,7 @@ class VLLMEngine:
         return found
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop those of the requests that are in flight, and drain the engine."""
+        """Drop those of the requests that are in flight. When there are no others, drain the engine."""
         if names := [name for name in requests if name in self._open]:
             self.core.abort_request(names)
             for name in names:
@@ -394,7 +394,7 @@ class VLLMEngine:
                 if self._routed is not None:
                     self._routed.drop(name)
                 self._seen.pop(name, None)
-            while self.core.has_unfinished_requests():
+            while not self._open and self.core.has_unfinished_requests():
                 self.core.step()
 
     def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:

@@ -26,10 +26,11 @@ def pair_cost(config: Any, num_parameters: int) -> float:
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
     """In tokens: those that go through the model, and ``pair`` for each query-key pair."""
-    sizes = [(len(rollout.input), len(rollout.completion_ids)) for rollout in group.group.rollouts]
+    rollouts = group.group.rollouts
+    sizes = [(p, b.length) for r in rollouts for p, b in zip(r.seen, r.tree, strict=True)]
     if not share_prompts:
         return sum(p + c + pair * (p + c) ** 2 / 2 for p, c in sizes)
-    prompts = [len(asked) for asked in {rollout.input for rollout in group.group.rollouts}]
+    prompts = [len(asked) for asked in {rollout.input for rollout in rollouts}]
     pairs = sum(p**2 / 2 for p in prompts) + sum(c * p + c**2 / 2 for p, c in sizes)
     return sum(prompts) + sum(c for _, c in sizes) + pair * pairs
 

@@ -1,20 +1,22 @@
 """Groups -> rows -> micro-batches of a token budget. The only place where labels are shifted against logit_positions.
 
 A group is packed as [prompt][completion 1] ... [completion G]: the prompt goes through the model once, and each
-completion sees the prompt and itself. A row holds as many groups as the budget allows; nothing is padded.
+completion sees the prompt and itself. A row holds as many groups as the budget allows; nothing is padded. A completion
+that is a tree (`batch.Branch`) has a segment per branch, which sees those up to it.
 """
 
 from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from ..batch import (
+    Branch,
     FinishReason,
     Images,
     MicroBatch,
@@ -104,6 +106,7 @@ class PackedSequence(NamedTuple):
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
+    """The completions of a row in which none is a tree."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), [], 0
     ids = iter(row.rollouts)
     images = row.images or {}
@@ -194,33 +197,74 @@ def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
     return [PackedGroup(ids[cut], rollouts[cut], advantages[cut]) for cut in cuts]
 
 
+class _End(NamedTuple):
+    """Where a segment ends, for those that go on from it."""
+
+    path: tuple[int, ...]  # the segments up to it
+    tokens: int  # in them
+    place: int  # in the row, of its last token
+
+
+@dataclass(slots=True)
+class _Segments:
+    """The segments of a row in the making: of prompts, and of completions."""
+
+    ids: list[torch.Tensor] = field(default_factory=list)
+    positions: list[torch.Tensor] = field(default_factory=list)
+    attends_to: list[tuple[int, ...]] = field(default_factory=list)
+    at: int = 0  # tokens so far
+
+    def _add(self, ids: torch.Tensor, before: _End) -> _End:
+        self.positions.append(torch.arange(before.tokens, before.tokens + len(ids)))
+        self.attends_to.append(before.path)
+        self.ids.append(ids)
+        self.at += len(ids)
+        return _End((*before.path, len(self.ids) - 1), before.tokens + len(ids), self.at - 1)
+
+    def add_prompt(self, ids: Sequence[int], cuts: Sequence[int]) -> dict[int, _End]:
+        """Add a prompt, cut where trees leave it; returns the ends of its pieces by their number of tokens."""
+        nothing = _End((), 0, self.at)  # its place is that of any token: what has nothing before it isn't predicted
+        ends = {0: nothing}
+        end = nothing
+        for first, last in itertools.pairwise((0, *cuts, len(ids))):
+            end = self._add(torch.tensor(ids[first:last]), end)
+            ends[last] = end
+        return ends
+
+    def add_completion(
+        self, ids: torch.Tensor, tree: Sequence[Branch], ends: Mapping[int, _End]
+    ) -> Iterator[torch.Tensor]:
+        """Add a completion; yields for each of its branches the places that predict its tokens."""
+        found: list[_End] = []
+        for tokens, branch in zip(ids.split([branch.length for branch in tree]), tree, strict=True):
+            before = ends[branch.prompt] if branch.after is None else found[branch.after]
+            yield torch.cat([torch.tensor([before.place]), torch.arange(self.at, self.at + len(tokens) - 1)])
+            found.append(self._add(tokens, before))
+
+
+def _cuts(rollouts: Sequence[Rollout]) -> list[int]:
+    """Where in their prompt some branch of these rollouts begins, other than at its ends."""
+    starts = {branch.prompt for rollout in rollouts for branch in rollout.branches if branch.after is None}
+    return sorted(starts - {0, len(rollouts[0].input)})
+
+
 def collate(row: PackedRow) -> MicroBatch:
     """The row's tokens one after the other on its device. Token t of a completion is predicted at the place before it:
-    the prompt's last, or t-1."""
-    ids: list[torch.Tensor] = []  # of each segment, a prompt or a completion
-    attends_to: list[tuple[int, ...]] = []
+    the prompt's last, or t-1; in a tree, the last of the branch that its own goes on from."""
+    segments = _Segments()
     images: dict[int, tuple[Images, ...]] = {}
-    positions, logit_positions, labels, at = [], [], [], 0
+    logit_positions: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
     for part in row.parts:
         asked = part.rollouts[0].input
-        prompt = asked.ids
         if asked.images is not None:
-            images[len(ids)] = (asked.images,)
-        prompt_segment, prompt_end = len(ids), at + len(prompt) - 1
-        ids.append(torch.tensor(prompt))
-        positions.append(torch.arange(len(prompt)))
-        attends_to.append(())
-        at += len(prompt)
+            images[len(segments.ids)] = (asked.images,)
+        ends = segments.add_prompt(asked.ids, _cuts(part.rollouts))
         for rollout in part.rollouts:
-            length = len(rollout.completion_ids)
             if rollout.images:
-                images[len(ids)] = rollout.images
+                images[len(segments.ids)] = rollout.images
             labels.append(torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long())
-            ids.append(labels[-1])
-            positions.append(torch.arange(len(prompt), len(prompt) + length))
-            attends_to.append((prompt_segment,))
-            logit_positions.append(torch.cat([torch.tensor([prompt_end]), torch.arange(at, at + length - 1)]))
-            at += length
+            logit_positions += segments.add_completion(labels[-1], rollout.tree, ends)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     given = [advantage for part in row.parts for advantage in part.advantages]
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(given, labels, strict=True)]
@@ -228,9 +272,9 @@ def collate(row: PackedRow) -> MicroBatch:
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
     device, experts = row.device, row.experts()
     return MicroBatch(
-        input_ids=to_device_async(torch.cat(ids)[None], device),
-        position_ids=to_device_async(torch.cat(positions)[None], device),
-        layout=SegmentLayout(tuple(len(segment) for segment in ids), tuple(attends_to)),
+        input_ids=to_device_async(torch.cat(segments.ids)[None], device),
+        position_ids=to_device_async(torch.cat(segments.positions)[None], device),
+        layout=SegmentLayout(tuple(len(segment) for segment in segments.ids), tuple(segments.attends_to)),
         logit_positions=to_device_async(torch.cat(logit_positions), device),
         labels=to_device_async(torch.cat(labels), device),
         loss_mask=to_device_async(in_loss.float(), device),
@@ -241,6 +285,7 @@ def collate(row: PackedRow) -> MicroBatch:
         ref_logprobs=row.ref_logprobs,
         rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
+        completion_lengths=tuple(map(len, labels)),
         step_constants=row.step_constants,
         experts=None if experts is None else to_device_async(experts, device),
         images=images or None,

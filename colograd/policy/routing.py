@@ -94,11 +94,12 @@ def routing_of(router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: 
 
 def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
     """(T,) float32: of how many of the row's sequences each token is a part. Dummies are none."""
-    layout, identities = micro_batch.layout, iter(micro_batch.rollouts)
+    layout = micro_batch.layout
     counts = [0] * len(layout.lengths)
-    for completion, seen in enumerate(layout.attends_to):
-        if seen and next(identities).position != NOBODY:
-            for segment in (*seen, completion):
+    within = {segment for seen in layout.attends_to for segment in seen}
+    if any(identity.position != NOBODY for identity in micro_batch.rollouts):  # dummies are whole rows
+        for end in set(range(len(counts))) - within:
+            for segment in (*layout.attends_to[end], end):
                 counts[segment] += 1
     weights = torch.tensor(counts, dtype=torch.float32).repeat_interleave(torch.tensor(layout.lengths))
     return to_device_async(weights, micro_batch.input_ids.device)

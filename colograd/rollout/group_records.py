@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts
+from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts
 from ..data.images import ImageReader
 from .group_table import TABLE
 from .pictures import at_pictures, pictures_bytes, with_pictures
@@ -73,10 +73,27 @@ def group_bytes(recorded: RewardedGroup) -> bytes:
         pa.array([_json(dict(r.columns)) for r in rollouts]),
         _lists(list(recorded.rewards.float().numpy())),
         pa.array([_digest_of(recorded.group.example)] * len(rollouts)),
-        pa.array([_json({"columns": logged.columns, "metrics": logged.metrics}), *[""] * (len(rollouts) - 1)]),
+        pa.array([_json(_of_group(logged, rollouts)), *[""] * (len(rollouts) - 1)]),
     ]
     table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
     return table + _experts_bytes(rollouts) + pictures_bytes(rollouts)
+
+
+def _of_group(logged: Logged, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What the first row holds of the whole group: what was logged, and the branches of trees."""
+    found: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
+    if any(rollout.branches for rollout in rollouts):
+        found["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
+    return found
+
+
+def _with_branches(rollouts: Sequence[Rollout], branches: Sequence[Sequence[Sequence[Any]]]) -> tuple[Rollout, ...]:
+    found = []
+    for rollout, of_one in zip(rollouts, branches, strict=True):
+        tree = tuple(Branch(int(length), after, int(prompt)) for length, after, prompt in of_one)
+        assert not tree or sum(branch.length for branch in tree) == len(rollout.completion_ids), "branches don't fit"
+        found.append(dataclasses.replace(rollout, branches=tree))
+    return tuple(found)
 
 
 def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
@@ -139,6 +156,8 @@ def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) 
         rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch.column("logged")[0].as_py())
+        if "branches" in logged:
+            rollouts = _with_branches(rollouts, logged["branches"])
         columns = {str(name): tuple(values) for name, values in logged["columns"].items()}
         metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
         example = batch.column("example")[0].as_py()

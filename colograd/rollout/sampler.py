@@ -24,8 +24,9 @@ from ..reporting.completion_log import CompletionLog
 from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rewards import Ready, Scorer, Scoring
+from .failures import Abstaining, has_failed
 from .rounds import roll_out, sample_steps, unscored
-from .stages import RolloutSource, Stages, checked_advantages, checked_rewards
+from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
 from .store import RolloutStore
 from .tool_format import with_messages
@@ -126,8 +127,9 @@ class Sampler:
             self.purpose = Purpose.TRAINING
 
     def take_counts(self) -> dict[str, float]:
-        """Sums of rewards, tools and the engine since the last call."""
-        parts = [part for part in (self.scorer, self.toolbox, self.engine) if part is not None]
+        """Sums of rewards, tools, the engine and the source since the last call."""
+        source = self.source if self.source is not self.engine and hasattr(self.source, "take_counts") else None
+        parts = [part for part in (self.scorer, self.toolbox, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
     def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
@@ -179,7 +181,9 @@ class Sampler:
             self.completion_log.keep(groups, texts)
         return self.scorer.submit(read, texts, self.hooks.state)
 
-    def _begin_score(self, groups: Sequence[Group]) -> Scoring | Ready:
+    def _begin_score(self, groups: Sequence[Group]) -> PendingRewards:
+        if any(map(has_failed, groups)):
+            return Abstaining(groups, self._begin_score, len(self.scorer.rewards))
         if not self.hooks.replaces("score"):
             return self.begin_scoring(groups)
         functions = len(self.scorer.rewards)

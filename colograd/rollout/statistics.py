@@ -126,13 +126,13 @@ def round_statistics(
     """The statistics of what was sampled for each of a round's steps.
 
     Args:
-        counts: the round's. Those of rewards go to its first step; of tool calls, which are no step's, each has a
-            share.
+        counts: the round's. Those of rewards go to its first step; of tool calls and agents, which are no step's,
+            each has a share.
         dynamic: whether further prompts may have been drawn, which are counted then.
     """
     found = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
     for name, number in counts.items():
-        among = found if name.startswith("tools/") else found[:1]
+        among = found if name.startswith(("tools/", "agent/")) else found[:1]
         for part in among:
             part.counts[name] += number / len(among)  # type: ignore[assignment]
     if dynamic:

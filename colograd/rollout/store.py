@@ -6,6 +6,7 @@ and no reward is called again. A file per round, or evaluation, and rank, which 
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the report
     RUN/_journal/step-00000012/rank-00000.shown       of a round that checkpoints made needless: the groups with notes
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore`: groups that are scored again
+    RUN/_journal/step-00000012/rank-00000.sessions    an agent's, of groups that aren't whole yet (`session_log`)
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient's norm of the steps trained on it (`figures`)
     RUN/_journal/recipe.yaml                          with which `colograd replay` trains a round again
 
@@ -37,6 +38,7 @@ from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
 from .record_file import Record, RecordFile, read_records
+from .session_log import SessionLog
 
 FOLDER = "_journal"  # transformers pushes no such name to the Hub
 UNSCORED = ".unscored"  # a round's file whose rewards are made anew
@@ -92,6 +94,7 @@ class RolloutStore:
         self._round: Path | None = None  # the present one's folder
         self._open_files: dict[str, _OpenFile] = {}  # of the round (""), and of an evaluation by its name
         self._newest = ""  # of these, the one that `add` writes
+        self.sessions: SessionLog | None = None  # of the round, or evaluation
         self._pruned = 0  # rounds before this step were pruned
         self._unsafe = threading.Event()  # something was written that a failing machine would take along
         self._closing = threading.Lock()  # held while files are made safe
@@ -223,6 +226,9 @@ class RolloutStore:
         for _, _, records in files_of(folder, UNSCORED):
             self._unscored |= {record.position: record.content for record in records}
         self._weights_are_read = False
+        if self.sessions is not None:
+            self.sessions.close()
+        self.sessions = SessionLog(folder, self.rank, dataclasses.asdict(about))
         self._open(folder, about, evaluation, own)
         return problem or self.problem or self.warning
 
@@ -305,6 +311,8 @@ class RolloutStore:
     def close(self) -> str:
         """End the files and the thread; returns a line on what is wrong with them. Another round may follow."""
         self._end(self._open_files.keys())
+        if self.sessions is not None:
+            self.sessions.close()
         thread, self._safety = self._safety, None
         if thread is not None:
             self._unsafe.set()

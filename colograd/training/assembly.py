@@ -3,6 +3,7 @@ was built."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -11,9 +12,13 @@ from typing import Any
 
 import torch
 
+from ..agents.context import ChatFormat
+from ..agents.session import Limits
+from ..agents.sessions import Agent, AgentSessions, AgentSettings
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..engine.building import check_experts
+from ..engine.chat_api import ChatAPI
 from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import Needs, VLLMEngine
@@ -33,7 +38,9 @@ from ..policy.second_models import SecondModels, second_model_bytes, second_mode
 from ..reporting.metrics import PhaseTimes
 from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
+from ..rollout.session_log import SessionLog
 from ..rollout.stages import RolloutSource
+from ..rollout.store import RolloutStore
 from ..rollout.toolbox import Toolbox
 from ..runtime import process
 from ..sharding import strategy_name
@@ -51,6 +58,7 @@ from .task import Task
 
 # Tokens that what `reset` of an environment returns may add to the longest prompt, unless the context is set or ends.
 OBSERVATION = 1024
+SESSION = 4096  # likewise, that an agent's messages and tools may add
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +222,7 @@ def needed_context(config: GRPOConfig, task: Task) -> int:
     """Tokens that one sequence of the engine may have, prompt and completion together."""
     longest = max(part.longest for part in task.prompts) + longest_completion(config)
     told = OBSERVATION if task.toolbox is not None and task.toolbox.has_environments else 0
+    told += SESSION if task.agent is not None else 0
     return config.vllm_max_model_length or min(longest + told, task.policy.context)
 
 
@@ -227,12 +236,46 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
     if hasattr(write, "generate"):
         source: RolloutSource = write(engine) if isinstance(write, type) else write
         return source
+    if task.agent is not None:
+        return agent_sessions(engine, config, task.agent, task.policy, trainer)
     if write is not None:
         return CustomRollouts(engine, lambda prompts: write(prompts, trainer), task.policy.end_tokens)
     if tools is not None and task.tool_format is not None:
         rules = reset_rules(task.policy, config, tools, engine.context)
         return Conversations(engine, tools, task.tool_format, rules, config.max_tool_calling_iterations)
     return engine
+
+
+def agent_sessions(
+    engine: Engine, config: GRPOConfig, agent: Agent, policy: Policy, trainer: Any = None
+) -> AgentSessions:
+    """The source in which an agent asks the model.
+
+    Args:
+        trainer: has a journal, for sessions while it trains.
+
+    Raises:
+        ValueError: a chat template that writes no conversation, or a parser that vLLM doesn't have.
+    """
+    tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
+    form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
+    api = ChatAPI(
+        tokenizer, os.path.basename(policy.path.rstrip("/")) or "policy", str(tokenizer.chat_template),
+        config.agent_tool_parser, config.agent_reasoning_parser, str(policy.model.config.model_type),
+    )  # fmt: skip
+    settings = AgentSettings(
+        config.agent_timeout,
+        config.agent_sessions or engine.max_sequences,
+        Limits(config.agent_requests, config.agent_parallel),
+        refuses=config.agent_sampling == "refuse",
+        raises=config.agent_on_error == "raise",
+    )
+
+    def log() -> SessionLog | None:
+        journal: RolloutStore | None = trainer.journal if trainer is not None and trainer.is_in_train else None
+        return journal.sessions if journal is not None else None
+
+    return AgentSessions(engine, agent, api, form, settings, log)
 
 
 def choose_kernels(

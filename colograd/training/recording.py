@@ -333,7 +333,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
     if not kept:
         return {}
     values = torch.cat([logprobs.float() for _, logprobs in kept]).cpu()
-    lengths = [n for row, _ in kept for n, seen in zip(row.layout.lengths, row.layout.attends_to, strict=True) if seen]
+    lengths = [n for row, _ in kept for n in row.completion_lengths]
     identities = [identity for row, _ in kept for identity in row.rollouts]
     return dict(zip(identities, values.split(lengths), strict=True))
 

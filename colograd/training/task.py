@@ -10,6 +10,8 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from ..agents.prompts import with_prompts
+from ..agents.sessions import Agent, agent_reward
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
@@ -40,7 +42,7 @@ from ..rewards.functions import as_list
 from ..rollout.tool_format import ToolFormat
 from ..rollout.toolbox import Toolbox, environment_reward
 from ..runtime import process
-from ..runtime.importing import find_object
+from ..runtime.importing import find_object, is_import_path
 from ..sharding import check_sharding
 from ..weights import check_choice
 from .prompts import Prompts, eval_prompts_of, image_reader_of, prompts_with_images, train_prompts_of
@@ -61,6 +63,7 @@ class Given:
     tools: Any
     rollout_func: Any
     environment_factory: Any
+    agent: Any
     optimizer: Any
     samples: bool  # False: the groups are recorded ones, and no engine is built
     needs_columns: bool  # False: a subclass generates or scores in its own way
@@ -79,6 +82,7 @@ class Task:
     toolbox: Toolbox | None
     tool_format: ToolFormat | None
     rollout_func: Any
+    agent: Agent | None
     objective: Objective
     entropy: EntropyController
 
@@ -107,7 +111,9 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         if toolbox is not None:
             closing.callback(toolbox.close)
         rollout_func = rollout_func_of(given.rollout_func, toolbox, args)
-        rewards = rewards_of(with_models(given.reward_funcs, given.reward_processing_classes, args), args, toolbox)
+        agent = agent_of(given.agent, rollout_func, toolbox, args)
+        own = own_rewards(toolbox, agent)
+        rewards = rewards_of(with_models(given.reward_funcs, given.reward_processing_classes, args), args, own)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
         closing.callback(scorer.close)
         watchdog.progress("loading the model")
@@ -121,15 +127,19 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         check_compiled(args, policy.why_padded)
         args.resolve_precision(policy.model.dtype)
         tool_format = tool_format_of(toolbox, policy, args)
-        train_prompts = train_prompts_of(given.train_dataset, policy, args, toolbox)
-        eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, toolbox)
+        check_agent_model(agent, policy, args)
+        train_dataset, eval_dataset = (
+            data if agent is None else with_prompts(data) for data in (given.train_dataset, given.eval_dataset)
+        )
+        train_prompts = train_prompts_of(train_dataset, policy, args, toolbox)
+        eval_prompts = eval_prompts_of(eval_dataset, policy, args, toolbox)
         seen = prompts_with_images([train_prompts], policy, toolbox)
         policy = proven_with_images(policy, seen)
-        if rollout_func is None and given.needs_columns:
+        if rollout_func is None and agent is None and given.needs_columns:
             check_rewards(rewards, train_prompts, toolbox)
     return Task(
-        policy, train_prompts, eval_prompts, seen, rewards, scorer, toolbox, tool_format, rollout_func, objective,
-        entropy,
+        policy, train_prompts, eval_prompts, seen, rewards, scorer, toolbox, tool_format, rollout_func, agent,
+        objective, entropy,
     )  # fmt: skip
 
 
@@ -227,15 +237,53 @@ def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) 
     return rollout_func
 
 
+def agent_of(agent: Any, rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) -> Agent | None:
+    """Check and, by its import path, find the user's agent; None if there is none.
+
+    Raises:
+        ValueError: an import path without an object, a function that wants what no agent gets, tools or a rollout_func
+            beside it, or a setting that agents don't go with.
+    """
+    if agent is None:
+        return None
+    for name, other in (("rollout_func", rollout_func), ("tools", tools)):
+        if other is not None:
+            raise ValueError(
+                f"agent and {name} are both set, but an agent's program alone decides what the model is asked, and "
+                "runs tools itself: give one of them."
+            )
+    if args.router_replay:
+        raise ValueError(
+            "router_replay is true, but the experts of an agent's branches aren't recorded: set router_replay: false."
+        )
+    if isinstance(agent, str) and is_import_path(agent):
+        agent = find_object(agent, "agent", callable)
+    return Agent.of(agent)
+
+
+def check_agent_model(agent: Agent | None, policy: Policy, args: GRPOConfig) -> None:
+    """Raise a ValueError for a model whose sessions can't be trained."""
+    if agent is not None and policy.processor is not None:
+        raise ValueError(
+            f"agent is set, but {policy.path} reads images, and an agent's sessions are of text: choose a model of "
+            "text."
+        )
+
+
+def own_rewards(tools: Toolbox | None, agent: Agent | None) -> list[Any]:
+    """Rewards that aren't the user's functions: of environments that reward themselves, and what an agent returns."""
+    found = [environment_reward(c, tools) for c in tools.reward_classes] if tools else []
+    return [*found, agent_reward] if agent is not None else found
+
+
 def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> ToolFormat | None:
     """The policy's format of tool calls, if there are tools."""
     kwargs: dict[str, Any] = dict(args.chat_template_kwargs or {})  # type: ignore[arg-type]
     return ToolFormat(policy.tokenizer, kwargs, image_reader_of(policy)) if tools else None
 
 
-def rewards_of(functions: Any, args: GRPOConfig, tools: Toolbox | None) -> list[RewardFunction]:
-    """The reward functions with their weights, and environments that reward themselves with weight 1."""
-    own = [environment_reward(c, tools) for c in tools.reward_classes] if tools else []
+def rewards_of(functions: Any, args: GRPOConfig, own: list[Any]) -> list[RewardFunction]:
+    """The reward functions with their weights, and ``own`` ones (see `own_rewards`) with weight 1."""
     given = as_list(functions)
     if not own:
         return resolve_rewards(given, args.reward_weights)

@@ -73,19 +73,27 @@ class Work:
     pairs: int = 0  # of a query and a key that it sees
 
     @classmethod
-    def of(cls, groups: Iterable[tuple[int, list[int]]]) -> Work:
-        """Of (prompt, completions) in tokens: a completion sees its prompt and, causally, itself."""
+    def of(cls, groups: Iterable[tuple[int, list[tuple[int, int]]]]) -> Work:
+        """Of each prompt's tokens, and of its completions' (or their branches'): those that they see, and their own,
+        which see themselves causally."""
         tokens = predicted = pairs = 0
         for prompt, completions in groups:
-            tokens += prompt + sum(completions)
-            predicted += sum(completions)
-            pairs += prompt * (prompt + 1) // 2 + sum(c * prompt + c * (c + 1) // 2 for c in completions)
+            own = sum(c for _, c in completions)
+            tokens += prompt + own
+            predicted += own
+            pairs += prompt * (prompt + 1) // 2 + sum(c * seen + c * (c + 1) // 2 for seen, c in completions)
         return cls(tokens, predicted, pairs)
 
     @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Work:
         parts = [part for row in rows for part in row.parts]
-        return cls.of((len(part.rollouts[0].input), [len(r.completion_ids) for r in part.rollouts]) for part in parts)
+        return cls.of(
+            (
+                len(part.rollouts[0].input),
+                [(seen, b.length) for r in part.rollouts for seen, b in zip(r.seen, r.tree, strict=True)],
+            )
+            for part in parts
+        )
 
 
 @dataclass(frozen=True)

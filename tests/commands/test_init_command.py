@@ -14,11 +14,13 @@ import torch
 import yaml
 from paths import RECIPES
 
+from colograd.agents.sessions import Agent
 from colograd.commands import init
 from colograd.commands.cli import main
 from colograd.config import parse_arguments
 from colograd.rewards.functions import resolve_rewards
 from colograd.runtime import gpus
+from colograd.runtime.importing import find_object
 
 
 def written(folder: Path) -> dict:
@@ -36,6 +38,16 @@ def test_without_data_it_makes_an_example_that_fits_its_recipe(tmp_path: Path, c
     script, config, model, _ = parse_arguments(["--config", str(tmp_path / "task" / "recipe.yaml"), "--use_cpu"])
     assert model.model_name_or_path == "some/model" and config.num_generations == 8
     assert script.all_rewards() == ["last_number"]
+
+
+def test_an_agent_is_written_that_its_recipe_names(tmp_path: Path, monkeypatch) -> None:
+    assert main(["init", str(tmp_path), "--yes", "--agent", "--model", "some/model"]) == 0
+    script, config, _, _ = parse_arguments(["--config", str(tmp_path / "recipe.yaml"), "--use_cpu"])
+    assert script.agent == "myagent:run" and not script.all_rewards() and config.agent_timeout == 300
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "myagent", raising=False)
+    assert Agent.of(find_object(script.agent, "agent", callable)).name == "run"
+    monkeypatch.delitem(sys.modules, "myagent")
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ from colograd.training.utilisation import Matrices, Work
 
 def test_a_step_is_counted_as_its_packed_rows() -> None:
     """A prompt of 3 with completions of 2 and 4: 6 pairs in the prompt, 2 * 3 + 3 and 4 * 3 + 10 in the completions."""
-    assert Work.of([(3, [2, 4])]) == Work(tokens=9, predicted=6, pairs=6 + 9 + 22)
-    assert Work.of([(3, [2, 4]), (1, [1])]) == Work(tokens=11, predicted=7, pairs=37 + 1 + 2)
+    assert Work.of([(3, [(3, 2), (3, 4)])]) == Work(tokens=9, predicted=6, pairs=6 + 9 + 22)
+    assert Work.of([(3, [(3, 2), (3, 4)]), (1, [(1, 1)])]) == Work(tokens=11, predicted=7, pairs=37 + 1 + 2)
 
 
 def test_flops_are_those_of_the_formula() -> None:

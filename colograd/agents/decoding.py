@@ -1,0 +1,104 @@
+"""What the endpoint's thread asks of the engine, which the engine's own thread runs between its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..engine.chat_api import BadRequest
+from ..engine.protocol import Engine, Sampled
+from ..engine.sampling import Sampling
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A request of a session. Its ``future`` belongs to the endpoint's event loop."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    seed: int
+    future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def finish(self, samples: list[Sampled]) -> None:
+        self._tell(lambda: None if self.future.done() else self.future.set_result(samples))
+
+    def fail(self, error: BaseException) -> None:
+        self._tell(lambda: None if self.future.done() else self.future.set_exception(error))
+
+    def _tell(self, then: object) -> None:
+        loop = self.future.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(then)  # type: ignore[arg-type]
+
+
+class WorkQueue:
+    """Requests on their way to the engine, and those that nobody waits for any more."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._new: list[Work] = []
+        self._dropped: list[Work] = []
+        self._woken = False
+
+    def put(self, work: Work) -> None:
+        with self._changed:
+            self._new.append(work)
+            self._changed.notify()
+
+    def drop(self, work: Work) -> None:
+        with self._changed:
+            self._dropped.append(work)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Something else has happened: `wait` returns."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for anything to happen."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._new or self._dropped or self._woken), seconds)
+            self._woken = False
+
+    def take(self) -> tuple[list[Work], list[Work]]:
+        """New requests, and dropped ones, since the last call."""
+        with self._changed:
+            new, dropped = self._new, self._dropped
+            self._new, self._dropped = [], []
+        return [work for work in new if work not in dropped], [work for work in dropped if work not in new]
+
+
+class Decoder:
+    """Runs the requests of a `WorkQueue` in an engine, in the thread that owns the engine."""
+
+    def __init__(self, engine: Engine, queue: WorkQueue) -> None:
+        self.engine, self.queue = engine, queue
+        self._running: dict[str, Work] = {}
+
+    def step(self, idle_seconds: float) -> None:
+        """Submit what is new, run one step, and answer what it finished; without requests, wait for one a little."""
+        new, dropped = self.queue.take()
+        if gone := [name for name, work in self._running.items() if work in dropped]:
+            for name in gone:
+                del self._running[name]
+            self.engine.abort(gone)
+        for work in new:
+            try:
+                self._running[self.engine.submit(work.prompt, work.sampling, work.seed)] = work
+            except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
+                work.fail(BadRequest(f"the engine refuses the request: {error}"))
+        if not self._running:
+            self.queue.wait(idle_seconds)
+            return
+        for name, samples in self.engine.advance():
+            if (finished := self._running.pop(name, None)) is not None:
+                finished.finish(samples)
+
+    def close(self) -> None:
+        """Abort what runs."""
+        self.engine.abort([*self._running])
+        self._running.clear()

@@ -1,0 +1,230 @@
+"""The endpoint that programs call: OpenAI's chat completions, completions and models, and Anthropic's messages.
+
+A session's key says whose a request is. A stream's events are sent when all of the answer is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ..batch import FinishReason
+from ..engine.chat_api import BadRequest, Call, ChatAPI, Choice
+from ..engine.protocol import Sampled
+from ..engine.sampling import Sampling, request_seed
+from .context import Context, UnreadableMessages
+from .decoding import Work, WorkQueue
+from .session import Session
+
+APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
+
+
+class ClientGone(Exception):
+    """The program has closed the connection."""
+
+
+class Endpoint:
+    """Answers the requests of one generation's sessions.
+
+    Args:
+        sampling: the run's, or the evaluation's.
+        seeds: (a prompt's position, what a request is told by) -> its seed.
+        context: tokens of the longest sequence.
+        refuses: a request with other sampling settings is an error; False: it is answered, and not trained on.
+    """
+
+    def __init__(
+        self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seeds: tuple[int, str], context: int, refuses: bool
+    ) -> None:  # fmt: skip
+        self.api, self.queue, self.sampling, self.context, self.refuses = api, queue, sampling, context, refuses
+        self._seed, self._purpose = seeds
+        self.sessions: dict[str, Session] = {}  # by key; those that are over too
+        routes = [Route(path, self._answering(api_name), methods=["POST"]) for path, api_name in APIS.items()]
+        routes.append(Route("/v1/models", self._models, methods=["GET"]))
+        handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
+
+    # -- routes
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._session_of(request)
+        except BadRequest as error:
+            return self._failed("chat", error)
+        return JSONResponse(self.api.models(self.context))
+
+    async def _no_such_path(self, request: Request, error: Exception) -> Response:
+        return self._failed(
+            "chat",
+            BadRequest(
+                f"{request.method} {request.url.path} isn't served here: there are POST {', '.join(APIS)} and GET "
+                "/v1/models.",
+                404,
+                "not_found",
+            ),
+        )
+
+    def _answering(self, api: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await self._answer(api, request)
+            except BadRequest as error:
+                return self._failed(api, error)
+            except ClientGone:
+                return Response(status_code=499)
+            except Exception as error:  # a mistake of ours is no session's end
+                return self._failed(api, BadRequest(f"{type(error).__name__}: {error}", 500, "internal_error"))
+
+        return answer
+
+    def _failed(self, api: str, error: BadRequest) -> Response:
+        return JSONResponse(self.api.error(api, error.status, error.code, str(error)), error.status)
+
+    def _session_of(self, request: Request) -> Session:
+        key = request.headers.get("x-api-key", "")
+        bearer = request.headers.get("authorization", "")
+        if bearer.lower().startswith("bearer "):
+            key = bearer[7:].strip()
+        session = self.sessions.get(key)
+        if session is None:
+            raise BadRequest("the API key is no session's: use the api_key that the program was given.", 401, "no_key")
+        return session
+
+    async def _answer(self, api: str, request: Request) -> Response:
+        began = time.perf_counter()
+        session = self._session_of(request)
+        body = await _body(request, session.limits.body)
+        call = self.api.read(api, body, self.sampling)
+        if call.shaping and self.refuses:
+            raise BadRequest(_why_refused(call, self.sampling), 400, "sampling_settings")
+        count = call.n * max(len(call.prompts), 1)
+        session.begin(count)
+        try:
+            contexts = self._contexts(session, call)
+            works = [self._work(session, call, ids) for ids, _ in contexts]
+            choices: list[Choice] = []
+            for (ids, context), samples in zip(contexts, await self._decoded(session, works, request), strict=True):
+                found = [self._choice(call, sample, session) for sample in samples]
+                session.record(call, context, ids, samples, found, began)
+                choices += found
+        finally:
+            session.end(count)
+        read = sum(len(ids) for ids, _ in contexts)
+        if call.stream:
+            return StreamingResponse(iter([*self.api.events(call, choices, read)]), media_type="text/event-stream")
+        return JSONResponse(self.api.response(call, choices, read))
+
+    # -- a request
+
+    def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
+        """The ids that the model reads, of each prompt."""
+        if call.messages is None:
+            found = [
+                prompt if isinstance(prompt, list) else session.form.tokenizer.encode(prompt) for prompt in call.prompts
+            ]
+            pairs: list[tuple[list[int], Context | None]] = [(ids, None) for ids in found]
+        else:
+            try:
+                context = session.contexts.context(call.messages, call.arguments)
+            except UnreadableMessages as error:
+                raise BadRequest(str(error)) from None
+            pairs = [(context.ids, context)]
+        for ids, _ in pairs:
+            if not ids:
+                raise BadRequest("the prompt has no tokens.")
+            if len(ids) >= self.context:
+                raise BadRequest(
+                    f"the prompt has {len(ids)} tokens, but the context has {self.context}, of which one is to be "
+                    "written: shorten it (or raise vllm_max_model_length).",
+                    400,
+                    "context_length_exceeded",
+                )
+        return pairs
+
+    def _work(self, session: Session, call: Call, ids: list[int]) -> Work:
+        seed = request_seed(self._seed, session.prompt.position, f"{self._purpose}/{session.seed_text(ids)}")
+        sampling = dataclasses.replace(
+            self.sampling,
+            n=call.n,
+            max_tokens=min(call.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens),
+            temperature=self.sampling.temperature if call.temperature is None else call.temperature,
+            options=self.sampling.options | call.options,
+        )
+        return Work(ids, sampling, seed)
+
+    async def _decoded(self, session: Session, works: list[Work], request: Request) -> list[list[Sampled]]:
+        """The samples of each work.
+
+        Raises:
+            ClientGone: the program doesn't wait for them.
+            BadRequest: the engine refuses one, or the session has ended.
+        """
+        gone = asyncio.ensure_future(_disconnected(request))
+        session.working.update(works)
+        for work in works:
+            self.queue.put(work)
+        all_done: asyncio.Future[list[list[Sampled]]] = asyncio.gather(*(work.future for work in works))
+        both: list[asyncio.Future[Any]] = [gone, all_done]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not all_done.done():
+                raise ClientGone
+            return list(all_done.result())
+        finally:
+            gone.cancel()
+            session.working.difference_update(works)
+            for work in works:
+                if not work.future.done():
+                    work.future.cancel()
+                    self.queue.drop(work)
+
+    def _choice(self, call: Call, sample: Sampled, session: Session) -> Choice:
+        length = sample.finish_reason is not FinishReason.STOP
+        return self.api.choice(call, sample.ids, sample.logprobs, length, session.form.ends)
+
+    def close(self, session: Session, why: str) -> None:
+        """End a session; its open requests fail. Any thread may call it."""
+        session.close(why)
+        for work in session.working.copy():  # which the endpoint's thread changes
+            self.queue.drop(work)
+            work.fail(BadRequest(f"this session is over: {why}.", 410, "session_over"))
+
+
+async def _body(request: Request, most: int) -> Any:
+    """The request's JSON.
+
+    Raises:
+        BadRequest: it is none, or has more than ``most`` bytes.
+    """
+    found = bytearray()
+    async for part in request.stream():
+        found += part
+        if len(found) > most:
+            raise BadRequest(f"the request has more than {most} bytes.", 413, "too_large")
+    try:
+        return json.loads(bytes(found))
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body isn't JSON: {error}") from None
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _why_refused(call: Call, sampling: Sampling) -> str:
+    name, value = next(iter(call.shaping.items()))
+    own = sampling.temperature if name == "temperature" else sampling.options.get(name, "not set")
+    return (
+        f"{name} is {value!r}, but this run samples with {own!r}: tokens drawn otherwise would bias the update. Leave "
+        "it out, or set agent_sampling: untrained in the run, which answers such requests without training on them."
+    )

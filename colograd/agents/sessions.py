@@ -1,0 +1,282 @@
+"""`AgentSessions`: the rollout source in which the user's program asks the model, over HTTP, whatever it likes.
+
+Each completion of a group is a session: the program runs once for it, with a key of its own. Hundreds of sessions
+decode in one batch, for what they ask goes into the engine's one queue.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import os
+import reprlib
+import shlex
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ..batch import Group, Prompt, Rollout
+from ..engine.chat_api import ChatAPI
+from ..engine.protocol import Engine
+from ..engine.sampling import Sampling
+from ..parallel import watchdog
+from ..rollout.failures import FAILURE
+from ..rollout.session_log import SessionLog
+from ..usercode.calls import Outcome, place_in
+from ..usercode.programs import CommandProgram, FunctionProgram, Program
+from .context import ChatFormat
+from .decoding import Decoder, WorkQueue
+from .endpoint import Endpoint
+from .server import served
+from .session import Limits, Session
+
+POLL = 0.05  # seconds between two looks at the clock while no session asks anything
+REWARD, SESSION = "agent_reward", "session"  # columns of a rollout
+GIVEN = ("base_url", "api_key", "model", "row")  # what a function may take
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The user's program: a function, or a command.
+
+    A function gets those of base_url, api_key, model and row (a dict, the dataset's) that it names. A command has
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its environment, and
+    the row as JSON on its standard input.
+    """
+
+    name: str
+    function: Callable[..., Any] | None
+    command: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given: Any) -> Agent:
+        """From a function or a command line.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if isinstance(given, str):
+            command = tuple(shlex.split(given))
+            if not command:
+                raise ValueError("agent is empty, but must be a function's import path or a command line.")
+            return cls(os.path.basename(command[-1]), None, command)
+        if not callable(given):
+            raise ValueError(f"agent is {given!r}, but must be a function, its import path, or a command line.")
+        parameters = _parameters(given)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in _STARS]
+        if unknown := [name for name in needed if name not in GIVEN]:
+            raise ValueError(
+                f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but is given {', '.join(GIVEN)}: "
+                "rename the parameter, or give it a default (the dataset's columns are in `row`)."
+            )
+        return cls(getattr(given, "__name__", type(given).__name__), given)
+
+    def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> Program:
+        """Run the program once."""
+        given = {"base_url": f"{address}/v1", "api_key": key, "model": model, "row": dict(row)}
+        if self.function is None:
+            environment = {
+                "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": address,
+                "ANTHROPIC_API_KEY": key, "COLOGRAD_MODEL": model,
+            }  # fmt: skip
+            return CommandProgram(self.command, environment, dict(row))
+        parameters = _parameters(self.function)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            given = {p.name: given[p.name] for p in parameters if p.name in given}
+        return FunctionProgram(self.function, given)
+
+
+_STARS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [*inspect.signature(function).parameters.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """How sessions are run."""
+
+    timeout: float | None  # seconds of one
+    at_once: int  # sessions
+    limits: Limits
+    refuses: bool  # requests with other sampling settings
+    raises: bool  # a session that fails ends the run; False: its group isn't trained
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    session: Session
+    program: Program
+    deadline: float
+
+
+class AgentSessions:
+    """Writes the groups of some prompts as sessions of an agent.
+
+    Args:
+        log: returns the present record of finished sessions, which aren't run again; None: there is none.
+    """
+
+    def __init__(
+        self, engine: Engine, agent: Agent, api: ChatAPI, form: ChatFormat, settings: AgentSettings,
+        log: Callable[[], SessionLog | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
+        self.log = log
+        self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        """See `RolloutSource.generate`. A request's seed depends on its session and its context, not on time.
+
+        Raises:
+            RuntimeError: a session failed, unless such groups abstain.
+        """
+        self.engine.require(version)
+        if not prompts:  # a rank may have none in an evaluation
+            return
+        queue = WorkQueue()
+        endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context, self.settings.refuses)
+        with ExitStack() as closing:
+            decoder = Decoder(self.engine, queue)
+            closing.callback(decoder.close)
+            address = closing.enter_context(served(endpoint.app))
+            running = _RunningSessions(self, endpoint, address, version)
+            closing.callback(running.close)
+            yield from running.open(prompts, sampling.n)
+            while running.unfinished:
+                running.start()
+                decoder.step(POLL)
+                watchdog.progress("agents' sessions")
+                yield from running.finished()
+
+    def take_counts(self) -> dict[str, float]:
+        """Sums of ``agent/...`` since the last call."""
+        taken = dict(self.counts)
+        self.counts.clear()
+        return taken
+
+
+class _RunningSessions:
+    """The sessions of one call of `AgentSessions.generate`."""
+
+    def __init__(self, parent: AgentSessions, endpoint: Endpoint, address: str, version: int) -> None:
+        self.agent, self.settings, self.counts, self.form = parent.agent, parent.settings, parent.counts, parent.form
+        self.model, self.endpoint, self.address, self.version = parent.api.model, endpoint, address, version
+        self._log = parent.log()
+        self._waiting: list[Session] = []
+        self._running: list[_Running] = []
+        self._over: dict[int, dict[int, Rollout]] = {}  # by the prompt's position, by the place in the group
+        self._size = 0
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def open(self, prompts: Sequence[Prompt], size: int) -> Iterator[Group]:
+        """Take all sessions that are to be run; yields the groups of which a record has all."""
+        self._size = size
+        for prompt in prompts:
+            known = self._log.recall(prompt) if self._log is not None else {}
+            done = self._over[prompt.position] = {i: rollout for i, rollout in known.items() if i < size}
+            self._waiting += [Session(prompt, i, self.form, self.settings.limits) for i in range(size) if i not in done]
+            if len(done) == size:
+                yield self._group(prompt)
+
+    def _group(self, prompt: Prompt) -> Group:
+        rollouts = tuple(rollout for _, rollout in sorted(self._over.pop(prompt.position).items()))
+        return Group(prompt.example, rollouts, prompt.position)
+
+    def start(self) -> None:
+        """Start sessions as others end."""
+        while self._waiting and len(self._running) < self.settings.at_once:
+            session = self._waiting.pop(0)
+            self.endpoint.sessions[session.key] = session
+            session.began = time.perf_counter()
+            program = self.agent.start(self.address, session.key, self.model, session.prompt.example)
+            program.future.add_done_callback(lambda _: self.endpoint.queue.wake())
+            limit = self.settings.timeout
+            self._running.append(_Running(session, program, math.inf if limit is None else session.began + limit))
+
+    def finished(self) -> Iterator[Group]:
+        """The groups that are whole by now."""
+        now = time.perf_counter()
+        ended = [each for each in self._running if each.program.future.done() or now > each.deadline]
+        self._running = [each for each in self._running if each not in ended]
+        for each in ended:
+            session, prompt = each.session, each.session.prompt
+            done = self._over[prompt.position]
+            done[session.index] = self._end(each)
+            if self._log is not None:
+                self._log.add(prompt, session.index, done[session.index])
+            if len(done) == self._size:
+                yield self._group(prompt)
+
+    def _end(self, each: _Running) -> Rollout:
+        session, future = each.session, each.program.future
+        if future.done():
+            outcome = future.result()
+            self.endpoint.close(session, "its program has ended")
+        else:
+            outcome = Outcome("late", None, self.settings.timeout or 0.0)
+            self.endpoint.close(session, f"agent_timeout ({outcome.seconds:g} s) is over")
+            self.counts["agent/timeouts"] += 1
+        each.program.stop()  # what a command has left behind, too
+        columns, failure = returned(outcome)
+        self.counts["agent/sessions"] += 1
+        self.counts["agent/requests"] += len(session.turns)
+        self.counts["agent/seconds"] += time.perf_counter() - session.began
+        if failure:
+            self.counts["agent/failures"] += 1
+            if self.settings.raises:
+                raise RuntimeError(
+                    f"agent {self.agent.name!r}, prompt {session.prompt.position}, session {session.index}: {failure} "
+                    "Mend it, or set agent_on_error: abstain, which leaves such a session's group out of training."
+                )
+        return session.rollout(self.version, {**columns, SESSION: session.turns, FAILURE: failure})
+
+    def close(self) -> None:
+        """End what still runs."""
+        for each in self._running:
+            self.endpoint.close(each.session, "the generation was aborted")
+            each.program.stop()
+
+
+def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
+    """A program's value as columns for reward functions, and how it failed; empty: it didn't."""
+    none: dict[str, Any] = {REWARD: None}
+    if outcome.kind == "late":
+        return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."
+    if outcome.kind == "died":
+        status, printed = outcome.value
+        return none, f"its command ended with status {status}. The end of what it printed:\n{printed}\n"
+    if outcome.kind != "value":
+        line, traceback = outcome.value
+        place = place_in(traceback)
+        return none, f"it raised {line}{f' ({place})' if place else ''}. Its traceback:\n{traceback}"
+    value = outcome.value
+    further = {}
+    if isinstance(value, Mapping):
+        further = {str(name): each for name, each in value.items() if name != "reward"}
+        value = value.get("reward")
+    if taken := {REWARD, FAILURE, SESSION} & further.keys():
+        return none, f"it returned {taken.pop()!r}, which is the trainer's own name: rename it."
+    if value is None:
+        return {**none, **further}, ""
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        return none, (
+            f"it returned {reprlib.repr(value)}, but must return a finite number (the reward), None (reward functions "
+            "decide), or a dict with `reward` and columns for them."
+        )
+    return {REWARD: float(value), **further}, ""
+
+
+def agent_reward(agent_reward: Sequence[Any] = (), **kwargs: Any) -> list[Any]:
+    """The reward that a session's program returned; None: it leaves that to the reward functions."""
+    return list(agent_reward)

@@ -1,0 +1,470 @@
+"""The OpenAI and Anthropic APIs in vLLM's own models: bodies of requests in, bodies of responses out.
+
+vLLM's parsers find the tool calls and the reasoning in what was sampled. Nothing here samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .sampling import Sampling
+
+# Parameters of a request that change what would be sampled, with the values (beside None) at which they don't.
+SHAPING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,), "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": ([],),
+    "ignore_eos": (False,), "thinking_token_budget": (), "repetition_detection": (),
+}  # fmt: skip
+# Parameters that nothing here does, likewise.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (0,), "top_logprobs": (0,),
+    "logprob_token_ids": ([],), "continue_final_message": (False,), "add_generation_prompt": (True,),
+    "chat_template": (), "truncate_prompt_tokens": (), "prompt_embeds": (), "kv_transfer_params": (),
+    "ec_transfer_params": (), "vllm_xargs": (), "include_stop_str_in_output": (False,),
+}  # fmt: skip
+# How chat templates write calls and reasoning, and the names of vLLM's parsers for it; the first that fits.
+TOOL_PARSERS = (
+    ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
+    ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
+)  # fmt: skip
+REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen3"), ("<think>", "deepseek_r1"))
+
+
+class BadRequest(ValueError):
+    """What the program asked for isn't done: the HTTP status and the API's code for it, and whose fault it was."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that was read."""
+
+    api: str  # chat, completions or messages
+    request: Any  # vLLM's model of it, of `messages` the chat request that asks for the same
+    n: int
+    max_tokens: int | None
+    options: dict[str, Any]  # of vllm.SamplingParams: stop, structured_outputs, and what shapes the distribution
+    shaping: dict[str, Any]  # settings that the run doesn't sample with, by name
+    temperature: float | None
+    stream: bool
+    messages: list[dict[str, Any]] | None = None
+    prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to a request."""
+
+    message: dict[str, Any]  # the assistant's, as the API has it; of `completions` its content alone
+    finish_reason: str  # stop, length or tool_calls
+    stop: str | None  # the stop string that ended it
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    tokens: Sequence[str]  # a text per id
+
+
+class ChatAPI:
+    """Reads requests and writes responses for one model.
+
+    Args:
+        model: the name that programs call it by.
+        template: its chat template, by which parsers are chosen.
+        tool_parser, reasoning_parser: names of vLLM's; None: chosen by the template; "": none.
+
+    Raises:
+        ValueError: vLLM has no parser of that name.
+    """
+
+    def __init__(
+        self, tokenizer: Any, model: str, template: str, tool_parser: str | None = None,
+        reasoning_parser: str | None = None, model_type: str = "",
+    ) -> None:  # fmt: skip
+        from vllm.parser.parser_manager import ParserManager
+
+        self.tokenizer, self.model = tokenizer, model
+        if tool_parser is None:
+            tool_parser = next((name for part, name in TOOL_PARSERS if part in template), "")
+        if reasoning_parser is None:
+            reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
+        self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
+        try:
+            self._parser: Any = ParserManager.get_parser(
+                tool_parser_name=tool_parser or None,
+                reasoning_parser_name=reasoning_parser or None,
+                enable_auto_tools=True,
+                is_harmony=model_type == "gpt_oss",
+            )
+        except (TypeError, KeyError, ImportError) as error:
+            raise ValueError(
+                f"vLLM has no tool parser {tool_parser!r} or reasoning parser {reasoning_parser!r} ({error}): set "
+                "agent_tool_parser and agent_reasoning_parser to names of its own, or to '' for none."
+            ) from None
+
+    def describe(self) -> str:
+        return f"tool calls: {self.tool_parser or 'not read'}, reasoning: {self.reasoning_parser or 'not read'}"
+
+    # -- requests
+
+    def read(self, api: str, body: Any, sampling: Sampling) -> Call:
+        """A request's body.
+
+        Raises:
+            BadRequest: it isn't one, or asks for what isn't done.
+        """
+        request = self._request(api, body)
+        for name, neutral in UNSUPPORTED.items():
+            value = getattr(request, name, None)
+            if value is not None and value not in neutral:
+                raise BadRequest(f"{name} is {value!r}, which this endpoint doesn't do: leave it out.")
+        n = getattr(request, "n", 1) or 1
+        fields = vars(request)  # reading its deprecated name would warn
+        most = fields.get("max_completion_tokens") or fields.get("max_tokens")
+        if most is not None and most < 1:
+            raise BadRequest(f"max_tokens is {most}, but must be at least 1.")
+        shaping = {
+            name: value
+            for name, neutral in SHAPING.items()
+            if (value := getattr(request, name, None)) is not None
+            and value not in neutral
+            and value != sampling.options.get(name)
+        }
+        if request.temperature is not None and request.temperature != sampling.temperature:
+            shaping["temperature"] = request.temperature
+        options = {name: value for name, value in shaping.items() if name != "temperature"}
+        if stop := request.stop:
+            options["stop"] = [stop] if isinstance(stop, str) else list(stop)
+        if request.stop_token_ids:
+            options["stop_token_ids"] = list(request.stop_token_ids)
+        given: dict[str, Any] = {"n": n, "max_tokens": most, "shaping": shaping, "stream": bool(request.stream)}
+        given |= {"temperature": request.temperature, "options": options}
+        if api == "completions":
+            if (request.logprobs or 0) > 1:
+                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's are there: ask for 1.")
+            self._add_structure(request, options)
+            return Call(api, request, prompts=_prompts(request.prompt), **given)
+        arguments = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            arguments["reasoning_effort"] = request.reasoning_effort
+            arguments.setdefault("enable_thinking", request.reasoning_effort != "none")
+        if request.tools:
+            if not self.tool_parser:
+                raise BadRequest(
+                    "tools were given, but nothing is known that reads this model's calls: the run must set "
+                    "agent_tool_parser."
+                )
+            if request.tool_choice is None:
+                request.tool_choice = "auto"
+            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        if request.documents:
+            arguments["documents"] = request.documents
+        request = self._adjusted(request, arguments)
+        self._add_structure(request, options)
+        return Call(api, request, messages=_texts_only(request.messages), arguments=arguments, **given)
+
+    def _request(self, api: str, body: Any) -> Any:
+        from pydantic import ValidationError
+
+        if not isinstance(body, dict):
+            raise BadRequest("the body isn't a JSON object.")
+        if api != "completions" and not isinstance(body.get("messages"), list):
+            raise BadRequest("messages is missing, or no list.")
+        try:
+            if api == "completions":
+                from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+                return CompletionRequest.model_validate(body)
+            if api == "messages":
+                from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+                from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+                return AnthropicServingMessages.to_chat_completion_request(
+                    AnthropicMessagesRequest.model_validate(body)
+                )
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+            return ChatCompletionRequest.model_validate(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"][:4])
+            raise BadRequest(f"{where}: {first['msg']}" if where else str(first["msg"])) from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise BadRequest(f"{type(error).__name__}: {error}") from None
+
+    def _parser_of(self, request: Any, arguments: Mapping[str, Any]) -> Any:
+        return self._parser(self.tokenizer, request.tools, chat_template_kwargs=dict(arguments))
+
+    def _adjusted(self, request: Any, arguments: Mapping[str, Any]) -> Any:
+        """The request with the structure that its ``tool_choice`` asks for."""
+        if self._parser is None or not request.tools or request.tool_choice == "none":
+            return request
+        try:
+            return self._parser_of(request, arguments).adjust_request(request)
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadRequest(f"tools: {error}") from None
+
+    def _add_structure(self, request: Any, options: dict[str, Any]) -> None:
+        try:
+            structure = request.extract_structured_outputs()
+        except ValueError as error:
+            raise BadRequest(f"response_format: {error}") from None
+        if structure is not None:
+            options["structured_outputs"] = structure
+
+    # -- responses
+
+    def choice(self, call: Call, ids: Sequence[int], logprobs: Sequence[float], length: bool, ends: Any) -> Choice:
+        """What was sampled, as an answer.
+
+        Args:
+            length: the limit of tokens ended it.
+            ends: ids that end a turn.
+        """
+        own = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
+        keeps = bool(call.arguments.get("tools")) or bool(self.reasoning_parser)
+        text = self.tokenizer.decode([*own], skip_special_tokens=not keeps or call.api == "completions")
+        stop = None
+        if not length:
+            found = [(text.find(part), part) for part in call.options.get("stop", ()) if part in text]
+            if found:
+                at, stop = min(found)
+                text = text[:at]
+        reason = "length" if length else "stop"
+        tokens = [self.tokenizer.decode([token]) for token in ids] if call.request.logprobs else []
+        if call.api == "completions":
+            return Choice({"content": text}, reason, stop, ids, logprobs, tokens)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self._parser is not None:
+            message = self._parsed(call, text, own)
+            if message.get("tool_calls") and not length:
+                reason = "tool_calls"
+        return Choice(message, reason, stop, ids, logprobs, tokens)
+
+    def _parsed(self, call: Call, text: str, ids: Sequence[int]) -> dict[str, Any]:
+        try:
+            reasoning, content, calls = self._parser_of(call.request, call.arguments).parse(
+                text, call.request, enable_auto_tools=True, model_output_token_ids=[*ids]
+            )
+        except Exception:  # whatever a parser makes of a malformed text
+            return {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning"] = reasoning
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": each.id or f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": each.name, "arguments": each.arguments},
+                }
+                for each in calls
+            ]
+        elif content is None:
+            message["content"] = ""
+        return message
+
+    def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
+        """The body of a response that isn't streamed."""
+        usage = _usage(choices, prompt_tokens)
+        if call.api == "completions":
+            from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+
+            found = [
+                {
+                    "index": index,
+                    "text": choice.message["content"],
+                    "finish_reason": choice.finish_reason,
+                    "logprobs": None if call.request.logprobs is None else _flat_logprobs(choice),
+                }
+                for index, choice in enumerate(choices)
+            ]
+            return _plain(CompletionResponse.model_validate({"model": self.model, "choices": found, "usage": usage}))
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+
+        found = [
+            {
+                "index": index,
+                "message": choice.message,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop,
+                "logprobs": {"content": _logprobs(choice)} if call.request.logprobs else None,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        whole = ChatCompletionResponse.model_validate({"model": self.model, "choices": found, "usage": usage})
+        return _anthropic(_plain(whole)) if call.api == "messages" else _plain(whole)
+
+    def events(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> Iterator[str]:
+        """The response as server-sent events, once all of it is there."""
+        whole = self.response(call, choices, prompt_tokens)
+        if call.api == "messages":
+            yield from _anthropic_events(whole)
+            return
+        shared = {name: whole[name] for name in ("id", "created", "model")}
+        kind = "chat.completion.chunk" if call.api == "chat" else "text_completion"
+        for index, choice in enumerate(whole["choices"]):
+            if call.api == "completions":
+                parts = [choice]
+            else:
+                message = choice["message"]
+                calls = [{**each, "index": i} for i, each in enumerate(message.get("tool_calls") or ())]
+                deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+                deltas += [{"reasoning": message["reasoning"]}] if message.get("reasoning") else []
+                deltas += [{"content": message["content"]}] if message.get("content") else []
+                deltas += [{"tool_calls": [each]} for each in calls]
+                parts = [{"index": index, "delta": delta, "finish_reason": None} for delta in deltas]
+                parts[-1]["logprobs"] = choice["logprobs"]
+                end = {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}
+                parts.append(end | {"stop_reason": choice["stop_reason"]})
+            for part in parts:
+                yield f"data: {json.dumps(shared | {'object': kind, 'choices': [part]})}\n\n"
+        options = call.request.stream_options
+        if options is not None and options.include_usage:
+            yield f"data: {json.dumps(shared | {'object': kind, 'choices': [], 'usage': whole['usage']})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def models(self, context: int) -> dict[str, Any]:
+        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "colograd", "max_model_len": context}
+        return {"object": "list", "data": [card]}
+
+    @staticmethod
+    def error(api: str, status: int, code: str, message: str) -> dict[str, Any]:
+        """The body of an error."""
+        if api == "messages":
+            kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
+            return {"type": "error", "error": {"type": kind or "invalid_request_error", "message": message}}
+        return {"error": {"message": message, "type": code, "param": None, "code": code}}
+
+
+def _plain(model: Any) -> dict[str, Any]:
+    found: dict[str, Any] = model.model_dump(mode="json")
+    return found
+
+
+def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    found = [dict(message) for message in messages]
+    if not found:
+        raise BadRequest("messages is empty, but needs at least one.")
+    for index, message in enumerate(found):
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            message["content"] = parts = [dict(part) for part in content]
+            for part in parts:
+                if part.get("type", "text") not in ("text", "refusal"):
+                    raise BadRequest(
+                        f"messages.{index} has a part of type {part.get('type')!r}, but sessions are of text."
+                    )
+        if message.get("tool_calls") is not None:
+            message["tool_calls"] = [dict(call) for call in message["tool_calls"]]
+    return found
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    if prompt is None or prompt == []:
+        raise BadRequest("prompt is missing.")
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def _usage(choices: Sequence[Choice], prompt_tokens: int) -> dict[str, int]:
+    written = sum(len(choice.ids) for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": written,
+        "total_tokens": prompt_tokens + written,
+    }
+
+
+def _logprobs(choice: Choice) -> list[dict[str, Any]]:
+    return [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in zip(choice.tokens, choice.logprobs, strict=True)
+    ]
+
+
+def _flat_logprobs(choice: Choice) -> dict[str, Any]:
+    offsets, at = [], 0
+    for token in choice.tokens:
+        offsets.append(at)
+        at += len(token)
+    tokens = list(choice.tokens)
+    tops = [{token: logprob} for token, logprob in zip(tokens, choice.logprobs, strict=True)]
+    return {"tokens": tokens, "token_logprobs": [*choice.logprobs], "text_offset": offsets, "top_logprobs": tops}
+
+
+# -- Anthropic's
+
+
+def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """An OpenAI response as Anthropic's."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
+
+    choice, usage = whole["choices"][0], whole["usage"]
+    message, stopped = choice["message"], choice.get("stop_reason")
+    content: list[dict[str, Any]] = []
+    if message.get("reasoning"):
+        content.append({"type": "thinking", "thinking": message["reasoning"], "signature": uuid.uuid4().hex})
+    calls = message.get("tool_calls") or ()
+    if message.get("content") or not (content or calls):
+        content.append({"type": "text", "text": message.get("content") or ""})
+    for call in calls:
+        arguments = _object(call["function"]["arguments"])
+        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    found = AnthropicMessagesResponse.model_validate(
+        {
+            "id": f"msg_{whole['id']}",
+            "model": whole["model"],
+            "content": content,
+            "stop_reason": "stop_sequence" if isinstance(stopped, str) else reasons[choice["finish_reason"]],
+            "stop_sequence": stopped if isinstance(stopped, str) else None,
+            "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
+        }
+    )
+    plain: dict[str, Any] = found.model_dump(mode="json", exclude_none=True)
+    return plain | {"stop_sequence": plain.get("stop_sequence")}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}
+
+
+def _anthropic_events(whole: Mapping[str, Any]) -> Iterator[str]:
+    def event(kind: str, **content: Any) -> str:
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
+
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield event("message_start", message={**begun, "usage": {**whole["usage"], "output_tokens": 0}})
+    for index, block in enumerate(whole["content"]):
+        empty: dict[str, Any]
+        if block["type"] == "text":
+            empty, deltas = {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        elif block["type"] == "thinking":
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+            deltas = [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": block["signature"]},
+            ]
+        else:
+            empty = {**block, "input": {}}
+            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+        yield event("content_block_start", index=index, content_block=empty)
+        for delta in deltas:
+            yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    yield event("message_delta", delta=delta, usage=whole["usage"])
+    yield event("message_stop")

@@ -1,0 +1,114 @@
+"""A program of the user's that runs beside the engine: a function in a thread of its own, or a command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from .calls import Outcome, raised_outcome
+
+MOST_OUTPUT = 2**20  # bytes that are kept of what a command prints
+SHOWN = 2000  # characters of it in an error
+
+
+class Program(Protocol):
+    """A running program."""
+
+    future: Future[Outcome]  # how it ended; nothing but its own end completes it
+
+    def stop(self) -> None:
+        """End it, as far as that can be done; nobody waits for it."""
+
+
+class FunctionProgram:
+    """A function, sync or async, in a thread of its own: one that blocks holds up nobody else.
+
+    An async one has an event loop of its own, on which `stop` cancels it. A sync one can't be ended.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        self.future: Future[Outcome] = Future()
+        self._function, self._arguments = function, dict(arguments)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
+
+    def stop(self) -> None:
+        if self._loop is not None and self._task is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            value = self._function(**self._arguments)
+            if inspect.isawaitable(value):
+                value = asyncio.run(self._awaited(value))
+            outcome = Outcome("value", value, time.perf_counter() - started)
+        except BaseException as error:  # SystemExit too: it would end the thread, and its session wait for ever
+            outcome = raised_outcome(error)
+        self.future.set_result(outcome)
+
+    async def _awaited(self, value: Any) -> Any:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        return await value
+
+
+class CommandProgram:
+    """A command in a process of its own, and what it starts, in one group that `stop` kills.
+
+    It reads ``given`` (JSON) from its standard input. The last line that it prints is its value, if that is JSON.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:
+        self.future: Future[Outcome] = Future()
+        self._process = subprocess.Popen(
+            [*command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        self._given = json.dumps(given, default=str).encode()
+        threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _run(self) -> None:
+        started, process = time.perf_counter(), self._process
+        assert process.stdin is not None and process.stdout is not None
+        threading.Thread(target=self._feed, daemon=True).start()
+        kept = b""
+        while part := os.read(process.stdout.fileno(), 2**16):  # a command that prints without end fills no memory
+            kept = (kept + part)[-MOST_OUTPUT:]
+        status = process.wait()
+        process.stdout.close()
+        seconds, printed = time.perf_counter() - started, kept.decode(errors="replace")
+        if status:
+            self.future.set_result(Outcome("died", (status, printed[-SHOWN:]), seconds))
+            return
+        lines = printed.strip().splitlines()
+        try:
+            value = json.loads(lines[-1]) if lines else None
+        except ValueError:
+            value = None
+        self.future.set_result(Outcome("value", value, seconds))
+
+    def _feed(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it ended, or closed its input
+            self._process.stdin.write(self._given)
+            self._process.stdin.close()
