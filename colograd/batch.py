@@ -472,6 +472,7 @@ class StepBatch:
     metrics: dict[str, float]  # reduced over ranks: what was known before training
     groups: tuple[ScoredGroup, ...]  # what the rows hold: they can be packed again under another budget
     version: int = 0  # the optimizer step whose weights it trains
+    counted: bool = True  # False: another rank has the same rows, and sums over ranks count them there
 
     @property
     def on_policy(self) -> bool:

@@ -146,7 +146,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             self.closing.callback(self.completion_log.close)
         if self.journal is not None:
             self.closing.callback(self.journal.close)
-        resolve_by_memory(args, task)
+        resolve_by_memory(args, task, self.samples)
         strategy = strategy_of(args)
         rules = packing_rules(args, task.policy, task.objective, equal_counts=strategy.meets_in_backward)
         if self.samples and compiles(args):

@@ -13,6 +13,9 @@ from ..runtime import process
 from ..runtime.importing import is_import_path
 from .knob import knob, one_of
 
+# Settings that a policy in the engine's layout can't have.
+NOT_IN_PARTS = ("torch_compile", "use_liger_kernel", "sync_ref_model", "router_replay")
+
 
 def offload_way(given: str | bool) -> str:
     """`offload_optimizer` without its short forms; a command line has them as texts."""
@@ -139,8 +142,41 @@ class EngineKnobs(TrainingArguments):
                 f"vllm_tensor_parallel_size is {per_engine}, but the ranks of an engine must be on one machine, and "
                 f"each has {per_node} of them (LOCAL_WORLD_SIZE): choose one of {', '.join(divisors)}."
             )
-        if per_engine > 1 and self.weights not in ("auto", "copied"):
+        if self.tensor_parallel:
+            self._check_tensor_parallel()
+        elif per_engine > 1 and self.weights not in ("auto", "copied"):
             raise ValueError(
                 f"weights is {self.weights!r}, but an engine over {per_engine} ranks holds parts of the weights, into "
                 "which those of the policy are copied: set weights: auto, or vllm_tensor_parallel_size: 1."
+            )
+
+    def _check_tensor_parallel(self) -> None:
+        """Check what a policy in the engine's layout goes with."""
+        if self.vllm_tensor_parallel_size == 1:
+            raise ValueError(
+                f"sharding is {self.sharding!r} and vllm_tensor_parallel_size is 1, but the policy is cut as the ranks "
+                "of an engine cut it: set vllm_tensor_parallel_size to 2 or more, or sharding to none, optimizer or "
+                "gradients."
+            )
+        if self.weights not in ("auto", "shared"):
+            raise ValueError(
+                f"sharding is {self.sharding!r} and weights is {self.weights!r}, but a policy in the engine's layout "
+                "is the engine's weights: set weights: auto."
+            )
+        if self.vllm_model_impl == "transformers":
+            raise ValueError(
+                f"sharding is {self.sharding!r} and vllm_model_impl is 'transformers', but how vLLM cuts a model of "
+                "transformers' isn't known: set vllm_model_impl: auto."
+            )
+        kwargs: Any = self.vllm_engine_kwargs or {}
+        given = kwargs.get("dtype")
+        if given is not None and str(given).removeprefix("torch.") != self.policy_dtype:
+            raise ValueError(
+                f"sharding is {self.sharding!r} and vllm_engine_kwargs sets dtype {given!r}, but the engine's tensors "
+                f"are the policy's, whose dtype is {self.policy_dtype}: remove it."
+            )
+        if asked := [name for name in NOT_IN_PARTS if getattr(self, name)]:
+            raise ValueError(
+                f"sharding is {self.sharding!r} and {asked[0]} is {getattr(self, asked[0])}, which isn't available for "
+                f"a policy in the engine's layout in this version: remove {asked[0]}, or set sharding: gradients."
             )

@@ -21,6 +21,8 @@ FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "
 # load it on one rank only.
 KEPT = "COLOGRAD_LAUNCHED"
 STAGES = ("none", "optimizer", "gradients", "fsdp")  # by the stage of ZeRO
+# A policy cut as the engine's ranks cut it, by what ranks with the same part share out: nothing, ZeRO-1, ZeRO-2.
+TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
 # Sections of a DeepSpeed configuration, and the keys here that set the same.
 OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
 
@@ -152,10 +154,13 @@ class ShardingKnobs(TrainingArguments):
     sharding: str = knob(
         "none",
         "What ranks share out: `none` (each rank holds all), `optimizer` (each holds a part of the optimizer's state: "
-        "ZeRO-1), `gradients` (and of the gradients, each exchanged as soon as the backward has made it: ZeRO-2) or "
-        "`fsdp` (and of the weights, which are gathered block by block: FSDP2); `auto`: the first of these that leaves "
-        "room for the planned KV cache and micro-batch. accelerate's files for FSDP2 and DeepSpeed, and `deepspeed`, "
-        "mean the way that does the same. See docs/scaling.md.",
+        "ZeRO-1), `gradients` (and of the gradients, each exchanged as soon as the backward has made it: ZeRO-2), "
+        "`tensor` (with `vllm_tensor_parallel_size`: each rank has the part of the policy that its engine's rank has, "
+        "in the same memory, and the ranks of an engine train each row together; `tensor+optimizer` and "
+        "`tensor+gradients` share out the rest among engines) or `fsdp` (and of the weights, which are gathered block "
+        "by block: FSDP2); `auto`: the first of these that leaves room for the planned KV cache and micro-batch. "
+        "accelerate's files for FSDP2 and DeepSpeed, and `deepspeed`, mean the way that does the same. See "
+        "docs/scaling.md.",
     )
     fsdp_reshard_after_forward: bool = knob(
         True,
@@ -191,7 +196,7 @@ class ShardingKnobs(TrainingArguments):
         self.sharding_note = asked[0].describe() if asked else ""
 
     def _check_sharding(self) -> None:
-        one_of(self, "sharding", ("none", "optimizer", "gradients", "fsdp", "auto"), " in this version")
+        one_of(self, "sharding", ("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"), " in this version")
         if self.fsdp:
             raise ValueError(
                 f"fsdp is {self.fsdp!r}, with which accelerate would wrap the policy itself: remove fsdp and "
@@ -222,5 +227,10 @@ class ShardingKnobs(TrainingArguments):
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether each rank holds a part of the policy's weights."""
+        """Whether each rank holds some rows of the policy's weights, which are gathered in each pass."""
         return self.sharding == "fsdp" and self.world_size > 1
+
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether the policy is cut as the engine's ranks cut it, which train each row together."""
+        return self.sharding in TENSOR

@@ -45,12 +45,13 @@ def with_step_entropy(
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
             micro_batches = map(PolicyForward.prepare, step.rows)
             own = _in_loss([torch.stack([entropies(one), one.loss_mask]) for one in micro_batches])
-        everywhere = torch.cat(gather(own))
+        everywhere = torch.cat(gather(own if step.counted else own[:0]))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
     sequence_tokens = None
     if objective.router_coef:
-        sequence_tokens = float(max(1, sum(gather(sum(row.sequence_tokens for row in step.rows if not is_dummy(row))))))
+        own_tokens = sum(row.sequence_tokens for row in step.rows if step.counted and not is_dummy(row))
+        sequence_tokens = float(max(1, sum(gather(own_tokens))))
     entropy = StepConstants(coefficient, objective.denominator(step), threshold, tokens, sequence_tokens)
     rows = tuple(dataclasses.replace(row, step_constants=entropy) for row in step.rows)
     return dataclasses.replace(step, rows=rows)

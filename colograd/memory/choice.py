@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from .description import STRATEGIES, RunDescription
+from .description import ORDER, RunDescription
 from .estimate import estimate
 from .shape import CacheNeed, Shape
 from .table import MemoryPlan, gib
@@ -133,7 +133,7 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
     if run.tokens > run.length and fit(tokens=run.length):
         yield f"max_tokens_per_microbatch: {run.length}"
     if ranks > 1:
-        more_sharded = STRATEGIES[STRATEGIES.index(strategy) + 1 :]
+        more_sharded = ORDER[ORDER.index(strategy) + 1 :]
         if other := next((other for other in more_sharded if other in run.strategies and fit(other)), ""):
             yield f"sharding: {other} over the {ranks} ranks"
     if run.sizes.trained == run.sizes.elements:

@@ -11,16 +11,21 @@ from typing import Any
 import psutil
 import torch
 
+from ..config.engine import NOT_IN_PARTS
 from ..config.policy import resolve_optimizer
+from ..config.sharding import TENSOR
 from ..engine.arguments import MOST_SEQUENCES, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
+from ..policy.dropout import largest_dropout
 from ..policy.lora import is_adapted
+from ..policy.supported import can_be_cut
 from ..runtime import process
 from ..sharding.selection import STRATEGIES as CLASSES
 from .policy_sizes import PolicySizes
 from .shape import CacheNeed, Lengths, Shape, Tower
 
-STRATEGIES = tuple(CLASSES)  # of sharding, the least sharded first
+ORDER = tuple(CLASSES)  # all strategies of sharding, the least sharded first
+STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # where each rank has an engine
 # Strategies with a whole policy on each rank, as weights that the engine shares must be.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 PLANNED_TOKENS = 16384  # of a micro-batch on a GPU until it is measured: enough to keep any GPU busy
@@ -105,7 +110,10 @@ class RunDescription:
 
     def without_engine(self) -> RunDescription:
         """The same training without an engine."""
-        return dataclasses.replace(self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0)
+        strategies = tuple(strategy for strategy in self.strategies if strategy not in TENSOR)
+        return dataclasses.replace(
+            self, samples=False, shared=False, kv_bytes=0, overruled=False, share=0.0, strategies=strategies
+        )
 
     def with_ranks(self, ranks: int) -> RunDescription:
         """The same work on ``ranks`` ranks."""
@@ -141,7 +149,6 @@ def describe_run(
     completion = min(settings.max_completion_length or work.length, work.length)
     group = (settings.num_generations or 1) if work.shares_prompts else 1
     optim = resolve_optimizer(settings.optim, dtype)
-    cut = not is_adapted(model) and settings.weights in ("auto", "gathered")
     return RunDescription(
         devices=devices,
         ranks_per_engine=settings.vllm_tensor_parallel_size,
@@ -167,9 +174,22 @@ def describe_run(
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
-        strategies=STRATEGIES if cut else WHOLE,
+        strategies=_strategies(settings, model),
         tower=Tower.of(model),
     )
+
+
+def _strategies(settings: Any, model: Any) -> tuple[str, ...]:
+    """Those that the run may use."""
+    whole, weights = not is_adapted(model), settings.weights
+    found = {*WHOLE}
+    if whole and weights in ("auto", "gathered"):
+        found.add("fsdp")
+    refused = any(getattr(settings, name, False) for name in NOT_IN_PARTS) or largest_dropout(model)
+    in_parts = settings.vllm_tensor_parallel_size > 1 and whole and weights in ("auto", "shared")
+    if in_parts and not refused and can_be_cut(model.config) and engine_dtype(settings, model.dtype) == model.dtype:
+        found |= {*TENSOR} if getattr(settings, "vllm_model_impl", "auto") != "transformers" else set()
+    return tuple(strategy for strategy in ORDER if strategy in found)
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:

@@ -6,16 +6,22 @@ Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 poli
     none        2/T      0 (T = 1) or 2    4           10                nothing
     optimizer   2/T      0 or 2            4           10/N              buckets on their way
     gradients   2/T      0 or 2            4/N         10/N              buckets on their way
+    tensor      2/T      0                 4/T         10/T              nothing
+     +optimizer 2/T      0                 4/T         10/N              buckets on their way
+     +gradients 2/T      0                 4/N         10/N              buckets on their way
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
 With T = 1 the policy's parameters are the engine's tensors; quantised ones take half a byte or one beside the engine's
-2. With T > 1 each rank holds the whole policy and copies it into its part of the engine.
+2. With T > 1 each rank holds the whole policy and copies it into its part of the engine, but with `tensor`: there its
+part of the policy is that of the engine. (Norms, and key-value heads that are fewer than T, are whole on each rank;
+they count as the rest.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..config.sharding import TENSOR
 from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 from .description import RunDescription
@@ -47,6 +53,8 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
     engine = in_engine * run.engine_itemsize // run.ranks_per_engine
     if strategy == "fsdp":
         return _fsdp(run, engine)
+    if strategy in TENSOR:
+        return _tensor(run, strategy, engine)
     return RankBytes(
         engine=engine,
         policy=sizes.packed if run.shared and run.ranks_per_engine == 1 else sizes.weights,
@@ -67,6 +75,20 @@ def _buckets(sizes: PolicySizes, ranks: int) -> int:
     large = sizes.largest if sizes.largest > ELEMENTS else 0
     elements = min(sizes.trained, ALIVE * ELEMENTS + large)
     return sizes.gradient_itemsize * (elements + elements // ranks)
+
+
+def _tensor(run: RunDescription, strategy: str, engine: int) -> RankBytes:
+    """A T-th of the policy, in the engine's memory; the ranks with the same part share out the rest."""
+    sizes, size, ranks = run.sizes, run.ranks_per_engine, run.devices.ranks
+    engines, shared_out = ranks // size, strategy.partition("+")[2]
+    part = replace(sizes, trained=sizes.trained // size, largest=sizes.largest // size)
+    return RankBytes(
+        engine=engine,
+        policy=0,
+        gradients=sizes.gradients // (ranks if shared_out == "gradients" else size),
+        optimizer=_state(run, ranks if shared_out else size),
+        exchange=_buckets(part, engines) if shared_out and engines > 1 else 0,
+    )
 
 
 def _fsdp(run: RunDescription, engine: int) -> RankBytes:
@@ -92,7 +114,8 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
     trains_head = run.sizes.largest >= run.shape.vocabulary * run.shape.hidden
     adapted = 2 * run.sizes.trained < run.sizes.elements  # else most parameters are trained
-    sizes = run.shape, tokens, itemsize, run.checkpointing
+    cut = run.ranks_per_engine if strategy in TENSOR else 1
+    sizes = run.shape.split(cut), tokens, itemsize, run.checkpointing
     activations = activation_bytes(*sizes, device, copied, trains_head, adapted)
     if run.tower is not None:
         activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)
@@ -113,7 +136,7 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
         sleeps=run.sleeps and devices.on_gpu,
         offloads=(run.offloads or run.streams) and devices.on_gpu,
         streams=run.streams and devices.on_gpu,
-        reference=run.reference // (devices.ranks if strategy == "fsdp" else 1),
+        reference=run.reference // (devices.ranks if strategy == "fsdp" else cut),
         strategy=strategy,
         ranks=devices.ranks,
         exchange=parts.exchange,

@@ -1,4 +1,5 @@
-"""Which rank trains which group. Ranks of one engine share out its groups; these move from slow ranks to fast ones.
+"""Which rank trains which group. Ranks of one engine share out its groups, or train each together where each has a part
+of the policy; groups move from slow ranks to fast ones.
 
 A step is as slow as its slowest rank, and lengths differ by luck. The denominators are global and gradients are summed,
 so where a group is trained changes nothing but rounding.
@@ -83,25 +84,36 @@ def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> list[li
     return [sorted(row) for row in assigned] if slowest - max(loads) > MIN_GAIN * slowest else own
 
 
+def of_engines(costs: Sequence[Sequence[float]], ranks_per_engine: int, between_engines: bool) -> list[list[Place]]:
+    """For each rank the groups that it trains where an engine's ranks train each row together: the same ones."""
+    assign = plan if between_engines else share_out
+    size, engines = ranks_per_engine, assign(costs[::ranks_per_engine])
+    return [[(owner * size, index) for owner, index in row] for row in engines for _ in range(size)]
+
+
 def balance(
     groups: Sequence[ScoredGroup],
     pair: float,
     share_prompts: bool,
     ranks_per_engine: int = 1,
     between_engines: bool = True,
+    together: bool = False,
 ) -> tuple[list[ScoredGroup], int]:
-    """The groups that this rank trains, and how many of them other engines sampled. A collective."""
-    assign = plan if between_engines else share_out
-    assignment = assign(gather([cost(group, pair, share_prompts) for group in groups]), ranks_per_engine)
+    """The groups that this rank trains, and how many of them other engines sampled. A collective.
+
+    Args:
+        together: an engine's ranks train each row together, instead of sharing out its groups.
+    """
+    costs = gather([cost(group, pair, share_prompts) for group in groups])
+    if together:
+        assignment = of_engines(costs, ranks_per_engine, between_engines)
+    else:
+        assignment = (plan if between_engines else share_out)(costs, ranks_per_engine)
     me = rank()
     if all(owner == train for train, row in enumerate(assignment) for owner, _ in row):
         return list(groups), 0  # decided alike on all ranks
-    leaving = {
-        (me, index): groups[index].for_training()
-        for train, row in enumerate(assignment)
-        for owner, index in row
-        if owner == me != train
-    }
+    places = {place for train, row in enumerate(assignment) for place in row if place[0] == me != train}
+    leaving = {place: groups[place[1]].for_training() for place in sorted(places)}
     moved = {place: group for sent in gather(leaving) for place, group in sent.items()}
     mine = [groups[index] if owner == me else moved[owner, index] for owner, index in assignment[me]]
     return mine, sum(owner // ranks_per_engine != me // ranks_per_engine for owner, _ in assignment[me])

@@ -12,13 +12,17 @@ import torch.distributed as dist
 
 from . import watchdog
 from .ranks import world_size
+from .shards import RankGroup
 
 T = TypeVar("T")
 
 
-def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2**20) -> int:
-    """Sum ``.grad`` over ranks, in place; a missing one counts as zeros. Returns the bytes of the collectives."""
-    if world_size() == 1:
+def sum_gradients(
+    parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2**20, among: RankGroup | None = None
+) -> int:
+    """Sum ``.grad`` over ranks (all, or those ``among`` it), in place; a missing one counts as zeros. Returns the bytes
+    of the collectives."""
+    if (world_size() if among is None else among.size) == 1:
         return 0
     zero_gradients(parameters)
     moved = 0
@@ -27,7 +31,7 @@ def sum_gradients(parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
         alone = len(bucket) == 1 and bucket[0].is_contiguous()  # the embedding's, say: a copy would take gigabytes
         flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=None if among is None else among.group)
         watchdog.progress()
         moved += flat.nbytes
         if alone:

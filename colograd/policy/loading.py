@@ -43,6 +43,7 @@ from .quantized_layers import packed_weights, settle
 from .router_replay import make_replaying
 from .routing import num_experts, tells_routing
 from .row_proof import choose_rows
+from .tensor_parallel import check_split, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,11 @@ class Policy:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         every = config.checkpointing
         layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
+        parts = parts_of(self.model)
+        elements = self.model.num_parameters() if parts is None else parts.elements
         share = f", {trained / 1e6:,.2f} M trained (LoRA)" if self.adapter else ""
         lines = [
-            f"policy: {self.model.num_parameters() / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
+            f"policy: {elements / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
             f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
             f"activations of {layers} computed twice"
@@ -164,6 +167,7 @@ def load_policy(
         ValueError: no such model, one whose log-probabilities can't be computed, or an adapter that can't be trained.
     """
     untouched = isinstance(model, str | os.PathLike)
+    check_split(model)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
     if not untouched:
         loaded: Any = model

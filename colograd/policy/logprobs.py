@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from ..batch import MicroBatch, PackedRow, StepBatch
 from ..parallel import watchdog
-from . import attention, images, padded, router_replay
+from . import attention, images, padded, router_replay, tensor_parallel
 from .lora import unwrap
 from .packing import collate
 from .routing import Routing, routing_of
+from .tensor_parallel import VocabularyPart
 
 # Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller
 # tiles would leave it waiting for launches; 32 MiB on a CPU, whose allocator doesn't reuse all that is freed.
@@ -96,7 +97,8 @@ class PolicyForward:
 
         def logprobs(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
-            at, transform = self.temperature, _logit_transform(model)
+            part: VocabularyPart | None = getattr(head, "vocabulary", None)
+            at, transform = self.temperature, {**_logit_transform(model), "part": part}
             return label_logprobs(
                 hidden, head.weight, bias, micro_batch.labels, at, transform, self.entropy_gradient, wide
             )
@@ -177,11 +179,11 @@ def label_logprobs(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     temperature: float,
-    transform: dict[str, float],
+    transform: dict[str, Any],
     entropy_gradient: bool = False,
     float32_products: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden).
+    """`policy_logprobs` from hidden states (N, hidden) and the head's weight (V, hidden), or this rank's rows of it.
 
     Matrix products are in autocast's dtype or the head's, all else in float32 (float64 for float64 weights). With
     ``float32_products`` the logits aren't rounded to 16 bits. The weight's gradient has its ``grad_dtype``, if any.
@@ -192,6 +194,8 @@ def label_logprobs(
     dtype = (None if float32_products else attention.autocast_dtype(hidden.device)) or weight.dtype
     with torch.autocast(hidden.device.type, enabled=False):
         head = _Head(temperature, dtype=dtype, wide=float32_products, **transform)
+        if head.part is not None:
+            hidden, labels = tensor_parallel.enter(hidden, head.part.group), labels - head.part.start
         return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient)
 
 
@@ -204,6 +208,7 @@ class _Head:
     softcap: float  # 0: none
     dtype: torch.dtype  # of the matrix products
     wide: bool = False  # the logits come out of their product in `exact`
+    part: VocabularyPart | None = None  # the weight's rows, where ranks share out the vocabulary
 
     @property
     def exact(self) -> torch.dtype:
@@ -286,6 +291,12 @@ class _LabelLogprobs(torch.autograd.Function):
                 power = tile.exp()
                 total[row] += power.sum(dim=1)
                 moment[row] += torch.linalg.vecdot(power, tile)
+        if head.part is not None:  # sums of the whole vocabulary out of each rank's
+            largest = head.part.group.max_(maximum.clone())
+            fall = maximum - largest
+            decay = fall.exp()
+            sums = torch.stack([label_logit, decay * (moment + fall * total), decay * total])
+            (label_logit, moment, total), maximum = head.part.group.sum_(sums).unbind(), largest
         normaliser = maximum + total.log()
         ctx.head = head
         entropy = total.log() - moment / total  # H = log Z - E[x], both less the maximum

@@ -47,6 +47,7 @@ class PackingRules:
     pair_cost: float  # of one query-key pair, in tokens, see `balance.pair_cost`
     device: torch.device
     ranks_per_engine: int = 1  # they share out the groups of their engine
+    together: bool = False  # or each trains all of them, with its part of the policy
 
 
 def has_signal(group: ScoredGroup) -> bool:

@@ -20,6 +20,7 @@ from .layers import NotCompiled, as_it_trains
 from .logprobs import evaluation_mode, policy_logprobs
 from .lora import unwrap
 from .packing import PackedSequence, pack, sequences
+from .tensor_parallel import vocabulary_size
 
 PACKABLE = {"full_attention", "sliding_attention"}
 WITH_A_STATE = {"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}  # in a model of `recurrent`
@@ -127,7 +128,7 @@ def _own_attention(model: Any) -> str:
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
     """Two groups of two completions, of tokens that any vocabulary has; one more of each given prompt, whose third
     completion repeats it with its images."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_size(model)
     groups: list[ScoredGroup] = []
     token = 11
     for lengths in ((5, 4, 3), (3, 2, 5), *((1, 4, 3) for _ in given)):

@@ -19,6 +19,8 @@ from .routing import num_experts
 # Mixtures of experts that tests train; docs/models.md says what was tried of each. Others are proved when a run starts.
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
+# Models whose policy can lie in the engine's tensor-parallel layout.
+CUT = ("llama", "qwen2", "qwen3")
 
 
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
@@ -36,6 +38,8 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
     check_quantized(model_config, config, str(model) if by_name else None, has_adapter)
     if model_config is None:
         return
+    if config.tensor_parallel:
+        _check_cut(model_config, config, has_adapter)
     if images.takes_images(model_config) and (has_images or model_config.model_type not in images.TEXT_FIRST):
         _check_images(model_config, config)
     if num_experts(model_config):
@@ -51,6 +55,32 @@ def check_planned(model_config: Any, ranks: int) -> None:
     """`check_supported` of what a plan names; ``ranks`` share an engine."""
     if num_experts(model_config):
         _check_experts_split(model_config, ranks)
+
+
+def can_be_cut(model_config: Any) -> bool:
+    """Whether a policy of this configuration can lie in the engine's tensor-parallel layout."""
+    return model_config.model_type in CUT
+
+
+def _check_cut(model_config: Any, config: GRPOConfig, has_adapter: bool) -> None:
+    remedy = "set sharding: gradients, or fsdp for a policy that no rank has room for"
+    if not can_be_cut(model_config):
+        raise ValueError(
+            f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy can "
+            f"lie in the engine's layout in this version ({', '.join(CUT)}): {remedy}."
+        )
+    if has_adapter:
+        raise ValueError(
+            f"sharding is {config.sharding!r}, but the policy trains a LoRA adapter, which isn't available in the "
+            "engine's layout in this version: set sharding: gradients, which cuts the adapter's gradients and state."
+        )
+    dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
+    if dropout and not config.disable_dropout:
+        name, value = dropout.popitem()
+        raise ValueError(
+            f"sharding is {config.sharding!r} and the model has {name} {value}, but the ranks of an engine would drop "
+            "different parts of one row: set disable_dropout: true."
+        )
 
 
 def _check_experts(model_config: Any, config: GRPOConfig) -> None:

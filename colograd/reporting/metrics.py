@@ -47,9 +47,10 @@ class Metrics:
         for name, value in maxima.items():
             self.maximum(name, value)
 
-    def reduce(self) -> dict[str, float]:
-        """Means, totals, minima and maxima over all ranks: one exchange. A mean of nothing is left out."""
-        local = self._read()
+    def reduce(self, counted: bool = True) -> dict[str, float]:
+        """Means, totals, minima and maxima over all ranks, but for those whose own aren't ``counted``: one exchange. A
+        mean of nothing is left out."""
+        local = self._read() if counted else ({}, {}, {}, {})
         means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
         result: dict[str, float] = {}
         for name, parts in means.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class Bucket:
     parameters: Sequence[torch.nn.Parameter]
     rank: int
     ranks: int
+    group: Any = None  # of these ranks; None: all
     sum: torch.Tensor | None = None  # [part] this rank's part of the summed gradient
     owned: list[Owned] = field(default_factory=list)
 
@@ -88,7 +90,7 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
         summed = torch.empty(self.part, dtype=flat.dtype, device=flat.device)
-        return Reduction(self, flat, summed, reduce_scatter(summed, flat, async_op=True))
+        return Reduction(self, flat, summed, reduce_scatter(summed, flat, async_op=True, group=self.group))
 
     def add(self, summed: torch.Tensor) -> None:
         """Add what a reduction brought to this rank's part of the step's gradient, and let the optimizer see it."""
@@ -107,7 +109,7 @@ class Bucket:
     def gather(self) -> int:
         """Every rank's part of the weights to all, in place. Returns the bytes of the collective."""
         flat = self.flat([parameter.data for parameter in self.parameters], self.parameters[0].dtype)
-        all_gather(flat, flat[self.begin : self.begin + self.part])
+        all_gather(flat, flat[self.begin : self.begin + self.part], group=self.group)
         watchdog.progress()
         if not self.in_place:
             for parameter, start, size in zip(self.parameters, self.starts, self.sizes, strict=True):
@@ -131,12 +133,14 @@ class Reduction:
         return self.flat.nbytes
 
 
-def buckets_of(model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS) -> list[Bucket]:
+def buckets_of(
+    model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS, group: Any = None
+) -> list[Bucket]:
     """The trained parameters in buckets of one dtype, in about the order in which a backward makes their gradients."""
     trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
     buckets = []
     for _, alike in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
         for members in in_buckets(alike, elements, lambda item: item[1].numel()):
             names, parameters = zip(*members, strict=True)
-            buckets.append(Bucket(names, parameters, rank, ranks))
+            buckets.append(Bucket(names, parameters, rank, ranks, group))
     return buckets

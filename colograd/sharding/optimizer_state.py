@@ -1,8 +1,10 @@
 """An optimizer's state in files, one per rank, by parameter and range of elements: read by any number of ranks.
 
 A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first element|name of the state`` for each part
-that it owns; where nothing is shared out, one writes them all. An optimizer whose state isn't made of such tensors has
-the usual file (``optimizer.pt``), as have older checkpoints of runs that shared nothing out.
+that it owns; where nothing is shared out, one writes them all. Of a parameter whose part on a rank is no range (some
+columns of it), elements of the part are counted, and the file's header says which part (``shards``). An optimizer whose
+state isn't made of such tensors has the usual file (``optimizer.pt``), as have older checkpoints of runs that shared
+nothing out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from safetensors.torch import save_file
 from transformers.trainer import OPTIMIZER_NAME
 
 from ..parallel import watchdog
+from ..parallel.shards import Shard
 from .strategy import Owned, WriteTensors
 
 PATTERN = "optimizer-*-of-*.safetensors"
@@ -32,6 +35,7 @@ class Stored(NamedTuple):
     start: int
     stop: int
     read: Callable[[int, int], torch.Tensor]  # elements first ... last of the range
+    shard: Shard | None = None  # the part of the parameter whose range it is; None: of the parameter
 
 
 def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
@@ -76,7 +80,9 @@ def save(
         tensors = {name: value.to("cpu", copy=True) for name, value in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     watchdog.progress()
-    write(tensors, folder / _name(rank, ranks), {"param_groups": json.dumps(_settings(optimizer))})
+    shards = {piece.name: piece.shard.as_json() for piece in owned if piece.shard is not None}
+    header = {"param_groups": json.dumps(_settings(optimizer))} | ({"shards": json.dumps(shards)} if shards else {})
+    write(tensors, folder / _name(rank, ranks), header)
 
 
 def _name(rank: int, ranks: int) -> str:
@@ -174,13 +180,16 @@ def _in_files(paths: Sequence[Path], files: contextlib.ExitStack) -> tuple[State
     stored: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
     for path in paths:
         opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-        settings = json.loads(opened.metadata()["param_groups"])
+        header = opened.metadata()
+        settings = json.loads(header["param_groups"])
+        shards = {name: Shard.from_json(found) for name, found in json.loads(header.get("shards", "{}")).items()}
         for entry in opened.keys():  # noqa: SIM118 (no dictionary)
             name, first, key = entry.rsplit(SEPARATOR, 2)
             shape = opened.get_slice(entry).get_shape()
             size = shape[0] if shape else 0  # a scalar, such as the step count, is every range's
             start = int(first)
-            stored[name][key].append(Stored(start, start + size, _reader(opened, entry, scalar=not shape)))
+            reader = _reader(opened, entry, scalar=not shape)
+            stored[name][key].append(Stored(start, start + size, reader, shards.get(name)))
     return stored, settings
 
 
@@ -189,8 +198,9 @@ def _has(stored: State, piece: Owned) -> bool:
     wanted = range(piece.start, piece.stop)
     found = {
         key: sum(len(range(max(r.start, piece.start), min(r.stop, piece.stop))) for r in ranges)
-        for key, ranges in of_parameter.items()
-        if any(r.stop > r.start for r in ranges)
+        for key, every in of_parameter.items()
+        if any(r.stop > r.start for r in every)
+        for ranges in [[r for r in every if r.shard == piece.shard]]
     }
     return bool(of_parameter) and all(count == len(wanted) for count in found.values())
 
@@ -225,15 +235,52 @@ def _whole(value: torch.Tensor) -> Stored:
 
 
 def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) -> torch.Tensor:
-    """A part's state out of the ranges that were saved, in the part's shape."""
+    """A part's state out of the ranges that were saved, in the part's shape. Some ranges may be there twice."""
     first = ranges[0]
     if first.stop == first.start:
         return first.read(0, 0).clone()
-    places = [(r, max(r.start, piece.start), min(r.stop, piece.stop)) for r in sorted(ranges, key=lambda r: r.start)]
-    found = [stored.read(start - stored.start, stop - stored.start) for stored, start, stop in places if start < stop]
-    if sum(len(values) for values in found) != piece.stop - piece.start:
+    alike = [r for r in ranges if r.shard == piece.shard]
+    found = _join(alike, piece.start, piece.stop)
+    if found is not None:
+        return found.view(piece.part.shape)
+    shards = [shard for shard in (piece.shard, *(r.shard for r in ranges)) if shard is not None]
+    whole = _whole_value(ranges, shards[0].shape) if shards else None
+    if whole is None:
         raise ValueError(
             f"The optimizer state in {str(folder)!r} lacks elements of {piece.name} ({key}): it is of another model, "
             "or a file of it is missing."
         )
-    return torch.cat(found).view(piece.part.shape)
+    return piece.of(whole).clone()
+
+
+def _join(ranges: Sequence[Stored], start: int, stop: int) -> torch.Tensor | None:
+    """Elements ``start`` ... ``stop`` out of ranges of the same tensor; None: some are missing."""
+    found, at = [], start
+    for stored in sorted(ranges, key=lambda r: r.start):
+        last = min(stored.stop, stop)
+        if stored.start <= at < last:
+            found.append(stored.read(at - stored.start, last - stored.start))
+            at = last
+    return torch.cat(found) if found and at == stop else None
+
+
+def _whole_value(ranges: Sequence[Stored], shape: Sequence[int]) -> torch.Tensor | None:
+    """A parameter's state, whole, out of ranges of it and of parts of it; None: some are missing."""
+    missing = torch.ones(*shape, dtype=torch.bool)
+    whole: torch.Tensor | None = None
+    for shard in dict.fromkeys(r.shard for r in ranges):
+        of_part = [r for r in ranges if r.shard == shard]
+        if shard is not None:
+            local = _join(of_part, 0, torch.Size(shard.local_shape).numel())
+            if local is None:
+                continue
+            whole = torch.empty(*shape, dtype=local.dtype) if whole is None else whole
+            shard.write(local.view(shard.local_shape), whole)
+            shard.write(torch.zeros(shard.local_shape, dtype=torch.bool), missing)
+            continue
+        for stored in of_part:
+            values = stored.read(0, stored.stop - stored.start)
+            whole = torch.empty(*shape, dtype=values.dtype) if whole is None else whole
+            whole.view(-1)[stored.start : stored.stop] = values
+            missing.view(-1)[stored.start : stored.stop] = False
+    return None if missing.any() else whole

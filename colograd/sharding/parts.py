@@ -19,7 +19,8 @@ class SharedParts(ShardingStrategy):
     """Each element of a trained parameter is one rank's to update; its gradient's sum lies there too."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model, parts=world_size())
+        super().__init__(model)
+        self.parts = world_size() if self.among is None else self.among.size
         self._order: list[str] = []  # the parameters' names as the whole optimizer counts them
 
     @abstractmethod

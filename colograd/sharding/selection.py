@@ -7,6 +7,7 @@ from typing import Any
 from ..config import GRPOConfig
 from .fsdp import FullySharded
 from .strategy import ShardingStrategy
+from .tensor import TensorGradients, TensorOptimizer, TensorParallel
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
@@ -14,6 +15,9 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
     "none": WholeCopies,
     "optimizer": SharedOptimizer,
     "gradients": SharedGradients,
+    "tensor": TensorParallel,
+    "tensor+optimizer": TensorOptimizer,
+    "tensor+gradients": TensorGradients,
     "fsdp": FullySharded,
 }
 

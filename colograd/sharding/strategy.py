@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..config import GRPOConfig
+from ..parallel.shards import RankGroup, Shard
 from ..runtime.process import forget_frames
 
 # (tensors on any device, file, metadata): writes a safetensors file, or sees to it that it will be.
@@ -23,15 +24,17 @@ WriteTensors = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], A
 @dataclass(frozen=True, slots=True)
 class Owned:
     """The elements ``start`` ... ``stop`` of a flattened parameter whose optimizer state lies on this rank, as a view
-    that the optimizer writes into."""
+    that the optimizer writes into. Of a parameter whose part on this rank is no range: elements of that part."""
 
     name: str
     part: torch.Tensor
     start: int
     stop: int
+    shard: Shard | None = None  # this rank's part of the parameter, if it is no range of it
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that has the parameter's shape, in the part's."""
+        whole = whole if self.shard is None else self.shard.of(whole)
         return whole.reshape(-1)[self.start : self.stop].view(self.part.shape)
 
 
@@ -62,6 +65,11 @@ class ShardingStrategy(ABC):
     meets_in_backward: ClassVar[bool] = False  # ranks exchange in each backward, so all need equally many
     parts: int = 1  # into which the optimizer's state is cut
 
+    @property
+    def among(self) -> RankGroup | None:
+        """The ranks that share out what each would hold by itself, and sum gradients; None: all."""
+        return None
+
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> ShardingStrategy:
         return cls(model)
@@ -84,6 +92,9 @@ class ShardingStrategy(ABC):
     def backward(self, loss: torch.Tensor) -> None:
         """The backward of one micro-batch. Gradients add up; if ranks meet in it, on this rank's parts."""
         loss.backward()
+
+    def failed(self, error: BaseException) -> None:  # noqa: B027 (most strategies have nobody to tell)
+        """This rank's backward failed, and hasn't taken part yet in exchanges that other ranks wait for."""
 
     @abstractmethod
     def sum_gradients(self) -> None:

@@ -15,10 +15,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..parallel import watchdog
 from ..parallel.ranks import rank
+from ..parallel.shards import Shard
 from .rows import Cut
 
 # What an expert's saved matrices are called, in the order in which a parameter has them one below the other.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+MOST_ELEMENTS = 2**24  # of whole rows, of which a rank keeps some columns
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # of a mixture, here and in some checkpoints
 
 
@@ -63,6 +65,23 @@ class WeightFiles:
         self._check(name, tensor.get_shape(), shape)
         if rows:
             place.copy_(tensor[rows.start : rows.stop] if shape else self._tensor(name))
+
+    @torch.no_grad()
+    def copy_part(self, names: Sequence[str], place: torch.Tensor, shard: Shard) -> None:
+        """Likewise, the part ``shard`` of a parameter."""
+        if shard.begin is not None:
+            rows = range(*shard.boxes[0][0]) if shard.shape else range(1)
+            self.copy(names, place, torch.Size(shard.shape), rows)
+            return
+        (begin, end), *_ = shard.boxes[0]
+        assert shard.axis or len(shard.boxes) == 1, shard
+        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())  # whole rows take memory beside the part
+        for first in range(begin, end, step):
+            some = range(first, min(first + step, end))
+            whole = torch.empty(len(some), *shard.shape[1:], dtype=place.dtype)
+            self.copy(names, whole, torch.Size(shard.shape), some)
+            boxes = tuple(((0, len(some)), *box[1:]) for box in shard.boxes)
+            place[some.start - begin : some.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
 
     def float32_experts(self, name: str) -> torch.Tensor | None:
         """All experts of a block, if they were saved one by one and in float32."""

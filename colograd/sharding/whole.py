@@ -26,7 +26,7 @@ class WholeCopies(ShardingStrategy):
         parameters = list(self.model.parameters())
         if all(parameter.grad is None for parameter in parameters):  # a step without a micro-batch
             zero_gradients(parameters)
-        self.traffic.reduced += sum_gradients(parameters)
+        self.traffic.reduced += sum_gradients(parameters, among=self.among)
 
     def clip(self, largest: float) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..parallel.ranks import on_all_ranks, rank, world_size
+from ..parallel.ranks import on_all_ranks, rank
 from .buckets import Bucket, Reduction, buckets_of
 from .parts import SharedParts
 from .strategy import Owned, drop_graph
@@ -27,7 +27,9 @@ class SharedOptimizer(SharedParts):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self.buckets: list[Bucket] = buckets_of(model, rank(), world_size())
+        among = self.among
+        place, group = (rank(), None) if among is None else (among.place, among.group)
+        self.buckets: list[Bucket] = buckets_of(model, place, self.parts, group=group)
         self._under_way: collections.deque[Reduction] = collections.deque()
 
     def describe(self) -> str:
@@ -104,6 +106,7 @@ class SharedGradients(SharedOptimizer):
             loss.backward()
         except BaseException as error:
             drop_graph(loss, error)
+            self.failed(error)
             self.model.zero_grad(set_to_none=True)  # room for what is still to be answered
             raise
         finally:

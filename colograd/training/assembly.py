@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -130,7 +130,7 @@ def assemble(
             untouched=policy.untouched,
             device=config.device,
             adapter=policy.adapter,
-            cut=config.cuts_weights,
+            cut="rows" if config.cuts_weights else "parts" if config.tensor_parallel else "",
             seen=next(iter(prompts_with_images(task.prompts, policy, task.toolbox)), None),
         )
     if config.on_cpu:
@@ -165,11 +165,13 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
     return engine
 
 
-def resolve_by_memory(config: GRPOConfig, task: Task) -> None:
+def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> None:
     """Resolve what the memory decides where nothing is said: ``sharding: auto`` is the least sharded way that leaves
     room, ``gradient_checkpointing`` is on for as few layers as this way needs. A collective."""
     if config.sharding == "auto":
-        config.resolve_sharding(auto(read_run(config, task, config.token_budget)))
+        run = read_run(config, task, config.token_budget)
+        able = run.strategies if samples else run.without_engine().strategies
+        config.resolve_sharding(auto(replace(run, strategies=able)))
     if config.gradient_checkpointing is None:
         run = read_run(config, task, config.token_budget)
         config.resolve_checkpointing(least_checkpointing(run, strategy_name(config), task.policy.checkpointing))

@@ -134,7 +134,7 @@ class Learner:
             step, *self.pending = self._back_off([step, *self.pending], reason)
         with self.times.phase("sync"):
             self.sharding.sum_gradients()
-            reduced = metrics.reduce()
+            reduced = metrics.reduce(step.counted)
         loss = self.figures["loss"] = reduced.pop("loss")
         self.entropy.finish(reduced, loss - self.objective.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
@@ -220,7 +220,7 @@ class Learner:
             step = self._with_constants(step)
             with on_all_ranks("the evaluation's forward"), torch.no_grad():
                 metrics = self._loss_pass(step, sharding=None)
-        reduced = metrics.reduce()
+        reduced = metrics.reduce(step.counted)
         self.entropy.show(reduced, reduced["loss"] - self.objective.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
         return reduced

@@ -10,7 +10,7 @@ from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
 from ..losses.objective import Objective
 from ..parallel.balance import balance, pair_cost
-from ..parallel.ranks import gather
+from ..parallel.ranks import gather, rank
 from ..policy.loading import Policy
 from ..policy.packing import PackingRules, has_signal, loss_tokens, pack_step
 from ..policy.routing import active_parameters
@@ -34,6 +34,7 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
         pair_cost=pair_cost(policy.model.config, active_parameters(policy.model)),
         device=config.device,
         ranks_per_engine=config.layout.ranks_per_engine,
+        together=config.tensor_parallel,
     )
 
 
@@ -65,11 +66,13 @@ def step_batch(
         groups, moved = trainable(step.kept, rules), 0
         if rules.balance_ranks or rules.ranks_per_engine > 1:
             size, moving = rules.ranks_per_engine, rules.balance_ranks
-            groups, moved = balance(groups, rules.pair_cost, rules.share_prompts, size, moving)
+            groups, moved = balance(groups, rules.pair_cost, rules.share_prompts, size, moving, rules.together)
         rows = pack_step(groups, rules)
+    counted = not rules.together or rank() % rules.ranks_per_engine == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    share = _Share(in_loss, len(rollouts), sum(row.num_tokens for row in rows), len(rows), moved)
+    work = (sum(row.num_tokens for row in rows), len(rows), moved) if counted else (0, 0, 0)
+    share = _Share(in_loss, len(rollouts), *work)
     ranks = gather((share, statistics))
     whole = _Share(*(sum(numbers) for numbers in zip(*(share for share, _ in ranks), strict=True)))
     sampled = RolloutStatistics.join(statistics for _, statistics in ranks)
@@ -83,7 +86,7 @@ def step_batch(
         # TRL's `num_tokens` counts the same: prompts and what the model wrote, not what tools told it.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
-    return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups))
+    return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups), counted=counted)
 
 
 def trainable(groups: Sequence[ScoredGroup], rules: PackingRules) -> list[ScoredGroup]:

@@ -154,6 +154,11 @@ def _check_config(given: Given, args: GRPOConfig) -> None:
         check_vllm()
         check_sampling(args)
     check_sharding(args, given.optimizer)
+    if args.tensor_parallel and not given.samples:
+        raise ValueError(
+            f"sharding is {args.sharding!r}, but recorded steps are trained without an engine in whose layout the "
+            "policy could lie: set sharding: gradients or fsdp."
+        )
     check_liger(args)
 
 

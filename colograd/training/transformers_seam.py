@@ -127,7 +127,8 @@ class SeamTrainer(Trainer):
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
             journal = self.journal
-            problem = journal.begin(self.state.global_step, digest_of(self.model), evaluation) if journal else ""
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # a rank has a part
+            problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
         self.console.warn_of_all(gather(problem))
 
     def _end_records(self) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from ..memory.shape import Shape
 from ..policy.lora import unwrap
+from ..policy.tensor_parallel import parts_of
 
 # FLOP/s of dense bfloat16 products by the makers' data sheets. An entry's words are looked for in a device's name.
 PEAKS = {
@@ -118,7 +119,9 @@ class Matrices:
         trained = sum(p.numel() for p in inside if p.requires_grad)
         shape = Shape.of(base.config)
         frozen = sum(p.numel() for p in inside) - trained
-        return cls(trained, frozen, head.numel(), shape.layers * shape.queries, head.requires_grad)
+        parts = parts_of(base)  # matrices in parts are counted as they are, heads as the whole model has them
+        queries = shape.queries if parts is None else shape.queries // parts.engine.size
+        return cls(trained, frozen, head.numel(), shape.layers * queries, head.requires_grad)
 
     def flops(self, work: Work) -> int:
         """Of a forward and its backward."""

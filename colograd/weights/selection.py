@@ -16,6 +16,7 @@ from ..policy.images import sees
 from ..policy.loading import Policy
 from ..policy.lora import Adapter, adapted_layers, base_name
 from ..policy.quantized_layers import packed_weights
+from ..policy.tensor_parallel import split
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
@@ -107,7 +108,8 @@ def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
     copied = config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged)
     if copied or config.cuts_weights:
         return False
-    return engine_dtype(config, dtype) == dtype and config.vllm_tensor_parallel_size == 1
+    same_layout = config.vllm_tensor_parallel_size == 1 or config.tensor_parallel
+    return engine_dtype(config, dtype) == dtype and same_layout
 
 
 def serves_packed(config: GRPOConfig, policy: Policy) -> bool:
@@ -123,7 +125,7 @@ def weight_sync(
     untouched: bool,
     device: torch.device,
     adapter: Adapter | None = None,
-    cut: bool = False,
+    cut: str = "",
     seen: ModelInput | None = None,
 ) -> WeightSync:
     """Bring the policy to ``device``, in the engine's memory where that can be, and plan how the engine follows it. The
@@ -134,7 +136,8 @@ def weight_sync(
             `WeightSync`). Of a LoRA policy, ``shared`` speaks of its base.
         untouched: the policy holds just what the engine loaded, so that equal values prove the mapping.
         adapter: what the policy trains in place of its weights.
-        cut: a rank will hold a part of the weights only, once this is done.
+        cut: ``rows``: a rank will hold some rows of the weights only, once this is done; ``parts``: the policy becomes
+            what its engine's ranks hold, each its part of every parameter; empty: it stays whole.
         seen: a prompt with images, of a model that reads them: what sees is proved on it.
 
     Raises:
@@ -161,7 +164,7 @@ def weight_sync(
     if packed or served:
         _dequantise(slices if engine.blank else packed, policy, engine, device, seen)
     sides = Sides(policy, engine, slices, device, equal and not packed, seen)
-    found = _chosen(wanted, sides, adapter, cut)
+    found = _in_parts(sides) if cut == "parts" else _chosen(wanted, sides, adapter, cut == "rows")
     if sides.equal:
         proof.check_same(policy, engine)  # the architecture, too, is one for both
     return found
@@ -217,6 +220,25 @@ def _gathered(sides: Sides) -> GatheredWeights:
         _move(sides.policy, sides.device)  # its buffers
     proof.check_read(sides.slices, sides.policy, sides.engine, seen=sides.seen)
     return GatheredWeights(sides.policy, sides.engine, sides.slices)
+
+
+def _in_parts(sides: Sides) -> SharedWeights:
+    """Proved while the policy is whole; then every parameter becomes the tensor of the engine's rank.
+
+    Raises:
+        ValueError: one can't.
+        RuntimeError: in parts the policy says something else than the engine.
+    """
+    policy, engine = sides.policy, sides.engine
+    with on_all_ranks("the plan of the policy's parts"):
+        parts = shared.parts(sides.slices)
+    proof.check_read(sides.slices, policy, engine, seen=sides.seen)
+    shared.bind_parts(parts)
+    _move(policy, sides.device)  # its buffers
+    split(policy, {part.name: shard for part, shard in parts}, engine.layout)
+    if not sides.equal:
+        proof.check_same(policy, engine)
+    return SharedWeights(policy, engine, [part for part, _ in parts])
 
 
 def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:

@@ -3,12 +3,15 @@ moves only those that can't be shared (another dtype, say)."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..engine.protocol import Engine, EngineTensors
 from ..parallel import watchdog
+from ..parallel.shards import Shard
 from ..policy.quantized_layers import packed_weights
 from .copied import CopiedWeights
 from .mapping import Slice
@@ -39,6 +42,45 @@ def bind(slices: Sequence[Slice]) -> None:
     with them ties; storage is freed one parameter at a time, so that no second copy of the model comes about."""
     for part in slices:
         part.destination.copy_(part.source)
+        part.source.data = part.destination
+
+
+def parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
+    """Of each parameter its place in this rank of the engine, and the part of it that lies there.
+
+    Raises:
+        ValueError: one can't be a view of its place.
+    """
+    found = []
+    for name, group in itertools.groupby(slices, key=lambda part: part.name):
+        of_name = list(group)
+        source = of_name[0].source
+        shard = Shard.of_cuts(source.shape, [part.cut for part in of_name])
+        place = _joined([part.destination for part in of_name], shard)
+        part = dataclasses.replace(of_name[0], destination=place, cut=())
+        wanted = dataclasses.replace(part, source=torch.empty(shard.local_shape, dtype=source.dtype, device="meta"))
+        if reason := "the engine has it twice" if any(one.again for one in of_name) else obstacle(wanted):
+            raise ValueError(f"sharding: tensor can't be had for {name} ({reason}): set sharding: gradients or fsdp.")
+        found.append((part, shard))
+    return found
+
+
+def _joined(places: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
+    """Neighbouring views of one tensor as one view."""
+    first, *others = places
+    at = first
+    for other in others:
+        after = at.storage_offset() + at.shape[shard.axis] * at.stride(shard.axis)
+        assert other.storage_offset() == after and other.stride() == first.stride(), "the parts aren't neighbours"
+        at = other
+    return first.as_strided(shard.local_shape, first.stride()) if others else first
+
+
+@torch.no_grad()
+def bind_parts(found: Sequence[tuple[Slice, Shard]]) -> None:
+    """`bind` where the engine's rank has parts: what the policy has beside them is freed."""
+    for part, shard in found:
+        part.destination.copy_(shard.of(part.source.detach()))
         part.source.data = part.destination
 
 

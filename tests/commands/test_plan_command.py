@@ -17,8 +17,9 @@ from paths import DOCS, RECIPES
 from colograd.commands import cli
 from colograd.commands import plan as command
 from colograd.commands.plan import recipe_options
+from colograd.config.sharding import TENSOR
 from colograd.memory.choice import auto, best_plan, fits
-from colograd.memory.description import STRATEGIES
+from colograd.memory.description import ORDER, STRATEGIES
 from colograd.memory.estimate import ALIVE
 from colograd.memory.table import GIB, MARGIN
 from colograd.policy.outline import note_on_cpu
@@ -89,7 +90,15 @@ def test_one_gpu_has_nothing_to_share_and_is_told_what_would_fit(
 def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, strategies, after = planned(capsys, qwen, "--gpus", "8", "--gpu-memory", "80", "--tensor-parallel", "2")
     assert "an engine for 2 of them" in before
-    assert [*strategies] == [*STRATEGIES] and strategies["gradients"][:2] == ["7.1", "14.2"]
+    assert [*strategies] == [*ORDER] and strategies["gradients"][:2] == ["7.1", "14.2"]
+    in_parts = {name: [float(cell) for cell in strategies[name][:4]] for name in TENSOR}
+    part = large.PARAMETERS / GIB
+    assert in_parts == {
+        "tensor": pytest.approx([2 / 2 * part, 0, 4 / 2 * part, 10 / 2 * part], abs=0.06),
+        "tensor+optimizer": pytest.approx([2 / 2 * part, 0, 4 / 2 * part, 10 / 8 * part], abs=0.06),
+        "tensor+gradients": pytest.approx([2 / 2 * part, 0, 4 / 8 * part, 10 / 8 * part], abs=0.06),
+    }
+    assert float(strategies["tensor"][5]) < float(strategies["fsdp"][5]), "activations of heads and MLPs are cut"
     assert after == "sharding: auto takes 'gradients'"
 
 

@@ -345,7 +345,13 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: config(sharding="zero2"),
         "sharding 'zero2'",
         "isn't supported in this version",
-        "choose one of none, optimizer, gradients, fsdp, auto",
+        r"choose one of none, optimizer, gradients, tensor, tensor\+optimizer, tensor\+gradients, fsdp, auto",
+    ),
+    "the engine's layout of an engine that is a rank's alone": (
+        lambda _: config(sharding="tensor"),
+        "sharding is 'tensor' and vllm_tensor_parallel_size is 1",
+        "cut as the ranks of an engine cut it",
+        "set vllm_tensor_parallel_size to 2 or more",
     ),
     "sharding an optimizer that needs whole parameters": (
         lambda _: config(sharding="optimizer", optim="adafactor"),

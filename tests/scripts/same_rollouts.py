@@ -3,16 +3,19 @@
     torchrun --nproc-per-node 2 same_rollouts.py MODEL OUT_DIR '{"vllm_tensor_parallel_size": 2}' [FAULT]
 
 Started by tests/engine/test_tensor_parallel.py. The third argument changes the configuration, and
-`{"lora": true}` trains an adapter, `{"sampled": true}` what the engine samples. After training, each rank's
+`{"lora": true}` trains an adapter, `{"sampled": true}` what the engine samples, `{"resume": FOLDER}` goes on from a
+checkpoint. After training, each rank's
 weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.
 FAULT: `reward` (rank 0's raises in the second step), `loss` (a NaN on the last rank), `memory` (the last rank runs out
-of it above 100 tokens).
+of it above 100 tokens); in the midst of a forward of the second step: `killed` (the last rank is), `inside` (it runs
+out of memory), `alike` (all ranks do).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from colograd.policy.packing import pack
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FAULT = sys.argv[4] if len(sys.argv) > 4 else ""
 CALLED: list[int] = []  # completions of each call of the reward on this rank
+FAILED: list[str] = []
 
 
 def reward(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[float]:
@@ -42,6 +46,16 @@ def reward(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[fl
     if FAULT == "reward" and trainer_state.global_step == 1:
         raise RuntimeError(f"the judge of rank {RANK} is out")
     return tiny.vowels(completions)
+
+
+def fail_inside() -> None:
+    """Once, on the last rank or on all."""
+    if FAILED or (FAULT != "alike" and RANK != RANKS - 1):
+        return
+    FAILED.append(FAULT)
+    if FAULT == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise torch.OutOfMemoryError("no room within a layer")
 
 
 class Watching(GRPOTrainer):
@@ -52,6 +66,9 @@ class Watching(GRPOTrainer):
         assert self.weights.differing() == []
 
     def compute_loss(self, model: Any, micro_batch: Any, **kwargs: Any) -> Any:
+        if FAULT in ("killed", "inside", "alike") and self.state.global_step == 1 and not FAILED:
+            layer = model.model.layers[1].mlp
+            layer.register_forward_pre_hook(lambda *_: fail_inside())
         output = super().compute_loss(model, micro_batch)
         self.trained += micro_batch.num_sequences
         if FAULT == "loss" and RANK == RANKS - 1 and self.state.global_step == 1:
@@ -85,14 +102,19 @@ def main() -> None:
     settings = {"max_steps": STEPS, "prompts_per_step": 8, "save_strategy": "steps", "save_steps": 3}
     settings |= json.loads(changes)
     adapter = LoraConfig(r=4, target_modules="all-linear") if settings.pop("lora", False) else None
-    rollouts = None if settings.pop("sampled", False) else Rollouts()
+    rollouts, resumed = None if settings.pop("sampled", False) else Rollouts(), settings.pop("resume", None)
     config = tiny.config(Path(out_dir) / f"run-{RANKS}", **settings)
     prompts = tiny_images.prompts if Path(model, "processor_config.json").exists() else tiny.prompts
     trainer = Watching(model, reward, config, prompts(), prompts(5), rollout_func=rollouts, peft_config=adapter)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumed)
     trainer.publish()
     worst, completions = parity(trainer)
+    slices = getattr(trainer.weights, "shared", ())
     result = {
+        "shared": sum(part.source.data_ptr() == part.destination.data_ptr() for part in slices),
+        "parameters": len([*trainer.model.parameters()]),
+        "policy": sum(p.nbytes for p in trainer.model.parameters()),
+        "state": sum(v.nbytes for s in trainer.optimizer.state.values() for v in s.values() if v.numel() > 1),
         "parity": worst,
         "completions": completions,
         "asked": [[step, sorted(texts)] for step, texts in (rollouts.asked if rollouts else ())],

@@ -1,0 +1,281 @@
+"""A policy cut as the engine's ranks cut it: each has its heads, its columns of an MLP, its entries of the vocabulary.
+
+Tensor parallelism as in Megatron-LM (arXiv 1909.08053): what goes into an attention or an MLP is the same on all ranks
+of an engine, each computes with its part, and what comes out is summed. So the gradient of the input is a sum, too.
+Layers keep their classes' own forwards: a class derived from theirs puts the sums around them. Plain tensors alone are
+used, so that a parameter can be the very tensor of vLLM's rank.
+
+What a rank has whole has the same gradient on all ranks, but for two kinds that only see the rank's own heads: norms of
+queries and keys, and key-value heads of which several ranks have the same. Theirs are summed as they are made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ..parallel.layout import RankLayout
+from ..parallel.ranks import gather
+from ..parallel.shards import RankGroup, Shard, group_of
+
+
+class _Enter(torch.autograd.Function):
+    """Nothing in the forward; the sum of the ranks' gradients in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.sum_(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of the ranks' tensors in the forward; nothing in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        return group.sum_(tensor.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Where a tensor that all ranks of ``group`` have begins to be used by each with its part of the weights."""
+    return _Enter.apply(tensor, group) if tensor.requires_grad else tensor
+
+
+def leave(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """The sum of what the ranks made with their parts."""
+    found: torch.Tensor = _Leave.apply(tensor, group)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The entries ``start`` ... ``stop`` of a vocabulary of ``size``, which a rank has."""
+
+    start: int
+    stop: int
+    size: int
+    group: RankGroup
+
+
+class _Region(nn.Module):
+    """An attention or an MLP whose first linear layers are cut by outputs, and the last one by inputs."""
+
+    cut_group: RankGroup
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def entered(value: Any) -> Any:
+            return enter(value, self.cut_group) if isinstance(value, torch.Tensor) else value
+
+        return super().forward(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
+
+
+class _Experts(_Region):
+    """All experts of a mixture, cut between their two products. The router, which is whole, gets whole gradients: its
+    weights of the experts enter with the tokens."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return leave(super().forward(*args, **kwargs), self.cut_group)
+
+
+class _RowParallel(nn.Linear):
+    """Cut by inputs; its bias is added once."""
+
+    cut_group: RankGroup
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        summed = leave(F.linear(input, self.weight), self.cut_group)
+        return summed if self.bias is None else summed + self.bias
+
+
+class _Embedding(nn.Embedding):
+    vocabulary: VocabularyPart
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        own = self.vocabulary
+        absent = (input < own.start) | (input >= own.stop)
+        found = super().forward((input - own.start).masked_fill(absent, 0))
+        return leave(found.masked_fill(absent[..., None], 0.0), own.group)
+
+
+class _Head(nn.Linear):
+    """Called by itself it gives all logits; `logprobs` computes with this rank's alone."""
+
+    vocabulary: VocabularyPart
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        own = self.vocabulary
+        logits = F.linear(enter(input, own.group), self.weight, self.bias)
+        return leave(F.pad(logits, (own.start, own.size - own.stop)), own.group)
+
+
+@functools.cache
+def _derived(kind: Any, own: Any) -> Any:
+    return type(own.__name__, (kind, own), {"__module__": own.__module__})
+
+
+def _become(module: Any, kind: Any, **attributes: Any) -> None:
+    own: Any = type(module)
+    module.__class__ = _derived(kind, own)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParts:
+    """How a policy is cut, in the attribute ``tensor_parts`` of the model. A copy of the model has the same."""
+
+    layout: RankLayout
+    engine: RankGroup  # the ranks that have the policy together
+    data: RankGroup  # the ranks with the same part, among which gradients are summed
+    places: tuple[Mapping[str, Shard], ...]  # of each of the engine's ranks, by a parameter's name
+
+    def __deepcopy__(self, memo: Any) -> TensorParts:
+        return self
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """This rank's."""
+        return self.places[self.engine.place]
+
+    def holders(self, name: str, place: int | None = None) -> tuple[int, ...]:
+        """The places in the engine of those that have the same part of a parameter as this rank (or another) has."""
+        own = self.places[self.engine.place if place is None else place][name]
+        return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
+
+    def is_counted(self, name: str) -> bool:
+        """Whether this rank's part counts in sums over the engine's ranks: of equal ones, one does."""
+        return self.holders(name)[0] == self.engine.place
+
+    @property
+    def elements(self) -> int:
+        """Of the whole policy."""
+        return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
+
+
+def parts_of(model: Any) -> TensorParts | None:
+    """How the model is cut; None: each rank has all of it."""
+    found: TensorParts | None = getattr(model, "tensor_parts", None)
+    return found
+
+
+def vocabulary_size(model: Any) -> int:
+    """Entries of the input embedding, of all ranks together where they share them out."""
+    table = model.get_input_embeddings()
+    own: VocabularyPart | None = getattr(table, "vocabulary", None)
+    return int(table.weight.shape[0]) if own is None else own.size
+
+
+def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
+    """Make a model whose parameters are parts already compute as the whole one does. A collective.
+
+    Args:
+        shards: of each parameter, by its name.
+
+    Raises:
+        RuntimeError: vLLM cuts a layer in a way that isn't known.
+    """
+    engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
+    data = group_of(layout, lambda rank: rank.shard_group)
+    every = gather(dict(shards))
+    first = layout.engine_group[0]
+    parts = TensorParts(layout, engine, data, tuple(every[first : first + layout.ranks_per_engine]))
+    regions: dict[str, Any] = {}
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    for path, module in list(model.named_modules()):
+        own = {name: shards[f"{path}.{name}"] for name, _ in module.named_parameters(recurse=False)
+               if f"{path}.{name}" in shards}  # fmt: skip
+        if module is head or module is table:
+            shard = own.get("weight") or shards[_name_of(model, module.weight)]
+            _cut_vocabulary(module, shard, engine, module is head)
+        elif all(shard.is_whole for shard in own.values()):
+            continue
+        elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
+            _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
+        elif isinstance(module, nn.Linear):
+            module.out_features = module.weight.shape[0]
+            parent = path.rpartition(".")[0]
+            regions[parent] = model.get_submodule(parent)
+        elif path.endswith(".experts"):
+            _become(module, _Experts, cut_group=engine)
+        else:
+            raise RuntimeError(f"The engine's ranks cut {path} ({type(module).__name__}), which isn't known yet.")
+    for region in regions.values():
+        _become(region, _Region, cut_group=engine)
+        if hasattr(region, "num_key_value_groups"):
+            region.num_key_value_groups = region.q_proj.out_features // region.k_proj.out_features
+    _sum_partial_gradients(model, regions, parts)
+    model.tensor_parts = parts
+    return parts
+
+
+def _name_of(model: nn.Module, parameter: torch.Tensor) -> str:
+    return next(name for name, own in model.named_parameters() if own is parameter)
+
+
+def _cut_vocabulary(module: Any, shard: Shard, group: RankGroup, is_head: bool) -> None:
+    start, stop = shard.boxes[0][0]
+    part = VocabularyPart(start, stop, shard.shape[0], group)
+    _become(module, _Head if is_head else _Embedding, vocabulary=part)
+    if not is_head and module.padding_idx is not None:  # whose row gets no gradient
+        inside = start <= module.padding_idx < stop
+        module.padding_idx = module.padding_idx - start if inside else None
+
+
+def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
+    """Of parameters inside of attentions and MLPs that several ranks have alike, each with its own heads' gradient."""
+    partial = {
+        name: parts.holders(name)
+        for path, region in regions.items()
+        for name, parameter in ((f"{path}.{own}", p) for own, p in region.named_parameters())
+        if parameter.requires_grad and not _after_the_sum(model, name)
+    }
+    among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
+    for name, holders in partial.items():
+        # Every rank makes the same groups in the same order, also for a parameter that it shares with nobody.
+        sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))
+        if all(len(one) == 1 for one in sets):
+            continue
+        if len(holders) == parts.engine.size:
+            group = parts.engine
+        else:
+            if sets not in among:
+                among[sets] = group_of(parts.layout, functools.partial(_same_heads, sets=sets))
+            group = among[sets]
+        parameter = model.get_parameter(name)
+        parameter.register_hook(functools.partial(_summed, group=group))
+
+
+def _same_heads(rank: RankLayout, sets: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    return tuple(rank.engine_group[place] for place in sets[rank.engine_place])
+
+
+def _summed(gradient: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    return group.sum_(gradient.to(torch.float32, copy=True).contiguous()).to(gradient.dtype)
+
+
+def _after_the_sum(model: nn.Module, name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    return last == "bias" and isinstance(model.get_submodule(path), _RowParallel)
+
+
+def check_split(model: Any) -> None:
+    """Raise a ValueError if it is a model of a trainer that has cut it."""
+    if parts_of(model) is not None:
+        raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")

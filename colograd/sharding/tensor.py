@@ -1,0 +1,216 @@
+"""A policy in the engine's tensor-parallel layout, as `policy.tensor_parallel` has cut it: the ranks of one engine
+train each row together, and ranks with the same part (one of each engine) share out gradients and optimizer state.
+
+As every parameter is the very tensor of vLLM's rank, an optimizer's step, and after it the all-gather of ZeRO, is the
+publishing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ..parallel import watchdog
+from ..parallel.faults import telling
+from ..parallel.ranks import gather, on_all_ranks
+from ..parallel.shards import RankGroup
+from ..policy.tensor_parallel import TensorParts, parts_of
+from ..runtime.process import forget_frames
+from . import optimizer_state
+from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph, scale_down, squared_norm
+from .weight_files import WeightFiles, saved_names
+from .whole import WholeCopies
+from .zero import SharedGradients, SharedOptimizer
+
+PATIENCE = 30.0  # seconds in which an engine's ranks that lack memory alike do so
+
+
+@contextmanager
+def telling_unless_alike(what: str, engine: RankGroup) -> Iterator[None]:
+    """The ranks of an engine exchange in the body. One that fails there leaves the others waiting, and tells them.
+    Their work being alike, all may run out of memory at the same place: nobody waits then, and all can try again."""
+    lack: torch.OutOfMemoryError | None = None
+    with telling(what):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            forget_frames(error)  # which hold activations
+            if not engine.meets(PATIENCE):
+                raise
+            lack = error
+    if lack is not None:
+        raise lack
+
+
+class TensorStrategy(ShardingStrategy):
+    """What the three of them have in common. The rest is another strategy's, among the ranks with the same part."""
+
+    meets_in_backward = True
+    state_of = ""  # what the ranks with the same part share out
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._counted = {name for name in self.cut.shards if self.cut.is_counted(name)}
+        self.share_frozen(model)
+
+    @property
+    def cut(self) -> TensorParts:
+        found = parts_of(self.model)
+        assert found is not None, "the policy isn't cut"
+        return found
+
+    @property
+    def among(self) -> RankGroup:
+        return self.cut.data
+
+    def share_frozen(self, model: torch.nn.Module) -> None:
+        """It is a copy of the policy, and cut already: its ranks meet in a forward, too."""
+        model.around_forward = functools.partial(telling_unless_alike, "the forward", self.cut.engine)
+
+    def close(self) -> None:
+        super().close()
+        del self.model.around_forward
+
+    def describe(self) -> str:
+        own = sum(parameter.numel() for parameter in self.model.parameters())
+        size, data = self.cut.engine.size, self.cut.data.size
+        shared = f"; {self.state_of} in {data} parts" if self.state_of and data > 1 else ""
+        whole = self.cut.elements
+        return (
+            f"sharding: the policy lies in the engine's layout, {own / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
+            f"parameters on this rank; {size} ranks train each row together (tensor parallel), gradients are summed "
+            f"over {data}{shared}"
+        )
+
+    # -- a step
+
+    @contextmanager
+    def agree(self, what: str) -> Iterator[None]:
+        with on_all_ranks(what):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        try:
+            super().backward(loss)
+        except BaseException as error:
+            drop_graph(loss, error)
+            self.failed(error)
+            raise
+
+    def failed(self, error: BaseException) -> None:
+        with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.cut.engine):
+            raise error
+
+    def _sum_of_squares(self, own: float) -> float:
+        """Over the ranks that have the gradient together."""
+        device = next(self.model.parameters()).device
+        return float(self.cut.engine.sum_(torch.tensor(own, dtype=torch.float64, device=device)))
+
+    def clip(self, largest: float) -> float:
+        """A part that several ranks have alike counts once."""
+        summed = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
+        own = squared_norm(gradient for name, gradient in summed.items() if name in self._counted)
+        norm = self._sum_of_squares(own) ** 0.5
+        scale_down([*summed.values()], norm, largest)
+        return norm
+
+    def owned(self) -> Sequence[Owned]:
+        return [self._in_whole(piece) for piece in super().owned()]  # type: ignore[safe-super]
+
+    def _in_whole(self, piece: Owned) -> Owned:
+        """A piece of this rank's part of a parameter as one of the parameter."""
+        shard = self.cut.shards[piece.name]
+        if shard.begin is None:
+            return dataclasses.replace(piece, shard=shard)
+        return dataclasses.replace(piece, start=piece.start + shard.begin, stop=piece.stop + shard.begin)
+
+    # -- files
+
+    @telling("saving")
+    def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        cut, whole = self.cut, dict[str, torch.Tensor]()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            if keep:
+                whole[name] = torch.empty(cut.shards[name].shape, dtype=parameter.dtype)
+            for place in sorted({cut.holders(name, place)[0] for place in range(cut.engine.size)}):
+                part = cut.places[place][name]
+                values = parameter.detach().contiguous()
+                if cut.shards[name] != part:
+                    values = values.new_empty(part.local_shape)
+                if not part.is_whole:
+                    cut.engine.broadcast_(values, place)
+                if keep:
+                    part.write(values.cpu(), whole[name])
+            watchdog.progress()
+        if not keep:
+            return {}
+        return {
+            name: whole[names[id(parameters[name])]] if name in parameters else value.to("cpu", copy=True)
+            for name, value in self.model.state_dict().items()
+        }
+
+    def load_weights(self, folder: Path) -> bool:
+        files, aliases, saved = WeightFiles(folder), dict[int, list[str]](), saved_names(self.model)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
+        for name, parameter in self.model.named_parameters():
+            files.copy_part(aliases[id(parameter)], parameter.detach(), self.cut.shards[name])
+        return True
+
+
+class TensorParallel(TensorStrategy, WholeCopies):
+    """Each engine's ranks hold gradients and optimizer state of all of their parts."""
+
+    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+        return True
+
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+    ) -> bool:
+        """``keep``, on the first of an engine's ranks, has all of them write."""
+        engine = self.cut.engine
+        kept = gather(keep)
+        if any(kept[rank] for rank in engine.ranks):
+            optimizer_state.save(optimizer, self.owned(), folder, engine.place, engine.size, write)
+        return True
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        engine = self.cut.engine
+        optimizer_state.load(optimizer, self.owned(), folder, order, engine.place, engine.size)
+        return True
+
+
+class TensorOptimizer(TensorStrategy, SharedOptimizer):
+    """And the ranks with the same part share out the optimizer's state (ZeRO-1)."""
+
+    state_of = "optimizer state"
+
+    def _sum_of_squares(self, own: float) -> float:
+        return _over_all(own, self.device)
+
+
+class TensorGradients(TensorStrategy, SharedGradients):
+    """And its gradients (ZeRO-2)."""
+
+    state_of = "optimizer state and gradients"
+    backward = SharedGradients.backward
+
+    def _sum_of_squares(self, own: float) -> float:
+        return _over_all(own, self.device)
+
+
+def _over_all(own: float, device: torch.device) -> float:
+    total = torch.tensor(own, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(total)
+    return float(total)

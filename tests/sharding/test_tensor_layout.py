@@ -1,0 +1,261 @@
+"""Policies in the engine's tensor-parallel layout: the same weights as on one rank, in the memory of vLLM's ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from engine_ranks import results, run, start
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig
+
+from colograd.parallel.balance import of_engines
+from colograd.parallel.shards import Shard
+from colograd.policy.supported import check_supported
+from colograd.sharding import optimizer_state
+from colograd.sharding.strategy import Owned
+from colograd.sharding.weight_files import WeightFiles
+
+# AdamW at its default of 1e-8 turns the rounding of gradients that are nearly 0 into whole steps.
+SETTINGS = {"adam_epsilon": 1e-4}
+FIGURES = ("loss", "entropy", "grad_norm", "reward", "num_tokens", "completions/mean_length", "train/packed_tokens")
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
+
+
+def check_ends_alike(model: Path, folder: Path, ranks: int) -> None:
+    """Each of ``ranks`` has the weights of one rank's run, up to a 1e-5th of what that moved."""
+    from transformers import AutoModelForCausalLM
+
+    expected = torch.load(folder / "weights0-of-1.pt")
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    moved = norm(value - before[name] for name, value in expected.items())
+    for rank in range(ranks):
+        found = torch.load(folder / f"weights{rank}-of-{ranks}.pt")
+        assert found.keys() == expected.keys()
+        assert norm(found[name] - value for name, value in expected.items()) < 1e-5 * moved
+
+
+def check_in_parts(model: Path, folder: Path, ranks: int, size: int, sharding: str, **changes: Any) -> list[dict]:
+    """``ranks`` of which ``size`` share an engine train as one rank does."""
+    settings = SETTINGS | changes
+    (alone,) = run(model, folder, 1, **settings)
+    found = run(model, folder, ranks, vllm_tensor_parallel_size=size, sharding=sharding, **settings)
+    check_ends_alike(model, folder, ranks)
+    for one, other in zip(alone["logs"], found[0]["logs"], strict=True):
+        assert {k: other[k] for k in FIGURES} == pytest.approx({k: one[k] for k in FIGURES}, abs=1e-5, rel=1e-5)
+    kept = {tensor.data_ptr(): tensor.numel() for tensor in torch.load(folder / "weights0-of-1.pt").values()}
+    elements = sum(kept.values())  # a tied head is the embedding
+    for rank in found:
+        assert rank["shared"] == rank["parameters"] > 0, "every parameter is the engine's tensor"
+        assert 0 < rank["parity"] < 1e-5 and "0 bytes per publish" in rank["weights"]
+        assert all(log["sync/published_bytes"] == 0 for log in rank["logs"])
+        # Norms, and heads that several ranks have, are beside a rank's share; a vocabulary is cut at multiples of 64.
+        assert rank["policy"] < 4 * elements * (1 / size + 0.15)
+        assert rank["state"] < 8 * elements * ((1 / ranks if "+" in sharding else 1 / size) + 0.15)
+    return found
+
+
+@pytest.mark.engine
+def test_two_ranks_have_a_policy_in_parts(tiny_model: Path, tmp_path: Path) -> None:
+    """A tied head, one key-value head that both have, a vocabulary that is filled up: 160 entries and 98."""
+    check_in_parts(tiny_model, tmp_path, 2, 2, "tensor")
+
+
+CASES: list[tuple[str, int, int, str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", 4, 2, "tensor+optimizer", {}, {}),
+    ("qwen2", 2, 2, "tensor", {"tied": False}, {"beta": 0.1}),
+    ("qwen3", 4, 2, "tensor+gradients", {"tied": False}, {"gradient_checkpointing": True}),
+    ("qwen3", 4, 4, "tensor", {"heads": 4, "keys": 2}, {"top_entropy_quantile": 0.5, "max_tokens_per_microbatch": 150}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(("family", "ranks", "size", "sharding", "shape", "changes"), CASES)
+def test_other_families_and_what_engines_share_out(
+    tmp_path: Path, family: str, ranks: int, size: int, sharding: str, shape: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    model = tiny.make_model(tmp_path / "model", family, **shape)
+    check_in_parts(model, tmp_path, ranks, size, sharding, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_checkpoint_goes_on_with_any_ranks_and_layout(tiny_model: Path, tmp_path: Path) -> None:
+    """Three steps on 4 ranks, of which 2 share an engine; three more on 2 that share one, and on 1; and back."""
+    run(tiny_model, tmp_path, 1, **SETTINGS)
+    two = {"vllm_tensor_parallel_size": 2, **SETTINGS}
+    run(tiny_model, tmp_path, 4, sharding="tensor+gradients", **two)
+    whole = tmp_path / "weights0-of-1.pt"
+    kept = whole.read_bytes()
+    of_four, of_one = (str(tmp_path / f"run-{ranks}" / "checkpoint-3") for ranks in (4, 1))
+    for resumed in (of_four, of_one):
+        run(tiny_model, tmp_path, 2, sharding="tensor", resume=resumed, **two)
+        check_ends_alike(tiny_model, tmp_path, 2)
+    (alone,) = run(tiny_model, tmp_path, 1, resume=of_four, journal="off", **SETTINGS)
+    (tmp_path / "weights0-of-1.pt").rename(tmp_path / "weights1-of-2.pt")
+    whole.write_bytes(kept)
+    check_ends_alike(tiny_model, tmp_path, 2)
+    assert len(alone["logs"]) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(("fault", "told"), [("killed", "Rank 1"), ("inside", "no room within a layer")])
+def test_a_rank_that_fails_within_a_forward_ends_all(tiny_model: Path, tmp_path: Path, fault: str, told: str) -> None:
+    changes = {"vllm_tensor_parallel_size": 2, "sharding": "tensor"}
+    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(changes), fault)
+    assert done.returncode != 0 and told in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_ranks_that_lack_memory_alike_pack_smaller_rows(tiny_model: Path, tmp_path: Path) -> None:
+    changes = {"vllm_tensor_parallel_size": 2, "sharding": "tensor", **SETTINGS}
+    done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(changes), "alike")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ran out of it and is repeated" in done.stdout
+    run(tiny_model, tmp_path, 1, **SETTINGS)
+    check_ends_alike(tiny_model, tmp_path, 2)
+    assert all(rank["shared"] == rank["parameters"] for rank in results(tmp_path, 2))
+
+
+def _model(model_type: str = "llama", **changes: Any) -> Any:
+    return SimpleNamespace(config=AutoConfig.for_model(model_type, **changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "said"),
+    [
+        (
+            _model("mistral"),
+            None,
+            "sharding is 'tensor', but mistral isn't among the models .* set sharding",
+        ),
+        (_model(), object(), "sharding is 'tensor', but the policy trains a LoRA adapter.* set sharding: gradients"),
+        (_model(attention_dropout=0.1), None, "the model has attention_dropout 0.1, .* set disable_dropout: true"),
+    ],
+)
+def test_what_has_no_layout_of_the_engine_is_named_at_start(model: Any, adapter: Any, said: str) -> None:
+    settings = SimpleNamespace(sharding="tensor", tensor_parallel=True, disable_dropout=False)
+    with pytest.raises(ValueError, match=said):
+        check_supported(model, settings, adapter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"weights": "copied"},
+            "weights is 'copied', but .* is the engine's weights: set weights: auto",
+        ),
+        ({"torch_compile": True}, "torch_compile is True, which isn't available .* remove torch_compile"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model is True, which isn't available"),
+        ({"vllm_engine_kwargs": {"dtype": "float16"}}, "vllm_engine_kwargs sets dtype 'float16', .* remove it"),
+        (
+            {"vllm_model_impl": "transformers"},
+            "vllm_model_impl is 'transformers', .* set vllm_model_impl: auto",
+        ),
+    ],
+)
+def test_settings_that_it_doesn_t_go_with_are_named_at_start(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    config = tiny.config(tmp_path, **changes)
+    config.sharding, config.vllm_tensor_parallel_size = "tensor", 2  # without another rank
+    with pytest.raises(ValueError, match=f"sharding is 'tensor' and {said}"):
+        config._check_tensor_parallel()
+
+
+# -- parts of a tensor
+
+
+def columns(place: int, ranks: int, shape: tuple[int, int] = (6, 8)) -> Shard:
+    size = shape[1] // ranks
+    return Shard.of_cuts(shape, [(slice(None), slice(place * size, (place + 1) * size))])
+
+
+def halves(place: int, ranks: int) -> Shard:
+    """Gates and ups of 3 experts, (3, 2 * 4, 5)."""
+    size = 4 // ranks
+    return Shard.of_cuts((3, 8, 5), [(slice(None), slice(s + place * size, s + (place + 1) * size)) for s in (0, 4)])
+
+
+@pytest.mark.parametrize("part", [columns, halves])
+def test_parts_make_up_the_tensor(part: Any) -> None:
+    whole = torch.randn(part(0, 2).shape)
+    copy = torch.zeros_like(whole)
+    for place in range(2):
+        shard = part(place, 2)
+        assert shard.begin is None and not shard.is_whole and shard.of(whole).shape == shard.local_shape
+        assert Shard.from_json(json.loads(json.dumps(shard.as_json()))) == shard
+        shard.write(shard.of(whole), copy)
+    assert torch.equal(copy, whole)
+
+
+def test_rows_are_one_range() -> None:
+    rows = Shard.of_cuts((6, 8), [(slice(2, 4),)])
+    assert rows.begin == 16 and rows.local_shape == (2, 8)
+    assert Shard.of_cuts((6,), [()]).is_whole and Shard.of_cuts((), [()]).begin == 0
+
+
+def test_state_is_read_by_other_parts_than_wrote_it(tmp_path: Path) -> None:
+    """Written by 2 places of 2 ranks each, read whole, by 4 places, and by the same."""
+    whole = torch.nn.Parameter(torch.randn(6, 8))
+    expected = torch.randn(6, 8)
+
+    def optimizer(owned: list[Owned]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([piece.part for piece in owned])
+
+    def owned(place: int, ranks: int, start: int = 0, stop: int | None = None) -> list[Owned]:
+        shard = columns(place, ranks)
+        local = shard.of(whole.detach()).contiguous()
+        part = nn.Parameter(local.view(-1)[start:stop])
+        return [Owned("o_proj.weight", part, start, local.numel() if stop is None else stop, shard)]
+
+    for rank, (place, ends) in enumerate((place, ends) for place in (0, 1) for ends in ((0, 10), (10, 24))):
+        own = owned(place, 2, *ends)
+        wrote = optimizer(own)
+        wrote.state[own[0].part] = {"exp_avg": own[0].of(expected).clone(), "step": torch.tensor(3.0)}
+        optimizer_state.save(wrote, own, tmp_path, rank, 4)
+    for own in ([Owned("o_proj.weight", whole, 0, 48)], owned(3, 4), owned(1, 2)):
+        read = optimizer(own)
+        optimizer_state.load(read, own, tmp_path)
+        state = read.state[own[0].part]
+        assert torch.equal(state["exp_avg"], own[0].of(expected)) and state["step"] == 3
+    (tmp_path / "optimizer-00003-of-00004.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"optimizer-00003-of-00004.safetensors is missing"):
+        optimizer_state.load(read, own, tmp_path)
+
+
+def test_parts_of_weights_are_read_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colograd.sharding.weight_files.MOST_ELEMENTS", 16)
+    saved = {"o_proj.weight": torch.randn(6, 8), "experts.gate_up_proj": torch.randn(3, 8, 5), "norm": torch.randn(8)}
+    save_file(saved, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path)
+    for place in range(2):
+        parts = (columns(place, 2), halves(place, 2), Shard.of_cuts((8,), [()]))
+        for (name, whole), shard in zip(saved.items(), parts, strict=True):
+            found = torch.empty(shard.local_shape)
+            files.copy_part([name], found, shard)
+            assert torch.equal(found, shard.of(whole))
+
+
+def test_the_ranks_of_an_engine_train_the_same_groups() -> None:
+    """Engines of 2 ranks, whose first ones have the groups: the second's go to where there is less to do."""
+    costs = [[5.0, 5.0, 1.0], [], [1.0], []]
+    kept = of_engines(costs, 2, between_engines=False)
+    assert kept == [[(0, 0), (0, 1), (0, 2)], [(0, 0), (0, 1), (0, 2)], [(2, 0)], [(2, 0)]]
+    moved = of_engines(costs, 2, between_engines=True)
+    assert moved[0] == moved[1] and moved[2] == moved[3] and sorted(moved[0] + moved[2]) == sorted(kept[0] + kept[2])
+    assert sum(costs[owner][index] for owner, index in moved[0]) < 8
