@@ -240,7 +240,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
         peft_config=adapter(options.lora) if options.lora else None,
         **recorded,
     )
-    if trainer.engine.sleeps:
+    if trainer.engine is not None and trainer.engine.sleeps:
         trainer.engine.sleep = watch.sleeping(trainer.engine)
     return trainer
 
@@ -272,7 +272,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         limit = allowed(trainer) if options.sampled else 0.0
         matrices = Matrices.of(trainer.model)
         half = trainer.policy.model.dtype == torch.bfloat16 or trainer.args.bf16
-        asked_to_sleep, checkpointing = trainer.engine.sleeps, trainer.args.checkpointing
+        asked_to_sleep, checkpointing = trainer.engine and trainer.engine.sleeps, trainer.args.checkpointing
     finally:
         trainer.close()
     steps = watch.steps[1:]
