@@ -1,0 +1,104 @@
+"""The user's program: what it may be, what it may return, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+
+from colograd.agents.sessions import returned
+from colograd.training.task import agent_of
+from colograd.usercode.calls import Outcome
+from colograd.usercode.programs import CommandProgram, FunctionProgram
+
+
+def run(base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "tools", "replay", "said"),
+    [
+        (lambda base_url, question: 1.0, None, False, "takes 'question', but is given base_url, api_key, model, row"),
+        ("", None, False, "agent is empty"),
+        (3, None, False, "must be a function, its import path, or a command line"),
+        ("tests_that_are_not:there", None, False, "tests_that_are_not"),
+        (run, object(), False, "agent and tools are both set"),
+        (run, None, True, "router_replay is true"),
+    ],
+)
+def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, replay: bool, said: str) -> None:
+    args: Any = SimpleNamespace(router_replay=replay)
+    with pytest.raises(ValueError, match=said):
+        agent_of(agent, None, tools, args)
+
+
+@pytest.mark.parametrize(
+    ("value", "columns", "failure"),
+    [
+        (0.5, {"agent_reward": 0.5}, ""),
+        (True, {"agent_reward": 1.0}, ""),
+        (None, {"agent_reward": None}, ""),
+        ({"reward": 2, "steps": 3}, {"agent_reward": 2.0, "steps": 3}, ""),
+        ({"steps": 3}, {"agent_reward": None, "steps": 3}, ""),
+        ("well", {"agent_reward": None}, "it returned 'well'"),
+        (math.nan, {"agent_reward": None}, "it returned nan"),
+        ({"session": 1}, {"agent_reward": None}, "the trainer's own name"),
+    ],
+)
+def test_what_it_returns_is_the_reward_or_a_failure(value: Any, columns: dict[str, Any], failure: str) -> None:
+    found, failed = returned(Outcome("value", value, 0.0))
+    assert found == columns and (failure in failed if failure else not failed)
+
+
+def test_a_stopped_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    written = tmp_path / "pid"
+    script = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(10000)'])\n"
+        f"open({str(written)!r} + '.part', 'w').write(str(child.pid))\n"
+        f"os.rename({str(written)!r} + '.part', {str(written)!r})\n"
+        "time.sleep(10000)\n"
+    )
+    program = CommandProgram((sys.executable, "-c", script), {}, {"row": 1})
+    while not written.exists():
+        time.sleep(0.05)
+    program.stop()
+    assert program.future.result(tiny.PATIENCE).kind == "died"
+    child = Path(f"/proc/{written.read_text()}/stat")
+    while child.exists() and child.read_text().split()[2] != "Z":  # killed, and perhaps not reaped yet
+        time.sleep(0.05)
+
+
+def test_a_stopped_async_function_is_cancelled_and_a_blocked_one_holds_up_nobody() -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    async def waits() -> None:
+        begun.set()
+        await asyncio.sleep(10_000)
+
+    async def blocks() -> None:
+        gate.wait(tiny.PATIENCE)  # a mistake that would stop a shared event loop
+
+    blocked, waiting = FunctionProgram(blocks, {}), FunctionProgram(waits, {})
+    assert begun.wait(tiny.PATIENCE)
+    waiting.stop()
+    assert "CancelledError" in waiting.future.result(tiny.PATIENCE).value[0]
+    assert not blocked.future.done()
+    gate.set()
+    assert blocked.future.result(tiny.PATIENCE).kind == "value"
+
+
+def test_a_command_that_prints_without_end_fills_no_memory() -> None:
+    code = "import sys\nfor _ in range(64): sys.stdout.write('x' * 2**20)\nprint()\nprint(0.25)"
+    outcome = CommandProgram((sys.executable, "-c", code), dict(os.environ), {}).future.result(tiny.PATIENCE)
+    assert outcome.value == 0.25
