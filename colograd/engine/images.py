@@ -84,7 +84,8 @@ def check_same_processor(model_config: Any, processor: Any) -> None:
     """Raise a ValueError if a setting of vLLM's image processor isn't that of the trainer's."""
     from vllm.transformers_utils.processor import cached_processor_from_config
 
-    theirs = cached_processor_from_config(model_config).image_processor.to_dict()
+    # By its class: of some names (InternVL's) vLLM has a class of its own too, for older checkpoints.
+    theirs = cached_processor_from_config(model_config, processor_cls=type(processor)).image_processor.to_dict()
     ours = processor.image_processor.to_dict()
     for name in sorted(theirs.keys() | ours.keys()):
         if _plain(theirs.get(name)) != _plain(ours.get(name)):

@@ -232,6 +232,8 @@ def _patches(config: Any) -> float:
     names = (vision, "spatial_merge_size"), (config, "spatial_merge_size"), (config, "scale_factor")
     if merged := next((found for of, name in names if (found := getattr(of, name, None))), None):
         return float(merged) ** 2
+    if ratio := getattr(config, "downsample_ratio", None):
+        return float(ratio) ** -2
     if tokens := getattr(config, "mm_tokens_per_image", None):
         return float((vision.image_size // vision.patch_size) ** 2 / tokens)
     return 1.0

@@ -20,8 +20,8 @@ from . import attention
 from .sending import to_device_async
 
 # Model types, as transformers names them, whose images can be trained on.
-FAMILIES = ("gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
-TEXT_FIRST = ("mistral3", "qwen3_5")  # of these, those that are trained like text models where a run has no images
+FAMILIES = ("gemma3", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
+TEXT_FIRST = ("internvl", "mistral3", "qwen3_5")  # those that are trained like text models where a run has no images
 BOTH_WAYS = ("gemma3",)  # the tokens of a picture see each other both ways
 TOWERS = ("visual", "vision_model", "vision_tower")  # modules that see; what follows brings it into the text's space
 PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector")
@@ -311,7 +311,9 @@ def _unseen_picture(config: Any) -> Images:
         pixels = torch.ones(1, vision.num_channels, side, side)
         inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]])}
     else:
-        inputs = {"pixel_values": torch.ones(1, vision.num_channels, vision.image_size, vision.image_size)}
+        size = vision.image_size
+        height, width = (size, size) if isinstance(size, int) else size  # InternVL's is a pair
+        inputs = {"pixel_values": torch.ones(1, vision.num_channels, height, width)}
     return Images("", (), (), inputs, ())
 
 

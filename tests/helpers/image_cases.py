@@ -17,7 +17,7 @@ from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 
 RANKS = SCRIPTS / "two_ranks.py"
-PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "mistral3_vl")
+PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "mistral3_vl", "internvl_vl")
 
 
 def needs(*libraries: str) -> Any:

@@ -19,6 +19,7 @@ TEMPLATE = (
 )
 IDEFICS3 = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<row_1_col_1>")
 QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+INTERNVL = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 MISTRAL3 = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 GEMMA3 = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 SIDE = 32  # pixels of an image that needs the fewest tokens
@@ -251,6 +252,33 @@ def _mistral3_processor(tokenizer: Any) -> Any:
     )
 
 
+def _internvl(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """4 tokens for each of a picture's tiles, between two others."""
+    import transformers as hf
+
+    tokenizer, seeing = _tokenizer(INTERNVL, INTERNVL[2]), shape.pop("vision", {})
+    names = ("start_image_token", "end_image_token", "context_image_token", "video_token")
+    tokenizer._set_model_specific_special_tokens(dict(zip(names, INTERNVL, strict=True)))
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": [SIDE, SIDE], "patch_size": [8, 8], **seeing,
+    }  # fmt: skip
+    config = hf.InternVLConfig(
+        text_config={"model_type": "qwen2", **_ends(tokenizer), **shape}, vision_config=vision, image_seq_length=4,
+        image_token_id=tokenizer.convert_tokens_to_ids(INTERNVL[2]), tie_word_embeddings=False,
+    )  # fmt: skip
+    return hf.InternVLForConditionalGeneration(config), tokenizer
+
+
+def _internvl_processor(tokenizer: Any) -> Any:
+    import transformers as hf
+
+    images = hf.GotOcr2ImageProcessor(size={"height": SIDE, "width": SIDE}, max_patches=2)
+    return hf.InternVLProcessor(
+        images, tokenizer, hf.InternVLVideoProcessor(), image_seq_length=4, chat_template=tokenizer.chat_template
+    )
+
+
 def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
     """4 tokens an image, which see each other both ways."""
     import transformers as hf
@@ -291,6 +319,7 @@ FAMILIES = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_5_vl": _qwen3_5,
     "mistral3_vl": _mistral3,
+    "internvl_vl": _internvl,
     "gemma3_vl": _gemma3,
 }
 PROCESSORS = {
@@ -300,6 +329,7 @@ PROCESSORS = {
     "qwen3_vl": _qwen3_vl_processor,
     "qwen3_5_vl": _qwen3_vl_processor,
     "mistral3_vl": _mistral3_processor,
+    "internvl_vl": _internvl_processor,
     "gemma3_vl": gemma3_processor,
 }
 
@@ -328,6 +358,8 @@ def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelI
             "pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw),
             "image_sizes": torch.tensor([[SIDE, SIDE]] * pictures),
         }
+    elif family == "internvl_vl":
+        inputs = {"pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw)}
     elif family == "gemma3_vl":
         inputs = {"pixel_values": torch.randn(pictures, 3, SIDE, SIDE, generator=draw), "token_type_ids": kinds}
     else:

@@ -1,5 +1,6 @@
 """Images of families that are trained like text models where a run has none: Qwen3.5, whose layers carry a state (in
-bfloat16, the only dtype that vLLM's kernel has on a CPU), and Mistral 3, whose pictures have rows of tokens."""
+bfloat16, the only dtype that vLLM's kernel has on a CPU), Mistral 3, whose pictures have rows of tokens, and InternVL,
+whose pictures are cut into tiles."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ BFLOAT16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim":
 @pytest.mark.engine
 @needs("torchvision")
 @pytest.mark.parametrize(
-    ("family", "dtype", "most"), [("qwen3_5_vl", torch.bfloat16, 0.02), ("mistral3_vl", torch.float32, 1e-5)]
+    ("family", "dtype", "most"),
+    [
+        ("qwen3_5_vl", torch.bfloat16, 0.02),
+        ("mistral3_vl", torch.float32, 1e-5),
+        ("internvl_vl", torch.float32, 1e-5),
+    ],
 )
 def test_it_trains_resumes_and_is_saved(
     family: str, dtype: torch.dtype, most: float, tmp_path: Path, closing: Callable[[Any], Any], tried: Any
@@ -37,7 +43,8 @@ def test_it_trains_resumes_and_is_saved(
         config = tiny.config(
             tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=1, full_determinism=True, **changes
         )
-        trainer = closing(GRPOTrainer(str(model), tiny.vowels, config, tiny_images.prompts(8, images=2)))
+        pictures = 1 if family == "internvl_vl" else 2  # of up to three tiles
+        trainer = closing(GRPOTrainer(str(model), tiny.vowels, config, tiny_images.prompts(8, images=pictures)))
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if images.sees(name)}
         trainer.train(resume_from_checkpoint=resumed)
         trainer.publish()
