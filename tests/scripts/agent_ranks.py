@@ -58,7 +58,7 @@ def main() -> None:
         agent=agent,
     )  # fmt: skip
     seen = tiny.remembered_groups(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     digest = hashlib.sha256()
     for _, parameter in sorted(trainer.model.named_parameters()):
         digest.update(parameter.detach().float().cpu().numpy().tobytes())
