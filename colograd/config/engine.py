@@ -56,7 +56,8 @@ class EngineKnobs(TrainingArguments):
         "none",
         "On a GPU, keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, or "
         "`true`), or always (`stream`, with `optim: adamw_split`): it passes through the GPU piece by piece while the "
-        "optimizer steps, to the same bits. Does nothing on a CPU.",
+        "optimizer steps, to the same bits. `auto`: where training doesn't fit, that, `offload_gradients` and "
+        "`gradient_checkpointing: offload`, as few of them as the plan needs. Does nothing on a CPU.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = knob(
         None,
@@ -100,7 +101,7 @@ class EngineKnobs(TrainingArguments):
                 "planned."
             )
         self.offload_optimizer = offload_way(self.offload_optimizer)
-        one_of(self, "offload_optimizer", ("none", "sampling", "stream"))
+        one_of(self, "offload_optimizer", ("none", "sampling", "stream", "auto"))
         self._check_ranks()
 
     def _check_ranks(self) -> None:

@@ -72,6 +72,8 @@ class RunDescription:
     offloads: bool = False  # the optimizer's state while the engine samples
     streams: bool = False  # the optimizer's state passes through the device from the host
     can_stream: bool = False  # the optimizer is one that can
+    offloads_gradients: bool = False  # their sums are in host memory
+    offloads_activations: bool = False  # inputs of layers that are computed again are in host memory
     reference: int = 0  # bytes
     kv_bytes: int = 0  # 0: planned
     overruled: bool = False  # the user gives the engine a share of the device
@@ -141,7 +143,7 @@ def describe_run(
     completion = min(settings.max_completion_length or work.length, work.length)
     group = (settings.num_generations or 1) if work.shares_prompts else 1
     optim = resolve_optimizer(settings.optim, dtype)
-    cut = not is_adapted(model) and settings.weights in ("auto", "gathered")
+    cut = not (is_adapted(model) or settings.offload_gradients) and settings.weights in ("auto", "gathered")
     return RunDescription(
         devices=devices,
         ranks_per_engine=settings.vllm_tensor_parallel_size,
@@ -163,6 +165,8 @@ def describe_run(
         offloads=settings.offload_optimizer == "sampling",
         streams=settings.offload_optimizer == "stream",
         can_stream=optim == "adamw_split",
+        offloads_gradients=settings.offload_gradients,
+        offloads_activations=settings.offloads_activations,
         reference=reference,
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..engine.arguments import MOST_SEQUENCES
 from ..policy.images import has_tower, in_tower
+from ..policy.layer_inputs import KEPT
 from ..policy.logprobs import TILE_ELEMENTS
 from ..runtime.sizes import size_of
 
@@ -111,12 +112,19 @@ def layer_bytes(shape: Shape, itemsize: int, joined: float = 1.0) -> float:
     return norms + itemsize * (3 * shape.queries + (2 + 2 * joined) * shape.keys + mlp)
 
 
-def _kept_by_layers(shape: Shape, itemsize: int, checkpointing: int, joined: float = 1.0) -> tuple[float, float]:
+def again(shape: Shape, checkpointing: int) -> int:
+    """How many layers are computed again, each of which keeps its input only."""
+    return -(-shape.layers // checkpointing) if checkpointing else 0
+
+
+def _kept_by_layers(
+    shape: Shape, itemsize: int, checkpointing: int, joined: float = 1.0, on_host: bool = False
+) -> tuple[float, float]:
     """Bytes per token that all layers keep, and of the layer that is computed again: each ``checkpointing``-th keeps
-    its input only."""
-    layer = layer_bytes(shape, itemsize, joined)
-    again = -(-shape.layers // checkpointing) if checkpointing else 0
-    return (shape.layers - again) * layer + again * shape.hidden * itemsize, layer if again else 0.0
+    its input only, and that may be ``on_host`` but for a few."""
+    layer, twice = layer_bytes(shape, itemsize, joined), again(shape, checkpointing)
+    inputs = min(twice, KEPT) if on_host else twice
+    return (shape.layers - twice) * layer + inputs * shape.hidden * itemsize, layer if twice else 0.0
 
 
 def activation_bytes(
@@ -127,6 +135,7 @@ def activation_bytes(
     device: str,
     joined: float = 1.0,
     trains_head: bool = True,
+    on_host: bool = False,
 ) -> int:
     """Estimated peak of one forward and backward beside weights and gradients: the largest of three moments.
 
@@ -137,10 +146,10 @@ def activation_bytes(
     SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
     checkpointing 325 for 1,024 (272).
     """
-    kept, again = _kept_by_layers(shape, itemsize, checkpointing, joined)
+    kept, twice = _kept_by_layers(shape, itemsize, checkpointing, joined, on_host)
     weight = 4 * shape.vocabulary * shape.hidden if trains_head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
-    inside = tokens * (again + _gradients_inside(shape, itemsize, device, joined)) + (weight if shape.tied else 0)
+    inside = tokens * (twice + _gradients_inside(shape, itemsize, device, joined)) + (weight if shape.tied else 0)
     embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
     return int(max(tokens * kept + max(head, inside), embedding))
 
