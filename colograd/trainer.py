@@ -29,6 +29,8 @@ from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import on_all_ranks
 from .policy.frozen import FrozenModel
+from .policy.layer_inputs import LayerInputs, inputs_on_host
+from .policy.lora import unwrap
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
@@ -158,6 +160,9 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.device_turns: Any = built.device_turns
         self.sharding = strategy.for_run(self.model, args)
         self.closing.callback(self._release)
+        if args.offloads_activations:
+            inputs = None if args.on_cpu else LayerInputs(args.device)
+            self.closing.enter_context(inputs_on_host(unwrap(self.model), inputs))
         for second in built.second_models.values():
             if isinstance(second, FrozenModel) and not second.offload:
                 self.sharding.share_frozen(second.model)

@@ -79,7 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(trainer: GRPOTrainer) -> int:
     """Print each check's result; 0 if all ranks pass all checks, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
+    from ..runtime.bus import bus_speed
 
+    if not trainer.args.on_cpu:
+        with on_all_ranks("the bus"):  # all of a machine at once, as in a run
+            speed = bus_speed(trainer.args.device)
+        trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
     trainer.measure_budget()  # forward and backward of dummy rows; no optimizer step
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]

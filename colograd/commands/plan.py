@@ -11,6 +11,7 @@ figures (`colograd.memory`). The exit status is 0 if it fits, 1 if nothing does,
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,16 +29,23 @@ GIB = 2**30
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit status."""
     from ..memory.choice import auto, fits
+    from ..memory.one_gpu import cheapest, named
 
     process.quiet_logs(False)
     options = parse(argv)
     run = described(options)
+    if options.offload_optimizer == "auto":
+        kept = cheapest(run, auto(run))
+        run = dataclasses.replace(run, **kept)
+        options.notes["offload_optimizer"] = f"offload_optimizer: auto keeps on the host: {named(kept)}"
     print(*report(run, options), sep="\n")
     return 0 if fits(run, auto(run)) else 1
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; the recipe and this machine's GPUs are the defaults."""
+    from ..config.policy import checkpointing_way
+
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.config is not None:
@@ -52,7 +60,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.gpus is None or options.gpu_memory is None:
         _take_own_gpus(options)
     _check(options)
-    options.checkpointing = int(options.gradient_checkpointing is not False)
+    way = checkpointing_way(options.gradient_checkpointing)
+    options.checkpointing = int(way is not False)
+    options.offloads_activations = options.offload_activations or way == "offload"
     return options
 
 
@@ -160,14 +170,17 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="sampling",
         default="none",
-        choices=("none", "sampling", "stream"),
+        choices=("none", "sampling", "stream", "auto"),
         help="its state is on the host while the engine samples, or passes through the GPU in each step",
     )
+    add("--offload-gradients", **switch, help="their sums are in host memory")
+    add("--offload-activations", **switch, help="gradient_checkpointing: offload")
     add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")
+    add("--bus", type=float, metavar="GB/S", help="of one GPU, each way at once; default: 50 (PCIe 5)")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
     parser.set_defaults(
-        sequences_per_engine=64, weights="auto", beta=0.0, offload_reference=False, offload_teacher=False,
-        teacher_model_init_kwargs={}, fsdp_reshard_after_forward=True, fsdp_offload_params=False,
+        bus=50.0, sequences_per_engine=64, weights="auto", beta=0.0, offload_reference=False,
+        offload_teacher=False, teacher_model_init_kwargs={}, fsdp_reshard_after_forward=True, fsdp_offload_params=False,
         vllm_engine_kwargs={}, vllm_gpu_memory_utilization=None, notes={},
     )  # fmt: skip
     return parser
@@ -177,6 +190,7 @@ def _check(options: argparse.Namespace) -> None:
     counts = {
         "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": options.vllm_max_model_length,
         "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
+        "--bus": options.bus,
     }  # fmt: skip
     for flag, count in counts.items():
         if count <= 0:
@@ -298,6 +312,9 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
         yield f"sharding: auto takes {strategy!r}"
     else:
         yield f"sharding: auto finds none that fits; {remedies(run, strategy)}"
+    if options.gpus == 1:
+        yield ""
+        yield from one_gpu(run, options.bus)
 
 
 HEADS = (
@@ -306,13 +323,42 @@ HEADS = (
 )  # fmt: skip
 
 
-def table(plans: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
-    """A line per strategy."""
-    cells = [HEADS, *(_cells(*plan) for plan in plans)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
-    for first, *others in cells:
+def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
+    """A line per way of keeping things on the host, and the cheapest that fits."""
+    from ..memory.one_gpu import ways
+
+    found = [*ways(run)]
+    heads = ("on the host", "gradients", "optimizer", "activations", "of tokens", "left for KV", "bus in", "bus out",
+             "seconds", "fits")  # fmt: skip
+    lines: list[tuple[str, ...]] = [heads]
+    for way in found:
+        plan, parts = way.plan, (way.plan.gradients, way.plan.optimizer, way.plan.activations)
+        cells = (*(f"{part / GIB:.1f}" for part in parts), f"{plan.tokens:,}", f"{plan.room / GIB:.1f}")
+        moved = (f"{way.bus.to_gpu / GIB:.1f}", f"{way.bus.to_host / GIB:.1f}", f"{way.bus.seconds(speed):.1f}")
+        lines.append((way.name, *cells, *moved, "yes" if way.fits else "no"))
+    yield from aligned(lines)
+    fitting = [way for way in found if way.fits]
+    best = min(fitting, key=lambda way: way.bus.seconds(speed), default=None)
+    taken = (
+        "none of these ways fits" if best is None else f"of those that fit, least goes over the bus with: {best.name}"
+    )
+    yield (
+        f"{taken}. Seconds are a step's, of all {run.sequences:,} sequences at full length, at {speed:g} GB/s each way "
+        "(--bus; `colograd doctor` measures it), as if nothing were computed meanwhile"
+    )
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Cells below one another, the first to the left."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for first, *others in lines:
         rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         yield "  ".join([first.ljust(widths[0]), *rest])
+
+
+def table(plans: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
+    """A line per strategy."""
+    yield from aligned([HEADS, *(_cells(*plan) for plan in plans)])
 
 
 def _cells(strategy: str, plan: MemoryPlan, fitting: bool) -> tuple[str, ...]:

@@ -44,11 +44,6 @@ class DistillationKnobs:
                         f"or remove {name}."
                     )
             return
-        if self.tensor_parallel:  # type: ignore[attr-defined]  # of another group
-            raise ValueError(
-                f"sharding is {self.sharding!r}, and a teacher isn't cut into the engine's parts: "  # type: ignore[attr-defined]
-                "set another sharding, or remove teacher_model_name_or_path."
-            )
         if not self.distillation_weight > 0:
             raise ValueError(
                 f"distillation_weight is {self.distillation_weight}, but must be positive: raise it, or remove "

@@ -14,7 +14,10 @@ from ..runtime.importing import is_import_path
 from .knob import knob, one_of
 
 # Settings that a policy in the engine's layout can't have.
-NOT_IN_PARTS = ("torch_compile", "use_liger_kernel", "sync_ref_model", "router_replay")
+NOT_IN_PARTS = (
+    "torch_compile", "use_liger_kernel", "sync_ref_model", "router_replay", "teacher_model_name_or_path",
+    "offload_gradients",
+)  # fmt: skip
 
 
 def offload_way(given: str | bool) -> str:
@@ -59,7 +62,8 @@ class EngineKnobs(TrainingArguments):
         "none",
         "On a GPU, keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, or "
         "`true`), or always (`stream`, with `optim: adamw_split`): it passes through the GPU piece by piece while the "
-        "optimizer steps, to the same bits. Does nothing on a CPU.",
+        "optimizer steps, to the same bits. `auto`: where training doesn't fit, that, `offload_gradients` and "
+        "`gradient_checkpointing: offload`, as few of them as the plan needs. Does nothing on a CPU.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = knob(
         None,
@@ -103,7 +107,7 @@ class EngineKnobs(TrainingArguments):
                 "planned."
             )
         self.offload_optimizer = offload_way(self.offload_optimizer)
-        one_of(self, "offload_optimizer", ("none", "sampling", "stream"))
+        one_of(self, "offload_optimizer", ("none", "sampling", "stream", "auto"))
         self._check_drafts()
         self._check_ranks()
 

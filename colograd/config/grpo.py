@@ -71,11 +71,12 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "changes no weight.",
     )
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
-    gradient_checkpointing: bool | None = knob(
+    gradient_checkpointing: str | None = knob(
         None,
         "Recompute activations in the backward pass: less memory, about 20 %% more time. Unset, the memory plan "
         "chooses: of no layer where a micro-batch's fit beside the rest, else of every fourth, second or each one "
-        "(`gradient_checkpointing_kwargs: {every_n_layers: 2}` says it).",
+        "(`gradient_checkpointing_kwargs: {every_n_layers: 2}` says it). `offload`: of each one, whose input waits in "
+        "page-locked host memory meanwhile, to the same bits; on a CPU that is `true`.",
         **BARE_FLAG,
     )
     bf16: bool | None = knob(
@@ -110,6 +111,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     )
 
     def __post_init__(self) -> None:
+        self._take_checkpointing()
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know ours
         autocast, self.bf16 = self.bf16, False  # its meaning depends on the policy's dtype
@@ -133,7 +135,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         given: dict[str, Any] | None = getattr(self, "gradient_checkpointing_kwargs", None)
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
         if self.gradient_checkpointing is None and {"every_n_layers", "offload"} & set(given or {}):
-            self.gradient_checkpointing = True
+            self.gradient_checkpointing = True  # type: ignore[assignment]
         self._resolve_budget(self.on_cpu)
         self._check_policy()
         self._check_sharding()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 from .knob import knob, one_of
 
@@ -26,6 +29,22 @@ def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
     """The optimizer's name; `auto` depends on the policy's dtype."""
     by_dtype = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
     return by_dtype if optim == "auto" else optim
+
+
+def checkpointing_way(given: Any) -> bool | str | None:
+    """`gradient_checkpointing` as `true`, `false`, `offload` or None; a command line has them as texts.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if given is None or str(given).lower() == "offload":
+        return given if given is None else "offload"
+    try:
+        return bool(string_to_bool(given))
+    except ArgumentTypeError:
+        raise ValueError(
+            f"gradient_checkpointing is {given!r}, but must be true, false or offload: unset, the plan chooses."
+        ) from None
 
 
 @dataclass
@@ -109,6 +128,20 @@ class PolicyKnobs(TrainingArguments):
             raise ValueError(f"dtype {self.policy_dtype!r} isn't one: choose bfloat16, float32 or auto.")
         return found
 
+    def _take_checkpointing(self) -> None:
+        """Make ``gradient_checkpointing`` a bool or None; `offload` is an entry of its keyword arguments, as in
+        transformers."""
+        way, given = checkpointing_way(self.gradient_checkpointing), self.gradient_checkpointing_kwargs
+        if way == "offload":
+            given = json.loads(given) if isinstance(given, str) else given
+            self.gradient_checkpointing_kwargs: Any = {**(given or {}), "offload": True}
+        self.gradient_checkpointing: Any = way == "offload" or way
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether the inputs of layers that are computed again wait in host memory."""
+        return bool((self.gradient_checkpointing_kwargs or {}).get("offload")) and self.checkpointing > 0
+
     @property
     def checkpointing(self) -> int:
         """n: every n-th layer recomputes its activations in the backward; 0: none. 1 before it is resolved."""
@@ -121,10 +154,19 @@ class PolicyKnobs(TrainingArguments):
 
     def resolve_checkpointing(self, every: int) -> None:
         """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""
-        self.gradient_checkpointing: bool | None = every > 0
+        self.gradient_checkpointing = every > 0
         if every > 1:
             given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
-            self.gradient_checkpointing_kwargs: Any = {**given, "every_n_layers": every}
+            self.gradient_checkpointing_kwargs = {**given, "every_n_layers": every}
+
+    def resolve_offload(self, streams: bool, gradients: bool, activations: bool) -> None:
+        """Resolve `offload_optimizer: auto` once the plan is known."""
+        self.offload_optimizer: str = "stream" if streams else "none"
+        self.offload_gradients: bool = getattr(self, "offload_gradients", False) or gradients
+        if activations:
+            given: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
+            self.gradient_checkpointing = True
+            self.gradient_checkpointing_kwargs = {**given, "offload": True, "every_n_layers": 1}
 
     def resolve_precision(self, dtype: torch.dtype) -> None:
         """Resolve ``optim`` and ``bf16``, once the policy is loaded and its dtype known."""
@@ -138,6 +180,11 @@ class PolicyKnobs(TrainingArguments):
             raise ValueError(
                 f"offload_optimizer is 'stream', but optim is {self.optim!r}, whose state can't pass through the GPU "
                 "piece by piece: set optim: adamw_split, or offload_optimizer: sampling."
+            )
+        if getattr(self, "offloads_gradients", False) and self.optim != "adamw_split":
+            raise ValueError(
+                f"offload_gradients is true, but optim is {self.optim!r}, which takes gradients from the GPU alone: "
+                "set optim: adamw_split, or offload_gradients: false."
             )
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None: on, as in TRL
         self.mixed_precision = "bf16" if self.bf16 else "no"

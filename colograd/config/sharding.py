@@ -173,6 +173,13 @@ class ShardingKnobs(TrainingArguments):
         "memory, where the optimizer then runs too. Does nothing on a CPU.",
     )
 
+    offload_gradients: bool = knob(
+        False,
+        "On a GPU, add each gradient to float32 sums in page-locked host memory as soon as a backward has made it, and "
+        "free it: the GPU never holds all of them. The optimizer (`adamw_split`) takes them from there, to the same "
+        "bits. Not with `sharding: fsdp`. Does nothing on a CPU.",
+    )
+
     def _take_sharding(self) -> None:
         """Apply the request of a launcher's file or ``deepspeed``, before transformers acts on it. Idempotent.
 
@@ -207,6 +214,11 @@ class ShardingKnobs(TrainingArguments):
                 "parallelism_config is set, but ranks hold full copies of the policy and train whole sequences: remove "
                 "it."
             )
+        if self.offload_gradients and self.sharding == "fsdp":
+            raise ValueError(
+                "offload_gradients is true and sharding is 'fsdp', whose gradients go to the host together with its "
+                "rows: set fsdp_offload_params: true in its place, or sharding: gradients."
+            )
         if self.sharding == "none":
             return
         if self.optim not in ELEMENTWISE:
@@ -224,6 +236,11 @@ class ShardingKnobs(TrainingArguments):
     def resolve_sharding(self, strategy: str) -> None:
         """Resolve ``auto``, once the policy and the prompts are known."""
         self.sharding: str = strategy
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """Whether the sums of gradients are in host memory."""
+        return self.offload_gradients and self.device.type != "cpu"
 
     @property
     def cuts_weights(self) -> bool:

@@ -126,6 +126,12 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield "offload_optimizer: sampling"
     if on_gpu and run.can_stream and not run.streams and fit(streams=True):
         yield f"offload_optimizer: stream ({gib(run.sizes.optimizer // ranks)} GiB each way over the bus per step)"
+    if on_gpu and run.can_stream and not run.offloads_gradients and strategy != "fsdp":
+        moved = f"{gib(run.sizes.gradients)} GiB each way per micro-batch"
+        if fit(offloads_gradients=True):
+            yield f"offload_gradients: true ({moved})"
+        elif not run.streams and not fit(streams=True) and fit(offloads_gradients=True, streams=True):
+            yield f"offload_gradients: true ({moved}) with offload_optimizer: stream"
     if on_gpu and run.reference and fit(reference=0):
         yield "offload_reference: true"
     if on_gpu and run.teacher and fit(teacher=0):

@@ -77,6 +77,8 @@ class RunDescription:
     offloads: bool = False  # the optimizer's state while the engine samples
     streams: bool = False  # the optimizer's state passes through the device from the host
     can_stream: bool = False  # the optimizer is one that can
+    offloads_gradients: bool = False  # their sums are in host memory
+    offloads_activations: bool = False  # inputs of layers that are computed again are in host memory
     reference: int = 0  # bytes
     teacher: int = 0  # bytes
     kv_bytes: int = 0  # 0: planned
@@ -172,6 +174,8 @@ def describe_run(
         offloads=settings.offload_optimizer == "sampling",
         streams=settings.offload_optimizer == "stream",
         can_stream=optim == "adamw_split",
+        offloads_gradients=settings.offload_gradients,
+        offloads_activations=settings.offloads_activations,
         reference=reference,
         teacher=teacher,
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
@@ -186,7 +190,7 @@ def _strategies(settings: Any, model: Any) -> tuple[str, ...]:
     """Those that the run may use."""
     whole, weights = not is_adapted(model), settings.weights
     found = {*WHOLE}
-    if whole and weights in ("auto", "gathered"):
+    if whole and not settings.offload_gradients and weights in ("auto", "gathered"):
         found.add("fsdp")
     refused = any(getattr(settings, name, False) for name in NOT_IN_PARTS) or largest_dropout(model)
     in_parts = settings.vllm_tensor_parallel_size > 1 and whole and weights in ("auto", "shared")

@@ -58,6 +58,11 @@ class OptimizerOffload:
             torch.cuda.synchronize()
 
 
+DEVICE_ONLY = (
+    "vllm_enable_sleep_mode", "offload_optimizer", "offload_gradients", "offload_reference", "offload_teacher",
+)  # fmt: skip
+
+
 class DeviceTurns:
     """The engine and the policy take turns in the device's memory."""
 
@@ -67,7 +72,7 @@ class DeviceTurns:
         self.times = times
         self.notes: Sequence[str] = [
             f"memory: {name} does nothing on a CPU, where sampling and training share all memory anyway"
-            for name in ("vllm_enable_sleep_mode", "offload_optimizer", "offload_reference", "offload_teacher")
+            for name in DEVICE_ONLY
             if getattr(config, name) not in (False, "none") and config.on_cpu
         ]
         self._return_to_policy()  # the first training forward may be measured before anything is sampled

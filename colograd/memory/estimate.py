@@ -22,12 +22,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config.sharding import TENSOR
+from ..runtime.host_stream import device_bytes
+from ..sharding import host_sums
 from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 from .description import RunDescription
 from .policy_sizes import PolicySizes
-from .shape import activation_bytes, engine_bytes
-from .state_stream import device_bytes
+from .shape import Trained, activation_bytes, engine_bytes
 from .table import MemoryPlan
 
 ALIVE = IN_FLIGHT + 2  # buckets at once: being summed, one being filled, one being flattened
@@ -58,10 +59,18 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
     return RankBytes(
         engine=engine,
         policy=sizes.packed if run.shared and run.ranks_per_engine == 1 else sizes.weights,
-        gradients=sizes.gradients // (ranks if strategy == "gradients" else 1),
+        gradients=_gradients(run, ranks if strategy == "gradients" else 1),
         optimizer=_state(run, 1 if strategy == "none" else ranks),
         exchange=0 if strategy == "none" or ranks == 1 else _buckets(sizes, ranks),
     )
+
+
+def _gradients(run: RunDescription, parts: int) -> int:
+    """Bytes of gradients on each device. What embedding and head have in float32 counts as activations."""
+    own = run.sizes.gradients // parts
+    if not (run.offloads_gradients and run.devices.on_gpu):
+        return own
+    return host_sums.device_bytes(own, run.sizes.matrix * run.sizes.gradient_itemsize // parts)
 
 
 def _state(run: RunDescription, ranks: int) -> int:
@@ -116,7 +125,8 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     adapted = 2 * run.sizes.trained < run.sizes.elements  # else most parameters are trained
     cut = run.ranks_per_engine if strategy in TENSOR else 1
     sizes = run.shape.split(cut), tokens, itemsize, run.checkpointing
-    activations = activation_bytes(*sizes, device, copied, trains_head, adapted)
+    trained, on_host = Trained(trains_head, adapted), run.offloads_activations and devices.on_gpu
+    activations = activation_bytes(*sizes, device, copied, trained, on_host)
     if run.tower is not None:
         activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     steps, shares = run.samples and devices.on_gpu, devices.ranks if strategy == "fsdp" else cut
@@ -141,4 +151,5 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
         strategy=strategy,
         ranks=devices.ranks,
         exchange=parts.exchange,
+        offloads_gradients=run.offloads_gradients and devices.on_gpu,
     )

@@ -25,6 +25,7 @@ class PolicySizes:
     rest: int  # elements outside of the decoder's layers: embedding, head
     packed: int = 0  # bytes of quantised weights with their scales
     packed_elements: int = 0  # elements of the quantised matrices
+    matrix: int = 0  # elements of the largest trained parameter of a decoder layer
 
     @classmethod
     def of(
@@ -46,7 +47,8 @@ class PolicySizes:
             return sum(matrices.get(p, p.numel()) for p in module.parameters())
 
         lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-        layers = [elements(layer) for layer in max(lists, key=elements, default=())]  # the largest list: the decoder's
+        decoder = max(lists, key=elements, default=())  # the largest list
+        layers, own = [elements(layer) for layer in decoder], (p for layer in decoder for p in layer.parameters())
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         gradients, whole = gradient_bytes(model, optim), elements(model)
         return cls(
@@ -62,6 +64,7 @@ class PolicySizes:
             rest=whole - sum(layers),
             packed=sum(packed.values()),
             packed_elements=sum(matrices.values()),
+            matrix=max((p.numel() for p in own if p.requires_grad), default=0),
         )
 
     def with_adapter(self, trained: int) -> PolicySizes:
@@ -75,6 +78,7 @@ class PolicySizes:
             gradients=int(self.gradients * share),
             optimizer=int(self.optimizer * share),
             largest=0,
+            matrix=0,
         )
 
 

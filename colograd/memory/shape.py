@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..engine.arguments import MOST_SEQUENCES
 from ..policy.attention import IN_PLACE_FROM
 from ..policy.images import has_tower, in_tower
+from ..policy.layer_inputs import KEPT
 from ..policy.logprobs import TILE_ELEMENTS
 from ..runtime.sizes import size_of
 
@@ -143,12 +144,26 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
     return norms + itemsize * (3 * shape.queries + (2 + 2 * copied) * shape.keys + mlp)
 
 
-def _kept_by_layers(shape: Shape, itemsize: int, checkpointing: int, copied: float = 0.0) -> tuple[float, float]:
+def again(shape: Shape, checkpointing: int) -> int:
+    """How many layers are computed again, each of which keeps its input only."""
+    return -(-shape.layers // checkpointing) if checkpointing else 0
+
+
+def _kept_by_layers(
+    shape: Shape, itemsize: int, checkpointing: int, copied: float = 0.0, on_host: bool = False
+) -> tuple[float, float]:
     """Bytes per token that all layers keep, and of the layer that is computed again: each ``checkpointing``-th keeps
-    its input only."""
-    layer = layer_bytes(shape, itemsize, copied)
-    again = -(-shape.layers // checkpointing) if checkpointing else 0
-    return (shape.layers - again) * layer + again * shape.hidden * itemsize, layer if again else 0.0
+    its input only, and that may be ``on_host`` but for a few."""
+    layer, twice = layer_bytes(shape, itemsize, copied), again(shape, checkpointing)
+    inputs = min(twice, KEPT) if on_host else twice
+    return (shape.layers - twice) * layer + inputs * shape.hidden * itemsize, layer if twice else 0.0
+
+
+class Trained(NamedTuple):
+    """What of a model is trained, as far as activations depend on it."""
+
+    head: bool = True
+    adapted: bool = False  # most parameters are frozen
 
 
 def activation_bytes(
@@ -158,8 +173,8 @@ def activation_bytes(
     checkpointing: int,
     device: str,
     copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
-    trains_head: bool = True,
-    adapted: bool = False,
+    trained: Trained = Trained(),  # noqa: B008  # immutable
+    on_host: bool = False,
 ) -> int:
     """Estimated peak of one forward and backward beside weights and gradients: the largest of three moments.
 
@@ -170,12 +185,11 @@ def activation_bytes(
     SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
     checkpointing 325 for 1,024 (272).
     """
-    kept, again = _kept_by_layers(shape, itemsize, checkpointing, copied.kept)
-    weight = 4 * shape.vocabulary * shape.hidden if trains_head else 0
+    kept, twice = _kept_by_layers(shape, itemsize, checkpointing, copied.kept, on_host)
+    weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
-    inside = tokens * (again + _gradients_inside(shape, itemsize, device, copied.inside, adapted)) + (
-        weight if shape.tied else 0
-    )
+    gradients = _gradients_inside(shape, itemsize, device, copied.inside, trained.adapted)
+    inside = tokens * (twice + gradients) + (weight if shape.tied else 0)
     embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
     return int(max(tokens * kept + max(head, inside), embedding))
 

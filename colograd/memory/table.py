@@ -4,7 +4,8 @@ Sampling and training alternate, so each part counts in the phases in which it e
 
     part              sampling                                  training
     weights           engine's, and the policy's if not shared  the same
-    gradients         none: freed after the optimizer step      4 or 2 bytes per parameter, less where sharded
+    gradients         none: freed after the optimizer step      4 or 2 bytes per parameter, less where sharded; with
+                                                                `offload_gradients` those on their way
     optimizer state   yes, unless `offload_optimizer`           yes; with `stream` two buffers of it
     exchange          none                                      buckets on their way, or gathered blocks
     reference model   yes, unless `offload_reference`           yes, or in the place of gradients that don't exist yet
@@ -56,6 +57,7 @@ class MemoryPlan:
     strategy: str = "none"  # of sharding
     ranks: int = 1
     exchange: int = 0  # gradients on their way to other ranks, or weights gathered from them
+    offloads_gradients: bool = False  # to the host: what is on its way is counted
     remedies: str = ""  # changes that would make the run fit; empty: it fits, or none was tried
 
     @property
@@ -68,6 +70,7 @@ class MemoryPlan:
         part = f", 1/{self.ranks}"
         of_policy = part if self.strategy == "fsdp" else "" if self.policy_weights else " (shared)"
         of_gradients = part if self.strategy in ("gradients", "fsdp") else ""
+        of_gradients += ", on their way to the host" if self.offloads_gradients else ""
         of_state = ("" if self.strategy == "none" else part) + (", on its way through" if self.streams else "")
         exchange = "gathered weights" if self.strategy == "fsdp" else "gradients on their way"
         activations = f"activations, {self.tokens:,} tokens ({'measured' if self.measured else 'estimated'})"

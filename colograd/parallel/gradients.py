@@ -16,25 +16,40 @@ from .shards import RankGroup
 
 T = TypeVar("T")
 
+BUCKET = 64 * 2**20  # bytes of a collective
+
 
 def sum_gradients(
-    parameters: Sequence[torch.Tensor], bucket_bytes: int = 64 * 2**20, among: RankGroup | None = None
+    parameters: Sequence[torch.Tensor], bucket_bytes: int = BUCKET, among: RankGroup | None = None
 ) -> int:
     """Sum ``.grad`` over ranks (all, or those ``among`` it), in place; a missing one counts as zeros. Returns the bytes
     of the collectives."""
     if (world_size() if among is None else among.size) == 1:
         return 0
     zero_gradients(parameters)
-    moved = 0
     gradients = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
+    return sum_over_ranks(gradients, None, bucket_bytes, among)
+
+
+def sum_over_ranks(
+    gradients: Sequence[torch.Tensor], device: torch.device | None, bucket_bytes: int = BUCKET,
+    among: RankGroup | None = None,
+) -> int:  # fmt: skip
+    """Sum tensors over ranks (all, or those ``among`` it), in place. Returns the bytes of the collectives.
+
+    Args:
+        device: where ranks exchange, if the tensors are elsewhere.
+    """
+    moved = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
         alone = len(bucket) == 1 and bucket[0].is_contiguous()  # the embedding's, say: a copy would take gigabytes
-        flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
+        parts = [gradient.reshape(-1).to(device or gradient.device) for gradient in bucket]
+        flat = parts[0] if alone else torch.cat(parts)
         dist.all_reduce(flat, group=None if among is None else among.group)
         watchdog.progress()
         moved += flat.nbytes
-        if alone:
+        if alone and flat.device == bucket[0].device:
             continue
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))

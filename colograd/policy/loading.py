@@ -116,12 +116,13 @@ class Policy:
         layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
         parts = parts_of(self.model)
         elements = self.model.num_parameters() if parts is None else parts.elements
+        inputs = ", their inputs kept in host memory" if config.offloads_activations else ""
         share = f", {trained / 1e6:,.2f} M trained (LoRA)" if self.adapter else ""
         lines = [
             f"policy: {elements / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
             f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
-            f"activations of {layers} computed twice"
+            f"activations of {layers} computed twice{inputs}"
         ]
         if self.quantization is not None:
             packed = packed_weights(self.model).values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,28 +77,29 @@ class Bucket:
     def flat(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """One tensor of all, in the parameters' order; zeros for those that are None, and for the padding."""
         if self.in_place and tensors[0] is not None and tensors[0].is_contiguous():
-            return tensors[0].view(-1)
+            return tensors[0].view(-1).to(self.parameters[0].device)
         flat = torch.zeros(self.part * self.ranks, dtype=dtype, device=self.parameters[0].device)
         for tensor, start, size in zip(tensors, self.starts, self.sizes, strict=True):
             if tensor is not None:
                 flat[start : start + size].copy_(tensor.reshape(-1))
         return flat
 
-    def reduce(self) -> Reduction:
-        """Begin to sum the parameters' gradients over ranks, and let go of them. None counts as zeros."""
-        flat = self.flat([parameter.grad for parameter in self.parameters], self.gradient_dtype)
-        for parameter in self.parameters:
-            parameter.grad = None
+    def reduce(self, gradients: Sequence[torch.Tensor | None]) -> Reduction:
+        """Begin to sum the parameters' gradients, wherever they are, over ranks. None counts as zeros."""
+        flat = self.flat(gradients, self.gradient_dtype)
         summed = torch.empty(self.part, dtype=flat.dtype, device=flat.device)
         return Reduction(self, flat, summed, reduce_scatter(summed, flat, async_op=True, group=self.group))
 
     def add(self, summed: torch.Tensor) -> None:
         """Add what a reduction brought to this rank's part of the step's gradient, and let the optimizer see it."""
         self.sum = summed if self.sum is None else self.sum.add_(summed)
-        starts = dict(zip(self.names, self.starts, strict=True))
         for piece in self.owned:
-            first = starts[piece.name] + piece.start - self.begin
-            piece.part.grad = self.sum[first : first + piece.stop - piece.start]
+            piece.part.grad = self.sum[self.place_of(piece)]
+
+    def place_of(self, piece: Owned) -> slice:
+        """Where a piece lies in this rank's part."""
+        first = self.starts[self.names.index(piece.name)] + piece.start - self.begin
+        return slice(first, first + piece.stop - piece.start)
 
     def discard(self) -> None:
         self.sum = None
@@ -126,10 +127,10 @@ class Reduction:
     summed: torch.Tensor
     work: dist.Work
 
-    def finish(self) -> int:
-        """Wait for it. Returns the bytes of the collective."""
+    def finish(self, keep: Callable[[Bucket, torch.Tensor], None]) -> int:
+        """Wait for it, and ``keep`` this rank's part of the sum. Returns the bytes of the collective."""
         watchdog.finish(self.work)
-        self.bucket.add(self.summed)
+        keep(self.bucket, self.summed)
         return self.flat.nbytes
 
 

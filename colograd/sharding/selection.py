@@ -6,6 +6,7 @@ from typing import Any
 
 from ..config import GRPOConfig
 from .fsdp import FullySharded
+from .on_host import GradientsOnHost, OptimizerOnHost, WholeOnHost
 from .strategy import ShardingStrategy
 from .tensor import TensorGradients, TensorOptimizer, TensorParallel
 from .whole import WholeCopies
@@ -20,6 +21,12 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
     "tensor+gradients": TensorGradients,
     "fsdp": FullySharded,
 }
+# With sums of gradients in host memory; `fsdp_offload_params` is FSDP's way.
+ON_HOST: dict[str, type[ShardingStrategy]] = {
+    "none": WholeOnHost,
+    "optimizer": OptimizerOnHost,
+    "gradients": GradientsOnHost,
+}
 
 
 def strategy_name(config: GRPOConfig) -> str:
@@ -27,7 +34,7 @@ def strategy_name(config: GRPOConfig) -> str:
 
 
 def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
-    return STRATEGIES[strategy_name(config)]
+    return (ON_HOST if config.offloads_gradients else STRATEGIES)[strategy_name(config)]
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:

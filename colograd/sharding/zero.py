@@ -51,11 +51,26 @@ class SharedOptimizer(SharedParts):
 
     def _reduce(self, bucket: Bucket) -> None:
         self._finish(but=IN_FLIGHT - 1)
-        self._under_way.append(bucket.reduce())
+        self._under_way.append(bucket.reduce(self._whole(bucket)))
+
+    def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        """This rank's gradients of a bucket, which are let go of here."""
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        return gradients
+
+    def _keep(self, bucket: Bucket, summed: torch.Tensor) -> None:
+        """Add what a reduction brought to this rank's part of the step's gradient."""
+        bucket.add(summed)
+
+    def _has(self, bucket: Bucket) -> bool:
+        """Whether something was added in this step."""
+        return bucket.sum is not None
 
     def _finish(self, but: int = 0) -> None:
         while len(self._under_way) > but:
-            self.traffic.reduced += self._under_way.popleft().finish()
+            self.traffic.reduced += self._under_way.popleft().finish(self._keep)
 
     def _sums(self) -> Sequence[torch.Tensor]:
         return [bucket.sum for bucket in self.buckets if bucket.sum is not None]
@@ -129,5 +144,6 @@ class SharedGradients(SharedOptimizer):
     def sum_gradients(self) -> None:
         """All of it was done in the backwards; after a step without any there are zeros."""
         for bucket in self.buckets:
-            if bucket.sum is None:
-                bucket.add(torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device))
+            if not self._has(bucket):
+                zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)
+                self._keep(bucket, zeros)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.adamw import adamw
 from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
-from ..memory.state_stream import ELEMENTS, Job, StateStream
 from ..parallel.gradients import in_buckets
+from ..runtime.host_stream import ELEMENTS, HostStream, Job
 from ..runtime.page_locked import host_empty
 from ..sharding.strategy import Owned
 from .adamw_fused import Kernel, make_kernel, step_constants
@@ -62,11 +62,24 @@ class _Piece(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self[:5] if tensor is not None]
 
-    def job(self, update: Callable[[_Piece], None]) -> Job:
-        """The state's tensors, and ``update`` of this piece with others in their places."""
-        names = [name for name in DTYPES if getattr(self, name) is not None]
-        state = [getattr(self, name) for name in names]
-        return state, lambda tensors: update(self._replace(**dict(zip(names, tensors, strict=True))))
+    def job(self, update: Callable[[_Piece], None], streamed: bool, factor: float | None) -> Job:
+        """``update`` of this piece, with copies in the places of what is on the host.
+
+        Args:
+            streamed: whether the state is.
+            factor: of the gradient, which is there too; None: it isn't.
+        """
+        state = [name for name in DTYPES if streamed and getattr(self, name) is not None]
+        names = [*state, *(["grad"] if factor is not None else [])]
+
+        def kernel(tensors: Sequence[torch.Tensor]) -> None:
+            piece = self._replace(**dict(zip(names, tensors, strict=True)))
+            if factor is not None and factor < 1.0:
+                piece.grad.mul_(factor)
+            update(piece)
+
+        found = [getattr(self, name) for name in names]
+        return Job(kernel, found[: len(state)], found[len(state) :])
 
     def can_be_fused(self) -> bool:
         """Whether the compiled pass takes it. A single element would be compiled for that size alone."""
@@ -86,6 +99,14 @@ class _Piece(NamedTuple):
             yield _Piece(parameter, grad, exp_avg, exp_avg_sq, remainder[0] if remainder else None, self.step)
 
 
+class HostGradients(Protocol):
+    """Gradients in host memory, of which the optimizer takes ``factor`` times if that is below 1."""
+
+    factor: float
+
+    def of(self, part: torch.Tensor) -> torch.Tensor | None: ...
+
+
 class AdamWSplit(torch.optim.Optimizer):
     """AdamW (decoupled decay, arXiv 1711.05101) on a split float32 master.
 
@@ -101,8 +122,10 @@ class AdamWSplit(torch.optim.Optimizer):
         compiled: one fused pass (see `adamw_fused`). None: on a GPU with Triton; a CPU may have no compiler, and
             there the uncompiled step is the reference. Where compiling fails, a line is logged and the steps are
             torch's.
-        streamed: the state stays in host memory, and passes through the device piece by piece (see `StateStream`).
+        streamed: the state stays in host memory, and passes through the device piece by piece (see `HostStream`).
     """
+
+    host_gradients: HostGradients | None = None  # in place of the parameters' own
 
     def __init__(
         self,
@@ -125,7 +148,7 @@ class AdamWSplit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
+            parameters = [p for p in group["params"] if self._gradient(p) is not None and p.numel()]
             for device, members in itertools.groupby(parameters, key=lambda parameter: parameter.device):
                 self._update(list(members), device, group)
         return loss
@@ -148,10 +171,15 @@ class AdamWSplit(torch.optim.Optimizer):
         def by_torch(bucket: Sequence[_Piece]) -> None:
             _torch_step(bucket, group, foreach=device.type == "cuda")
 
-        if self.streamed:
-            jobs = [piece.job(in_one_pass) for whole in fused for piece in whole.cut(ELEMENTS)]
-            jobs += [piece.job(lambda piece: by_torch([piece])) for whole in plain for piece in whole.cut(ELEMENTS)]
-            StateStream(device).run(jobs)
+        if self.streamed or self.host_gradients is not None:
+            factor = None if self.host_gradients is None else self.host_gradients.factor
+            updates = ((fused, in_one_pass), (plain, lambda piece: by_torch([piece])))
+            HostStream(device).run(
+                piece.job(update, self.streamed, factor)
+                for wholes, update in updates
+                for whole in wholes
+                for piece in whole.cut(ELEMENTS)
+            )
         else:
             for whole in fused:
                 in_one_pass(whole)
@@ -163,10 +191,13 @@ class AdamWSplit(torch.optim.Optimizer):
             whole.step.add_(1)
 
     def _whole(self, parameter: torch.Tensor) -> _Piece:
-        state, grad = self._state(parameter), parameter.grad
+        state, grad = self._state(parameter), self._gradient(parameter)
         assert grad is not None
         exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
         return _Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

@@ -25,6 +25,7 @@ from ..engine.vllm_engine import Needs, VLLMEngine
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
+from ..memory.one_gpu import cheapest
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.images import reads_text_alone
@@ -170,11 +171,20 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
 
 def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> None:
     """Resolve what the memory decides where nothing is said: ``sharding: auto`` is the least sharded way that leaves
-    room, ``gradient_checkpointing`` is on for as few layers as this way needs. A collective."""
+    room, ``offload_optimizer: auto`` keeps on the host what it must, ``gradient_checkpointing`` is on for as few layers
+    as is needed then. A collective."""
     if config.sharding == "auto":
         run = read_run(config, task, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
         config.resolve_sharding(auto(replace(run, strategies=able)))
+    if config.offload_optimizer == "auto":
+        name = strategy_name(config)
+        kept = {} if name == "fsdp" or config.on_cpu else cheapest(read_run(config, task, config.token_budget), name)
+        config.resolve_offload(
+            "streams" in kept,
+            "offloads_gradients" in kept,
+            "offloads_activations" in kept and task.policy.checkpointing[-1] == 1,
+        )
     if config.gradient_checkpointing is None:
         run = read_run(config, task, config.token_budget)
         config.resolve_checkpointing(least_checkpointing(run, strategy_name(config), task.policy.checkpointing))

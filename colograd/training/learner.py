@@ -18,7 +18,6 @@ from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import SamplerMismatch
 from ..losses.objective import Objective
 from ..memory import token_budget
-from ..memory.state_stream import device_bytes
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
@@ -32,6 +31,7 @@ from ..policy.second_models import SecondModels, fill, with_second_logprobs
 from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.sampler import SampledRound
+from ..runtime.host_stream import device_bytes
 from ..sharding import ShardingStrategy
 from .evaluation import evaluation_step
 from .loss_pass import loss_pass

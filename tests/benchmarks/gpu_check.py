@@ -48,6 +48,12 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "cast_lm_head_to_fp32": ("--set", "cast_lm_head_to_fp32=true"),
     "offload_optimizer": ("--set", 'offload_optimizer="sampling"'),
     "stream_optimizer": ("--set", 'offload_optimizer="stream"'),
+    "offload_gradients": ("--set", "offload_gradients=true"),
+    "layers' inputs on the host": ("--set", 'gradient_checkpointing="offload"'),
+    "all of it on the host": (
+        "--set", 'offload_optimizer="stream"', "--set", "offload_gradients=true", "--set",
+        'gradient_checkpointing="offload"',
+    ),
     "LoRA": ("--lora", "16"),
     "torch_compile": ("--set", "torch_compile=true"),
     "use_liger_kernel": ("--set", "use_liger_kernel=true"),

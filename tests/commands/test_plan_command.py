@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from paths import DOCS, RECIPES
+from transformers import LlamaConfig
 
 from colograd.commands import cli
 from colograd.commands import plan as command
@@ -36,7 +37,7 @@ def planned(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tup
     status = cli.main(["plan", "--model", str(model), *flags])
     said = capsys.readouterr()
     assert status in (0, 1), said.err
-    before, table, after = said.out.split("\n\n")
+    before, table, after, *_ = said.out.split("\n\n")
     lines = [line.rsplit(None, 11) for line in table.splitlines()[1:]]
     assert len({len(line) for line in table.splitlines()}) == 1, "aligned"
     assert status == all(cells[-1] == "no" for _, *cells in lines), "1 if nothing fits"
@@ -85,6 +86,79 @@ def test_one_gpu_has_nothing_to_share_and_is_told_what_would_fit(
     assert strategies["none"][-1] == "yes" and strategies["none"][3] == "0.2"
     _, strategies, after = planned(capsys, qwen, "--gpus", "1", "--gpu-memory", "80", "--lora-rank", "16")
     assert strategies["none"][-1] == "yes" and after == "sharding: auto takes 'none'"
+
+
+def ways_of(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of one GPU's ways by what is on the host, and the sentence below them."""
+    cli.main(["plan", "--model", str(model), "--gpus", "1", *flags])
+    *lines, last = capsys.readouterr().out.split("\n\n")[3].strip().splitlines()
+    return {name.strip(): cells for name, *cells in (line.rsplit(None, 9) for line in lines[1:])}, last
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "fitting"),
+    [
+        ("Qwen2.5-7B", 80, "stream"),
+        ("Qwen2.5-14B", 80, "stream, gradients"),
+        ("Qwen2.5-32B", 141, "stream, gradients"),
+    ],
+)
+def test_the_host_lets_one_gpu_train_larger_models(
+    name: str, memory: int, fitting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, flags = large.folder_of(name, tmp_path), ("--gpu-memory", str(memory))
+    ways, last = ways_of(capsys, model, *flags)
+    assert next(way for way, cells in ways.items() if cells[-1] == "yes") == fitting
+    assert last.startswith(f"of those that fit, least goes over the bus with: {fitting}. ")
+    assert (
+        "offload_optimizer: auto keeps on the host: " + fitting
+        in planned(capsys, model, "--gpus", "1", *flags, "--offload-optimizer", "auto")[0]
+    )
+
+
+def test_what_goes_over_the_bus_is_counted(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 completions of 4,096 tokens and 8 prompts of as many, in micro-batches of 16,384: 18 of them."""
+    ways, _ = ways_of(capsys, qwen, "--gpu-memory", "80", "--bus", "25")
+    state, gradients = (count * large.PARAMETERS / GIB for count in (10, 4))
+    inputs = 72 * 4096 * large.HIDDEN * 2 / GIB  # of a layer; two layers' don't come back
+    for way, into, out in (
+        ("stream", state, state),
+        ("stream, gradients", state + 19 * gradients, state + 18 * gradients),
+        ("stream, activations", state + (large.LAYERS - 2) * inputs, state + large.LAYERS * inputs),
+    ):
+        found = [float(cell) for cell in ways[way][5:8]]
+        assert found == pytest.approx([into, out, max(into, out) * GIB / 25e9], rel=0.01, abs=0.06), way
+
+
+def test_long_rows_of_an_8b_on_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """64k tokens in full on 141 GiB, and a QLoRA's 128k on 80."""
+    shape = {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    }  # fmt: skip
+    LlamaConfig(**shape).save_pretrained(tmp_path)
+    long = ("--context", "67584", "--completion", "65536", "--max-tokens", "67584")
+    ways, _ = ways_of(capsys, tmp_path, "--gpu-memory", "141", *long)
+    assert [ways[way][-1] for way in ("as it is", "stream", "stream, activations")] == ["no", "yes", "yes"]
+    recipe = ("--config", str(RECIPES / "grpo_qlora_8b_128k.yaml"), "--gpu-memory", "80")
+    ways, _ = ways_of(capsys, tmp_path, *recipe)
+    assert ways["as it is"][-1] == "yes" and ways["as it is"][3] == "131,072"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "memory"),
+    [
+        ("grpo_qwen_7b_80gb", "Qwen2.5-7B", "80"),
+        ("grpo_qwen_14b_80gb", "Qwen2.5-14B", "80"),
+        ("grpo_qwen_32b_h200", "Qwen2.5-32B", "141"),
+    ],
+)
+def test_recipes_of_one_gpu_fit_it(
+    recipe: str, name: str, memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--config", str(RECIPES / f"{recipe}.yaml"), "--gpus", "1", "--gpu-memory", memory)
+    _, strategies, _ = planned(capsys, large.folder_of(name, tmp_path), *flags)
+    assert strategies["none"][-1] == "yes" and float(strategies["none"][8]) > 20, "GiB for the KV cache"
 
 
 def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,14 @@ def test_checkpointing_is_resolved_where_nothing_is_said() -> None:
         assert made.gradient_checkpointing is on and made.gradient_checkpointing_kwargs.get("every_n_layers") == layers
         assert made.checkpointing == every
     assert config(gradient_checkpointing=False).checkpointing == 0
+    kept = config(gradient_checkpointing="offload")
+    assert kept.gradient_checkpointing is True and kept.offloads_activations and kept.checkpointing == 1
+    assert not config(gradient_checkpointing="true").offloads_activations
+    with pytest.raises(ValueError, match="gradient_checkpointing is 'host', but must be true, false or offload"):
+        config(gradient_checkpointing="host")
+    undecided = config(offload_optimizer="auto")
+    undecided.resolve_offload(True, True, True)
+    assert undecided.offload_optimizer == "stream" and undecided.offload_gradients and undecided.offloads_activations
     said = config(gradient_checkpointing_kwargs={"every_n_layers": 3})
     assert said.gradient_checkpointing is True and said.checkpointing == 3
 
@@ -335,6 +343,7 @@ NEW = {
     "tool_timeout",
     "prompts_per_step",
     "max_prompt_tokens",
+    "offload_gradients",
     "offload_optimizer",
     "offload_reference",
     "offload_teacher",

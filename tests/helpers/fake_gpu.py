@@ -154,6 +154,11 @@ class FakeGPU(TorchDispatchMode):
         super().__exit__(*error)
         self._open.__exit__(*error)
 
+    @property
+    def locked(self) -> int:
+        """Bytes of host memory that are page-locked."""
+        return sum(self._locked.values())
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[Seen]:
         self._seen = seen = Seen(held=self.bytes, most=self.bytes)

@@ -32,15 +32,19 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
-from colograd.memory.shape import Lengths, Shape, activation_bytes
+from colograd.memory.policy_sizes import PolicySizes
+from colograd.memory.shape import Lengths, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.images import set_attention
+from colograd.policy.layer_inputs import LayerInputs, inputs_on_host
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import wrap
 from colograd.policy.lora_inputs import keep_inputs_as_they_are
 from colograd.policy.packing import dummy
 from colograd.policy.reference import FrozenCopy
 from colograd.policy.sending import to_device_async
+from colograd.sharding import host_sums
+from colograd.sharding.on_host import WholeOnHost
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 CUDA = torch.device("cuda", 0)
@@ -51,6 +55,8 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 4,
     "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 8192,
 }  # fmt: skip
+LIMIT = 2**27  # bytes of gradients on their way to the host
+MORE_LAYERS = {"num_hidden_layers": 8}
 CASES: dict[str, Callable[[FakeGPU], dict[str, Any]]] = {}
 
 
@@ -114,12 +120,14 @@ def figures(seen: Seen) -> dict[str, Any]:
     }
 
 
-def plan(model: Any, checkpointing: int = 0, lengths: Lengths = LENGTHS, tokens: int = TOKENS) -> int:
+def plan(
+    model: Any, checkpointing: int = 0, lengths: Lengths = LENGTHS, tokens: int = TOKENS, on_host: bool = False
+) -> int:
     """The activations that the memory plan expects."""
     head, shape = model.get_output_embeddings().weight.requires_grad, Shape.of(model.config)
     copied = lengths.copied_keys(shape, tokens, 2, "cuda")
     adapted = any("lora" in name for name, _ in model.named_parameters())
-    return activation_bytes(shape, tokens, 2, checkpointing, "cuda", copied, head, adapted)
+    return activation_bytes(shape, tokens, 2, checkpointing, "cuda", copied, Trained(head, adapted), on_host)
 
 
 def dense(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
@@ -156,6 +164,22 @@ def checkpointed(gpu: FakeGPU) -> dict[str, Any]:
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return step(gpu, model) | {"plan": plan(model, checkpointing=1)}
+
+
+@case
+def inputs_on_the_host(gpu: FakeGPU) -> dict[str, Any]:
+    """As `checkpointed`, of more layers; and a row half as long after it."""
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE | MORE_LAYERS))
+    with inputs_on_host(model, LayerInputs(CUDA)):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        found, locked = step(gpu, model), gpu.locked
+        step(gpu, model, [(PROMPT, [COMPLETION] * (GROUP // 2))])
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = 8 * TOKENS * SHAPE["hidden_size"] * 2
+    return found | {
+        "locked": [locked, gpu.locked], "inputs": inputs, "plan": plan(model, 1, on_host=True),
+        "plan_without": plan(model, 1),
+    }  # fmt: skip
 
 
 @case
@@ -302,6 +326,35 @@ def optimizer(gpu: FakeGPU) -> dict[str, Any]:
 @case
 def streamed_optimizer(gpu: FakeGPU) -> dict[str, Any]:
     return optimizer_step(gpu, streamed=True)
+
+
+def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
+    """Three backwards of a step, the second and third of which add to sums on the host."""
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=tied))
+    accumulate_in_float32(model.parameters())
+    forward, before = PolicyForward(model, 0.9), gpu.bytes
+    with mock.patch.object(host_sums, "LIMIT", LIMIT):
+        sharding, locked = WholeOnHost(model), []
+        with gpu.watched() as seen:
+            for _ in range(3):
+                sharding.backward(sum(part.sum() for part in forward.of_row(row()) if part.requires_grad))
+                locked.append(gpu.locked)
+        sharding.sums.settle()
+        sizes = PolicySizes.of(model, "adamw_split", 2)
+        planned = host_sums.device_bytes(sizes.gradients, 4 * sizes.matrix)
+    return figures(seen) | {
+        "held": gpu.bytes - before, "locked": locked, "gradients": sizes.gradients, "plan": plan(model) + planned,
+    }  # fmt: skip
+
+
+@case
+def gradients_on_host(gpu: FakeGPU) -> dict[str, Any]:
+    return on_host(gpu, tied=False)
+
+
+@case
+def gradients_on_host_tied(gpu: FakeGPU) -> dict[str, Any]:
+    return on_host(gpu, tied=True)
 
 
 @case

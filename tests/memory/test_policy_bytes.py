@@ -85,6 +85,7 @@ def test_sizes_are_read_from_a_model_without_weights(qwen: Path) -> None:
         largest=large.VOCABULARY * large.HIDDEN,
         block=large.BLOCK,
         rest=large.ENDS,
+        matrix=large.HIDDEN * large.INNER,
     )
     assert round(large.PARAMETERS / 1e9, 2) == 7.62
 

@@ -26,6 +26,8 @@ from colograd.training.adamw_split import AdamWSplit
 
 SCRIPT = SCRIPTS / "sharded_ranks.py"
 WAYS = ("none", "optimizer", "gradients", "fsdp")
+ON_HOST = ("none on the host", "optimizer on the host", "gradients on the host")
+EACH = (*WAYS, *ON_HOST)
 DTYPES = ("bfloat16", "float32")
 MOMENTS = {"bfloat16": 10, "float32": 8}  # bytes of optimizer state per parameter
 BUCKET = 4160 * 4  # bytes of float32 gradients in the largest bucket, which is the embedding
@@ -47,7 +49,7 @@ def ranks(folders: dict[int, Path]) -> dict[int, list[dict[str, Any]]]:
     return {count: run(count, folder) for count, folder in folders.items()}
 
 
-@pytest.mark.parametrize(("way", "dtype"), itertools.product(WAYS, DTYPES))
+@pytest.mark.parametrize(("way", "dtype"), itertools.product(EACH, DTYPES))
 def test_every_way_and_number_of_ranks_leaves_the_same_bits_where_they_were(ranks, way, dtype) -> None:
     (expected,) = (found[f"none-{dtype}"]["steps"] for found in ranks[1])
     for found in itertools.chain.from_iterable(ranks.values()):
@@ -101,15 +103,15 @@ def test_a_checkpoint_goes_on_with_other_ranks_and_another_way(ranks, folders, t
     (expected,) = ranks[1]
     found = run(reads, tmp_path, folders[wrote])
     crossed = tmp_path / "crossed"
-    for way, dtype in itertools.product(WAYS, DTYPES):
+    for way, dtype in itertools.product(EACH, DTYPES):
         for rank in found:
             steps = rank[f"{way}-{dtype}"]["steps"]
             assert [s["weights"] for s in steps] == [s["weights"] for s in expected[f"none-{dtype}"]["steps"][3:]]
-        written = WAYS[(WAYS.index(way) + 1) % len(WAYS)]
+        written = EACH[(EACH.index(way) + 1) % len(EACH)]
         shutil.copytree(folders[wrote] / f"{written}-{dtype}", crossed / f"{way}-{dtype}")
     (tmp_path / "again").mkdir()
     for rank in run(reads, tmp_path / "again", crossed):
-        for way, dtype in itertools.product(WAYS, DTYPES):
+        for way, dtype in itertools.product(EACH, DTYPES):
             steps = rank[f"{way}-{dtype}"]["steps"]
             assert steps[-1]["weights"] == expected[f"none-{dtype}"]["steps"][-1]["weights"], (way, dtype)
 
@@ -184,9 +186,9 @@ def test_a_failed_backward_has_freed_its_graph_before_it_answers_the_others(monk
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     sharding, alive = SharedGradients(model), []
 
-    def answer(bucket: Bucket) -> Any:
+    def answer(bucket: Bucket, gradients: Any) -> Any:
         alive.append(any(kept() is not None for kept in Keeping.kept))
-        return SimpleNamespace(finish=lambda: 0)
+        return SimpleNamespace(finish=lambda keep: 0)
 
     def compute_loss(row: Any) -> LossOutput:
         hidden = Keeping.apply(model[0](torch.ones(4)))

@@ -1,0 +1,97 @@
+"""Ways of one GPU: what of training lies in host memory, what goes over the bus for it in a step, and the seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..policy.layer_inputs import KEPT
+from .choice import best_plan, fits
+from .description import RunDescription
+from .shape import again
+from .table import MemoryPlan
+
+BUS = 50.0  # GB/s each way of a GPU on 16 lanes of PCIe 5, of 63 at most; half of it on PCIe 4. Not measured here.
+# What each way keeps on the host, as fields of a run; a larger choice costs more.
+STREAM: dict[str, Any] = {"streams": True, "offloads": False}
+GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
+ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "activations": ACTIVATIONS,
+    "stream": STREAM,
+    "stream, activations": STREAM | ACTIVATIONS,
+    "gradients": GRADIENTS,
+    "gradients, activations": GRADIENTS | ACTIVATIONS,
+    "stream, gradients": STREAM | GRADIENTS,
+    "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bus:
+    """Bytes of a step over the bus, of all sequences of a generation at full length."""
+
+    to_gpu: int
+    to_host: int
+
+    def seconds(self, speed: float) -> float:
+        """At ``speed`` GB/s each way, both at once. Gradients and activations go beside what is computed."""
+        return max(self.to_gpu, self.to_host) / (speed * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of `WAYS`, with the plan of a run that takes it."""
+
+    name: str
+    plan: MemoryPlan
+    fits: bool
+    bus: Bus
+
+
+def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
+    """The ways that a run can take beside what it asks for already."""
+    seen = []
+    for name, changes in WAYS.items():
+        changed = dataclasses.replace(run, **changes)
+        able = run.can_stream or not (changes.keys() & {"streams", "offloads_gradients"})
+        if able and changed not in seen:
+            seen.append(changed)
+            plan = best_plan(changed, strategy)
+            yield Way(name, plan, fits(changed, strategy), bus_bytes(changed, plan.tokens))
+
+
+def cheapest(run: RunDescription, strategy: str) -> dict[str, Any]:
+    """What the way that fits with the least over the bus keeps on the host, as fields of a run; {}: nothing, as it
+    fits so, or no way does."""
+    fitting = [way for way in ways(run, strategy) if way.fits]
+    return WAYS[min(fitting, key=lambda way: way.bus.seconds(BUS)).name] if fitting else {}
+
+
+def named(kept: dict[str, Any]) -> str:
+    """The name of what a way keeps on the host."""
+    name = next(name for name, changes in WAYS.items() if changes == kept)
+    return name if kept else "nothing"
+
+
+def bus_bytes(run: RunDescription, tokens: int) -> Bus:
+    """Bytes of a step in micro-batches of ``tokens``.
+
+    Gradients go to the host in each micro-batch; from the second one on their sums come first; they come twice more,
+    for the norm and for the optimizer. A layer's input goes and comes, but for the last ones.
+    """
+    sizes, lengths, shape = run.sizes, run.lengths, run.shape
+    prompts = -(-run.sequences // lengths.group)
+    whole = run.sequences * lengths.completion + prompts * lengths.prompt
+    passes, to_gpu, to_host = max(1, -(-whole // max(tokens, 1))), 0, 0
+    if run.streams:
+        to_gpu, to_host = sizes.optimizer, sizes.optimizer
+    if run.offloads_gradients:
+        to_gpu, to_host = to_gpu + (passes + 1) * sizes.gradients, to_host + passes * sizes.gradients
+    if run.offloads_activations:
+        inputs, one = again(shape, run.checkpointing), whole * shape.hidden * sizes.itemsize
+        to_gpu, to_host = to_gpu + max(inputs - KEPT, 0) * one, to_host + inputs * one
+    return Bus(to_gpu, to_host)

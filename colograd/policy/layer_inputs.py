@@ -1,0 +1,167 @@
+"""Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
+
+A layer that is computed again in the backward keeps its input alone. Here that goes to page-locked host memory while
+the next layers are computed, and comes back while the backward of the layer behind it goes on: the device then holds
+the inputs of a few layers. Nothing is rounded, so that gradients have the bits of `gradient_checkpointing: true`.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ..runtime.page_locked import host_empty
+
+KEPT = 2  # inputs on the device: on their way out, or the next ones in
+
+
+class LayerInputs:
+    """The inputs of a model's layers, and the host memory that each pass uses again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._torch: Any = torch.get_device_module(device)  # a CPU's streams do nothing
+        self._leaving, self._coming = self._torch.Stream(), self._torch.Stream()
+        self._free: list[tuple[torch.Tensor, Any]] = []  # places, and the event of the last copy from each
+        self._largest = 0  # bytes
+        self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
+        self._last: Callable[[], _Input | None] = lambda: None
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """torch's, whose saved inputs are kept on the host."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return checkpoint(function, *args, **options)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not tensor.is_floating_point() or tensor.device.type != self.device.type:
+            return tensor  # a few numbers, or on the host
+        kept = _Input(self, tensor.detach(), self._last())
+        self._last = weakref.ref(kept)
+        self._on_way.append(self._last)
+        while len(self._on_way) > KEPT:
+            if (earlier := self._on_way.popleft()()) is not None:
+                earlier.leave()
+        return kept
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Input):
+            return kept
+        tensor = kept.present()
+        if (before := kept.before()) is not None:
+            before.fetch()
+        return tensor
+
+    # -- for the inputs
+
+    def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Page-locked host memory for ``nbytes`` or more, and the event after which it may be written. Rows differ in
+        length: smaller places are given up, so that in the end each layer's has room for the longest."""
+        self._largest = max(self._largest, nbytes)
+        while self._free:
+            place, read = self._free.pop()
+            if place.nbytes >= nbytes:
+                return place, read
+            read.synchronize()
+        return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
+
+    def send(self, place: torch.Tensor, tensor: torch.Tensor, readable: Any) -> Any:
+        """Queue a copy to the host; the event of its end."""
+        made = self.event(self._torch.current_stream())
+        made.wait(self._leaving)
+        if readable is not None:
+            readable.wait(self._leaving)
+        with self._torch.stream(self._leaving):
+            place.copy_(tensor, non_blocking=True)
+        return self.event(self._leaving)
+
+    def bring(self, tensor: torch.Tensor, place: torch.Tensor, sent: Any) -> Any:
+        """Queue a copy to the device; the event of its end."""
+        free = self.event(self._torch.current_stream())  # what had its memory before is done with it by then
+        free.wait(self._coming)
+        sent.wait(self._coming)
+        with self._torch.stream(self._coming):
+            tensor.copy_(place, non_blocking=True)
+        return self.event(self._coming)
+
+    def event(self, stream: Any) -> Any:
+        event = self._torch.Event()
+        event.record(stream)
+        return event
+
+    def let_wait(self, event: Any) -> None:
+        """The present stream goes on after ``event``."""
+        event.wait(self._torch.current_stream())
+
+    def give_back(self, place: torch.Tensor, read: Any) -> None:
+        self._free.append((place, read))
+
+
+class _Input:
+    """A layer's input: on the device, on the host, or on its way."""
+
+    def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: _Input | None) -> None:
+        self.owner, self.shape, self.dtype, self.nbytes = owner, tensor.shape, tensor.dtype, tensor.nbytes
+        self.tensor: torch.Tensor | None = tensor.contiguous()
+        self.before: Callable[[], _Input | None] = (lambda: None) if before is None else weakref.ref(before)
+        self.place, readable = owner.take_place(tensor.nbytes)
+        self.sent = owner.send(self.place[: self.nbytes], _bytes(self.tensor), readable)
+        self.come: Any = None  # the event of its way back
+
+    def leave(self) -> None:
+        """Free it on the device."""
+        self.owner.let_wait(self.sent)
+        self.tensor = None
+
+    def fetch(self) -> None:
+        """Let it come back, unless it is there."""
+        if self.tensor is None:
+            self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self.owner.device)
+            self.come = self.owner.bring(_bytes(self.tensor), self.place[: self.nbytes], self.sent)
+
+    def present(self) -> torch.Tensor:
+        """It, on the device, for the present stream."""
+        self.fetch()
+        assert self.tensor is not None
+        self.owner.let_wait(self.sent if self.come is None else self.come)
+        return self.tensor
+
+    def __del__(self) -> None:
+        """The graph is gone: before others get the memory of its tensor and its place, copies have ended."""
+        if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
+            self.owner.let_wait(last)
+            self.owner.give_back(self.place, last)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+@contextmanager
+def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
+    """Let checkpoints that transformers puts around a model's layers from here on keep their inputs on the host.
+
+    Args:
+        model: transformers', without an adapter around it.
+        inputs: where they go; None: they stay, as on a CPU, where all memory is the host's.
+    """
+    usual = model._set_gradient_checkpointing
+
+    def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
+        given = {**getattr(gradient_checkpointing_func, "keywords", {})}
+        given.pop("offload", None)  # transformers' own way, on the stream that computes
+        function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
+        usual(enable=enable, gradient_checkpointing_func=function, **options)
+
+    model._set_gradient_checkpointing = enable
+    try:
+        yield
+    finally:
+        del model._set_gradient_checkpointing

@@ -1,0 +1,150 @@
+"""`offload_gradients`: the strategies with a whole policy on each rank, whose sums of gradients are in host memory.
+
+What is summed when is the strategy's; the sums have its bits. The optimizer takes them from there, piece by piece, and
+scales them on its way: the norm is known then, and nothing has to be written for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..parallel.gradients import sum_over_ranks
+from ..parallel.ranks import world_size
+from ..runtime.page_locked import host_empty
+from .buckets import Bucket
+from .host_sums import HostSums
+from .strategy import ShardingStrategy
+from .whole import WholeCopies
+from .zero import SharedGradients, SharedOptimizer
+
+
+class OnHost(ShardingStrategy):
+    """What they have in common. The optimizer's `host_gradients`."""
+
+    factor = 1.0  # by which the optimizer multiplies the sums
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.sums = HostSums(self.trained[0].device)
+
+    def of(self, part: torch.Tensor) -> torch.Tensor | None:
+        """The sum of an optimizer's parameter, in its shape; None: it has none."""
+        return self.sums.get(part)
+
+    def clip(self, largest: float) -> float:
+        total = torch.tensor(self.sums.squared_norm(), dtype=torch.float64, device=self.sums.device)
+        if self.parts > 1:
+            dist.all_reduce(total)
+        norm = float(total) ** 0.5
+        self.factor = largest / (norm + 1e-6)
+        return norm
+
+    def discard(self) -> None:
+        self.sums.discard()
+        self.factor = 1.0
+
+
+class AddedInBackward(OnHost):
+    """Each gradient goes to the host as soon as a backward has made it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._inside = False  # whether a backward of ours runs
+        self._hooks = [p.register_post_accumulate_grad_hook(self._made) for p in self.trained]
+
+    def _made(self, parameter: torch.Tensor) -> None:
+        if self._inside and parameter.grad is not None:
+            gradient, parameter.grad = parameter.grad, None
+            self.sums.add(parameter, gradient)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._inside = True
+        try:
+            super().backward(loss)
+        finally:
+            self._inside = False
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class WholeOnHost(AddedInBackward, WholeCopies):
+    """`sharding: none`."""
+
+    def share(self, optimizer: Any) -> None:
+        WholeCopies.share(self, optimizer)
+        optimizer.host_gradients = self
+        optimizer.register_step_post_hook(lambda *_: self.discard())
+
+    def sum_gradients(self) -> None:
+        sums = self.sums
+        sums.settle()
+        if world_size() > 1 or not any(parameter in sums for parameter in self.trained):
+            for parameter in self.trained:
+                if parameter not in sums:
+                    sums.zero(parameter, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
+        if world_size() > 1:
+            found = [one for parameter in self.trained if (one := sums.get(parameter)) is not None]
+            self.traffic.reduced += sum_over_ranks(found, sums.device)
+
+
+class PartsOnHost(OnHost, SharedOptimizer):
+    """This rank's parts of what the ranks have summed, a sum per bucket."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._where = {
+            piece.part: (bucket, bucket.place_of(piece)) for bucket in self.buckets for piece in bucket.owned
+        }
+
+    def of(self, part: torch.Tensor) -> torch.Tensor | None:
+        bucket, place = self._where[part]
+        found = self.sums.get(bucket)
+        return None if found is None else found[place]
+
+    def share(self, optimizer: Any) -> None:
+        SharedOptimizer.share(self, optimizer)
+        optimizer.host_gradients = self
+
+    def _keep(self, bucket: Bucket, summed: torch.Tensor) -> None:
+        self.sums.add(bucket, summed)
+
+    def _has(self, bucket: Bucket) -> bool:
+        return bucket in self.sums
+
+    def sum_gradients(self) -> None:
+        super().sum_gradients()
+        self.sums.settle()
+
+
+class OptimizerOnHost(AddedInBackward, PartsOnHost):
+    """`sharding: optimizer`. A bucket's whole sums lie side by side, and its part of what the ranks have summed then
+    in the place of this rank's."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        for bucket in self.buckets:
+            flat = host_empty(torch.Size([bucket.part * bucket.ranks]), bucket.gradient_dtype, self.sums.device)
+            for parameter, start, size in zip(bucket.parameters, bucket.starts, bucket.sizes, strict=True):
+                self.sums.keep_at(parameter, flat[start : start + size].view(parameter.shape))
+            self.sums.keep_at(bucket, flat[bucket.begin : bucket.begin + bucket.part])
+
+    def sum_gradients(self) -> None:
+        self.sums.settle()
+        super().sum_gradients()
+
+    def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        found = [self.sums.get(parameter) for parameter in bucket.parameters]
+        for parameter in bucket.parameters:
+            self.sums.forget(parameter)
+        return found
+
+
+class GradientsOnHost(PartsOnHost, SharedGradients):
+    """`sharding: gradients`."""

@@ -1,0 +1,68 @@
+"""A device whose streams know what they have waited for, and tell of races."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Races(TorchDispatchMode):
+    """Streams that know what they have waited for. An operation whose memory another stream has used, by one that
+    neither its own stream nor the host has waited for, is a race."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.present = self.computing = SimpleNamespace(known=set())
+        self.used: list[tuple[int, int, int, Any]] = []  # memory's first and last byte, operation, its stream
+        self.races: list[str] = []
+        self.host: set[int] = set()  # operations that the host has waited for
+        self.copied: set[int] = set()
+        self.allocated: list[int] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns):
+            return result  # a view: nothing is read
+        if func is torch.ops.aten.empty.memory_format and (kwargs or {}).get("dtype") is torch.uint8:
+            self.allocated.append(result.nbytes)
+        self.count += 1
+        if func is torch.ops.aten.copy_.default and self.present is not self.computing:
+            self.copied.add(self.count)
+        for tensor in tree_leaves([args, kwargs, result]):
+            if isinstance(tensor, torch.Tensor) and tensor.nbytes:
+                first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                for start, stop, operation, stream in self.used:
+                    apart = stop <= first or last <= start or stream is self.present
+                    if not apart and operation not in self.present.known | self.host:
+                        self.races.append(f"{func} overtakes operation {operation}")
+                self.used.append((first, last, self.count, self.present))
+        self.present.known.add(self.count)
+        return result
+
+    # what `torch.cuda` has
+
+    def Stream(self) -> Any:
+        return SimpleNamespace(known=set())
+
+    def current_stream(self) -> Any:
+        return self.present
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.present = self.present, stream
+        yield
+        self.present = before
+
+    def Event(self) -> Any:
+        event = SimpleNamespace(known=set())
+        event.record = lambda stream: setattr(event, "known", set(stream.known))
+        event.wait = lambda stream: stream.known.update(event.known)
+        event.synchronize = lambda: self.host.update(event.known)
+        return event

@@ -1,0 +1,11 @@
+"""The bus's speed is measured; on a CPU it is that of a copy."""
+
+from __future__ import annotations
+
+import torch
+
+from colograd.runtime.bus import bus_speed
+
+
+def test_a_copy_each_way_has_a_speed() -> None:
+    assert bus_speed(torch.device("cpu"), size=2**20) > 0

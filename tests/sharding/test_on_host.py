@@ -1,0 +1,153 @@
+"""Sums of gradients in host memory: the bits of those on the device, by copies that overtake none, in memory that is
+used again. Several ranks: test_sharding.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from races import Races
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from colograd.config import GRPOConfig
+from colograd.runtime import host_stream
+from colograd.sharding import host_sums
+from colograd.sharding.on_host import WholeOnHost
+from colograd.sharding.whole import WholeCopies
+from colograd.training import adamw_split
+from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (adamw_split, host_sums):
+        monkeypatch.setattr(module, "ELEMENTS", 700)
+    monkeypatch.setattr(host_sums, "LIMIT", 4 * 4000)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tiny.make_model(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return folder
+
+
+def dense(folder: Callable[[str], Path], dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder("llama"), dtype=dtype)
+
+
+def mixture(folder: Callable[[str], Path], dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder("qwen3_moe"), dtype=dtype)
+
+
+def adapter(folder: Callable[[str], Path], dtype: torch.dtype) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(dense(folder, dtype), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def packed(folder: Callable[[str], Path], dtype: torch.dtype) -> Any:
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder("llama"), dtype=dtype, quantization_config=four_bits)
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def trained(make: Callable[[], Any], on_host: bool, streamed: bool = False) -> tuple[list[torch.Tensor], list[float]]:
+    """The weights after three steps of two or three rows, clipped in the second; the third is begun anew, and one
+    parameter has no gradient in it."""
+    torch.manual_seed(0)
+    model = make().train()
+    accumulate_in_float32(model.parameters())
+    sharding = (WholeOnHost if on_host else WholeCopies)(model)
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, norms = AdamWSplit(own, lr=1e-2, weight_decay=0.1, compiled=False, streamed=streamed), []
+    sharding.share(optimizer)
+    draw = torch.Generator().manual_seed(2)
+    for step in range(3):
+        for row in range(2 + step):
+            ids = torch.randint(250, (1, 12), generator=draw)
+            sharding.backward(model(input_ids=ids, labels=ids).loss)
+            assert not on_host or all(parameter.grad is None for parameter in own)
+            if step == 2 and row == 0:
+                sharding.discard()
+                model.zero_grad()
+                own[-1].requires_grad_(False)  # it takes no part
+        sharding.sum_gradients()
+        norms.append(sharding.clip(1e-2 if step == 1 else 1e6))
+        optimizer.step()
+        model.zero_grad()
+        own[-1].requires_grad_(True)
+    state = [value for parameter in own for value in optimizer.state[parameter].values()]
+    sharding.close()
+    return [*(parameter.detach() for parameter in own), *state], norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [dense, mixture, adapter, packed])
+def test_weights_have_the_same_bits(kind: Any, dtype: torch.dtype, folders: Callable[[str], Path]) -> None:
+    expected, norms = trained(lambda: kind(folders, dtype), on_host=False)
+    assert norms[1] > 1e-2, "it is clipped"
+    for streamed in (False, True):
+        found, of_host = trained(lambda: kind(folders, dtype), True, streamed)
+        assert of_host == pytest.approx(norms, rel=1e-12)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_no_addition_overtakes_another_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three gradients, each added three times, two steps; all is on the host when the sums are asked for."""
+    races = Races()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: races)
+    shapes, draw = ((40, 50), (3000,), (7,)), torch.Generator().manual_seed(0)
+    sums, taken = host_sums.HostSums(torch.device("cpu")), []
+    made = host_sums.host_empty
+    monkeypatch.setattr(host_sums, "host_empty", lambda *given: taken.append(given) or made(*given))
+    for _ in range(2):
+        expected: dict[int, torch.Tensor] = {}
+        for key, shape in (item for _ in range(3) for item in enumerate(shapes)):
+            with races:
+                gradient = torch.empty(shape).normal_(generator=draw)
+                sums.add(key, gradient)
+                del gradient  # the next one may have its memory
+            value = sums._on_way[-1][1].clone().view(shape)
+            expected[key] = expected[key] + value if key in expected else value
+            assert sum(tensor.nbytes for _, tensor in sums._on_way) <= host_sums.LIMIT
+        with races:
+            sums.settle()
+        assert races.copied <= races.host
+        assert all(torch.equal(sums.get(key), value) for key, value in expected.items())
+        with races:
+            sums.discard()
+        assert sums.get(0) is None
+    assert not races.races, races.races[:3]
+    assert len(taken) == len(shapes), "the second step has the first one's memory"
+    assert max(races.allocated) <= 700 * 4 + host_stream.ALIGNED
+    monkeypatch.setattr(races, "Event", lambda: SimpleNamespace(record=id, wait=id, synchronize=lambda: None))
+    with races:
+        sums.add(0, torch.ones(shapes[0]))
+        sums.add(0, torch.ones(shapes[0]))
+    assert races.races, "without events there are some"
+
+
+def test_what_the_device_holds_is_counted() -> None:
+    assert host_sums.device_bytes(1000, 10) == 2000, "both are smaller than their limits"
+    assert host_sums.device_bytes(10**12, 10**9) == host_sums.LIMIT + 10**9 + 2 * 700 * 4
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"offload_gradients is true and sharding is 'fsdp'.*fsdp_offload_params"):
+        tiny.config(tmp_path, offload_gradients=True, sharding="fsdp")
+    monkeypatch.setattr(GRPOConfig, "offloads_gradients", property(lambda self: self.offload_gradients))
+    config = tiny.config(tmp_path, offload_gradients=True, optim="adamw_torch")
+    with pytest.raises(ValueError, match=r"offload_gradients is true, but optim is 'adamw_torch'.*adamw_split"):
+        config.resolve_precision(torch.float32)
