@@ -31,7 +31,10 @@ def sum_gradients(
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
         alone = len(bucket) == 1 and bucket[0].is_contiguous()  # the embedding's, say: a copy would take gigabytes
         flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
-        dist.all_reduce(flat, group=None if among is None else among.group)
+        if among is None:
+            dist.all_reduce(flat)
+        else:
+            among.sum_(flat)
         watchdog.progress()
         moved += flat.nbytes
         if alone:
