@@ -386,6 +386,8 @@ class PackedRow:
     device: torch.device  # where the forward will be
     old_logprobs: torch.Tensor | None = None  # (N,) float32 on the device; see MicroBatch
     ref_logprobs: torch.Tensor | None = None  # likewise
+    teacher_logprobs: torch.Tensor | None = None  # likewise
+    teacher_states: torch.Tensor | None = None  # (N, hidden) in host memory beside a GPU; see MicroBatch
     step_constants: StepConstants = StepConstants()
 
     @property
@@ -442,6 +444,8 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None  # (N,) float32; None exactly when the rollouts are on-policy
     ref_logprobs: torch.Tensor | None  # (N,) float32; None exactly when beta == 0
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
+    teacher_logprobs: torch.Tensor | None = None  # (N,) float32, with a teacher and `distillation_kl: sampled`
+    teacher_states: torch.Tensor | None = None  # (N, hidden of the teacher), what its head is given; with `exact`
     step_constants: StepConstants = StepConstants()
     in_loss: bool = True  # whether any token counts in the loss: known without asking the device
     completion_lengths: tuple[int, ...] = ()  # tokens of each completion

@@ -92,7 +92,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
     script, config, model, recipe = parse_arguments(argv)
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing: give a folder or a Hub id.")
-    if not script.all_rewards() and script.environment_factory is None and script.agent is None:
+    if not (script.all_rewards() or script.environment_factory or script.agent or config.distils):
         raise ValueError("reward_funcs is missing: give at least one name or import path of a reward function.")
     if kind is None and not config.push_to_hub:
         from colograd.checkpoint.search import finished_checkpoint, nothing_left

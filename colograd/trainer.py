@@ -28,6 +28,7 @@ from .losses.objective import Objective
 from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import on_all_ranks
+from .policy.frozen import FrozenModel
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
@@ -158,11 +159,10 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         self.sharding = strategy.for_run(self.model, args)
         self.closing.callback(self._release)
         for second in built.second_models.values():
-            if isinstance(second, FrozenCopy):
-                if not second.offload:
-                    self.sharding.share_frozen(second.model)
-                if second.follows:
-                    self.add_callback(FollowPolicy(second, self.model))
+            if isinstance(second, FrozenModel) and not second.offload:
+                self.sharding.share_frozen(second.model)
+            if isinstance(second, FrozenCopy) and second.follows:
+                self.add_callback(FollowPolicy(second, self.model))
         self.learner = Learner(
             self, args, task.policy, self.model, task.objective, task.entropy, rules, self.sharding,
             built.second_models, self.estimator, names, built.memory, self.recorder, self.times, self.console,

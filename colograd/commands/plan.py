@@ -66,7 +66,11 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     from ..config.policy import default_dtype, resolve_optimizer
 
     settings, assumed = planned_settings(argv), {}
-    for name in ("model_init_kwargs", "vllm_engine_kwargs"):  # a command line has them as JSON
+    for name in (
+        "model_init_kwargs",
+        "vllm_engine_kwargs",
+        "teacher_model_init_kwargs",
+    ):  # a command line has them as JSON
         value = settings[name]
         settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
     loading = settings["model_init_kwargs"]
@@ -148,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of policy and engine; default: bfloat16")
     add("--optim", default="adamw_split", help="default: adamw_split")
     add("--reference", dest="beta", action="store_const", const=1.0, help="a frozen copy for a KL term (beta > 0)")
+    add("--teacher", dest="teacher_model_name_or_path", metavar="MODEL", help="to distil from, in the policy's dtype")
     switch: dict[str, Any] = {"action": "store_true"}
     add("--sleep", dest="vllm_enable_sleep_mode", **switch, help="the KV cache makes room for training")
     add(
@@ -161,8 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-checkpointing", dest="gradient_checkpointing", action="store_false", help="gradient_checkpointing: false")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the model")
     parser.set_defaults(
-        sequences_per_engine=64, weights="auto", beta=0.0, offload_reference=False, fsdp_reshard_after_forward=True,
-        fsdp_offload_params=False, vllm_engine_kwargs={}, vllm_gpu_memory_utilization=None, notes={},
+        sequences_per_engine=64, weights="auto", beta=0.0, offload_reference=False, offload_teacher=False,
+        teacher_model_init_kwargs={}, fsdp_reshard_after_forward=True, fsdp_offload_params=False,
+        vllm_engine_kwargs={}, vllm_gpu_memory_utilization=None, notes={},
     )  # fmt: skip
     return parser
 
@@ -231,8 +237,25 @@ def described(options: argparse.Namespace) -> RunDescription:
         Workload(options.vllm_max_model_length, sequences, options.max_tokens_per_microbatch),
         shared=options.weights != "copied",
         reference=reference,
+        teacher=_teacher_bytes(options),
         to_pack=packed,
     )
+
+
+def _teacher_bytes(options: argparse.Namespace) -> int:
+    """Bytes of a teacher that stays on the GPU; an adapter counts as a model."""
+    import torch
+
+    from ..policy.outline import outline, to_pack
+
+    if options.teacher_model_name_or_path is None or options.offload_teacher:
+        return 0
+    given = options.teacher_model_init_kwargs
+    dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
+    model = outline(options.teacher_model_name_or_path, dtype, options.trust_remote_code)
+    bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
+    packed = to_pack(model, given.get("quantization_config") or bits)
+    return sum(packed.get(parameter, parameter.nbytes) for parameter in model.parameters())
 
 
 def _quantization(options: argparse.Namespace, model_config: Any) -> dict[str, Any]:
@@ -293,7 +316,10 @@ def table(plans: Sequence[tuple[str, MemoryPlan, bool]]) -> Iterator[str]:
 
 
 def _cells(strategy: str, plan: MemoryPlan, fitting: bool) -> tuple[str, ...]:
-    weights, state = plan.policy_weights + plan.reference, (plan.gradients, plan.optimizer, plan.exchange)
+    weights, state = (
+        plan.policy_weights + plan.reference + plan.teacher,
+        (plan.gradients, plan.optimizer, plan.exchange),
+    )
     return (
         strategy,
         *(f"{part / GIB:.1f}" for part in (plan.engine_weights, weights, *state, plan.activations)),

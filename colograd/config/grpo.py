@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process
+from .distillation import DistillationKnobs
 from .engine import EngineKnobs
 from .knob import BARE_FLAG, knob, names_checked
 from .objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
@@ -30,6 +31,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     LogKnobs,
     JournalKnobs,
     SavingKnobs,
+    DistillationKnobs,
     ReferenceKnobs,
     ObjectiveKnobs,
     AdvantageKnobs,
@@ -55,6 +57,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
+        "teacher_model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
         "vllm_engine_kwargs",
@@ -145,6 +148,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._resolve_objective()
         self.notes.extend(self._drop_biased_correction())
         self._check_reference()
+        self._check_distillation()
         self._check_logs()
         self._resolve_journal(saves=str(getattr(self.save_strategy, "value", self.save_strategy)) != "no")
         self._check_saving()

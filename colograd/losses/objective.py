@@ -3,6 +3,7 @@ level, the sampler's correction, the masks, the KL term, the entropy bonus)."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,8 @@ class Objective:
     beta: float = 0.0
     unbiased_kl: bool = True  # the KL term times the ratio: DeepSeek-V3.2, likewise
     entropy_bonus: bool = False
+    distillation_weight: float = 0.0  # of the teacher's term; 0: there is no teacher
+    exact_divergence: bool = False  # the term is the divergence over the vocabulary, not a part of the advantage
     router_coef: float = 0.0  # of a mixture's load-balancing loss, see `Routing.balance_loss`
 
     @classmethod
@@ -83,12 +86,19 @@ class Objective:
             beta=config.beta,
             unbiased_kl=config.use_bias_correction_kl,
             entropy_bonus=config.entropy_coef != 0 or config.use_adaptive_entropy,
+            distillation_weight=config.distillation_weight if config.distils else 0.0,
+            exact_divergence=config.distils and config.distillation_kl == "exact",
         )
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The second models that the loss needs (`policy.second_models`)."""
-        return ("ref_logprobs",) if self.beta != 0 else ()
+        asked = {"ref_logprobs": self.beta != 0, self._of_teacher: self.distillation_weight != 0}
+        return tuple(field for field, needed in asked.items() if needed)
+
+    @property
+    def _of_teacher(self) -> str:
+        return "teacher_states" if self.exact_divergence else "teacher_logprobs"
 
     @property
     def every_group(self) -> bool:
@@ -104,11 +114,23 @@ class Objective:
         return self.loss.denominator(step)
 
     def __call__(
-        self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch, routing: Routing | None = None
+        self,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        batch: MicroBatch,
+        routing: Routing | None = None,
+        divergence: torch.Tensor | None = None,
     ) -> LossOutput:
         """Loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats; on-policy the
-        old log-probabilities are the new ones, detached. ``routing`` is of a mixture of experts."""
+        old log-probabilities are the new ones, detached.
+
+        Args:
+            routing: of a mixture of experts.
+            divergence: (N,) from a teacher, differentiable, with `exact_divergence`.
+        """
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        if self.distillation_weight != 0 and not self.exact_divergence:
+            batch = self._taught(old, batch)
         tokens = self._tokens(logprobs, old, batch)
         per_token = self.loss(tokens)
         if per_token.shape != logprobs.shape:
@@ -128,12 +150,20 @@ class Objective:
         if self.beta != 0:
             kl = self._kl(tokens)
             per_token = per_token + self.beta * kl
+        if self.exact_divergence:
+            assert divergence is not None, (
+                "with distillation_kl: exact the forward gives the divergence (PolicyForward)"
+            )
+            divergence = divergence.where(batch.loss_mask > 0, 0.0)
+            per_token = per_token + self.distillation_weight * divergence
         loss = (per_token * self.loss.token_weights(batch)).sum()
         if self.needs_entropy_gradient(batch):
             of_step = batch.step_constants
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
         sums, minima, maxima = self._observe(tokens, entropy.detach(), old, kl, chosen)
+        if divergence is not None:
+            sums["teacher_kl"] = (divergence.detach().sum(), batch.loss_mask.sum())
         if routing is not None:
             balance, of_step = routing.balance_loss, batch.step_constants
             if self.router_coef != 0:
@@ -150,6 +180,14 @@ class Objective:
             of_level = per_sequence_sum(log_ratio * sequence_mean_weights(batch), batch)[batch.sequence]
         correction = None if self.correction is None else self.correction.weights(old, batch)
         return Tokens(logprobs, log_ratio, of_level.exp(), correction, self.level == "sequence", batch)
+
+    def _taught(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with log teacher - log pi_old of each token in its advantage: on average over what the policy
+        samples, minus the token's reverse KL divergence to the teacher (MiniLLM, arXiv 2306.08543, eq. 3, without the
+        later tokens' part)."""
+        assert batch.teacher_logprobs is not None, "with a teacher every micro-batch has its log-probabilities"
+        gain = (batch.teacher_logprobs - old).where(batch.loss_mask > 0, 0.0)
+        return dataclasses.replace(batch, advantages=batch.advantages + self.distillation_weight * gain)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """(N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's tokens is
@@ -192,6 +230,8 @@ class Objective:
             sums[BONUS_ENTROPY] = ((entropy * chosen).sum(), chosen.sum())
         if kl is not None:
             sums["kl"] = ((kl * mask).sum(), count)
+        if batch.teacher_logprobs is not None:
+            sums["teacher_kl"] = ((old - batch.teacher_logprobs).where(mask > 0, 0.0).sum(), count)
         if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)

@@ -128,6 +128,8 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield f"offload_optimizer: stream ({gib(run.sizes.optimizer // ranks)} GiB each way over the bus per step)"
     if on_gpu and run.reference and fit(reference=0):
         yield "offload_reference: true"
+    if on_gpu and run.teacher and fit(teacher=0):
+        yield "offload_teacher: true"
     if run.sizes.packed and not run.served and fit(served=True):
         yield "weights: shared (the engine reads the quantised base too)"
     if run.tokens > run.length and fit(tokens=run.length):

@@ -73,6 +73,7 @@ class RunDescription:
     streams: bool = False  # the optimizer's state passes through the device from the host
     can_stream: bool = False  # the optimizer is one that can
     reference: int = 0  # bytes
+    teacher: int = 0  # bytes
     kv_bytes: int = 0  # 0: planned
     overruled: bool = False  # the user gives the engine a share of the device
     share: float = 0.0  # this share; 0: unknown
@@ -123,6 +124,7 @@ def describe_run(
     *,
     shared: bool,
     reference: int = 0,
+    teacher: int = 0,
     to_pack: Mapping[torch.Tensor, int] | None = None,
 ) -> RunDescription:
     """Describe a run.
@@ -131,7 +133,7 @@ def describe_run(
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have its fields' names.
         model: the policy with its frozen parameters marked, or its outline (`policy.outline`).
         shared: whether the policy's parameters are the engine's tensors.
-        reference: bytes.
+        reference, teacher: bytes.
         to_pack: see `PolicySizes.of`.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
@@ -164,6 +166,7 @@ def describe_run(
         streams=settings.offload_optimizer == "stream",
         can_stream=optim == "adamw_split",
         reference=reference,
+        teacher=teacher,
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),

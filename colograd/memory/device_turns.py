@@ -67,7 +67,7 @@ class DeviceTurns:
         self.times = times
         self.notes: Sequence[str] = [
             f"memory: {name} does nothing on a CPU, where sampling and training share all memory anyway"
-            for name in ("vllm_enable_sleep_mode", "offload_optimizer", "offload_reference")
+            for name in ("vllm_enable_sleep_mode", "offload_optimizer", "offload_reference", "offload_teacher")
             if getattr(config, name) not in (False, "none") and config.on_cpu
         ]
         self._return_to_policy()  # the first training forward may be measured before anything is sampled

@@ -96,7 +96,7 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     activations = activation_bytes(*sizes, device, copied, trains_head, adapted)
     if run.tower is not None:
         activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)
-    steps = run.samples and devices.on_gpu
+    steps, shares = run.samples and devices.on_gpu, devices.ranks if strategy == "fsdp" else 1
     return MemoryPlan(
         device=devices.name,
         total=devices.total,
@@ -113,7 +113,8 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
         sleeps=run.sleeps and devices.on_gpu,
         offloads=(run.offloads or run.streams) and devices.on_gpu,
         streams=run.streams and devices.on_gpu,
-        reference=run.reference // (devices.ranks if strategy == "fsdp" else 1),
+        reference=run.reference // shares,
+        teacher=run.teacher // shares,
         strategy=strategy,
         ranks=devices.ranks,
         exchange=parts.exchange,

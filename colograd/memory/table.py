@@ -8,6 +8,7 @@ Sampling and training alternate, so each part counts in the phases in which it e
     optimizer state   yes, unless `offload_optimizer`           yes; with `stream` two buffers of it
     exchange          none                                      buckets on their way, or gathered blocks
     reference model   yes, unless `offload_reference`           yes, or in the place of gradients that don't exist yet
+    teacher           yes, unless `offload_teacher`             likewise
     activations       the engine's                              one micro-batch's
     KV cache          yes                                       yes, unless `vllm_enable_sleep_mode`
 
@@ -26,7 +27,7 @@ CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memor
 PHASES = ("sampling", "training")
 GIB = 2**30
 # Parts that the table omits if they round to 0.00.
-OPTIONAL = ("weights of the reference", "gathered weights", "gradients on their way")
+OPTIONAL = ("weights of the reference", "weights of the teacher", "gathered weights", "gradients on their way")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class MemoryPlan:
     offloads: bool = False  # the optimizer's state while the engine samples
     streams: bool = False  # and else too: what passes through the device is counted
     reference: int = 0  # 0: there is none, or it waits on the host
+    teacher: int = 0  # likewise
     strategy: str = "none"  # of sharding
     ranks: int = 1
     exchange: int = 0  # gradients on their way to other ranks, or weights gathered from them
@@ -74,6 +76,7 @@ class MemoryPlan:
             ("weights of the engine", self.engine_weights, self.engine_weights),
             (f"weights of the policy{of_policy}", self.policy_weights, self.policy_weights),
             ("weights of the reference", self.reference, self.reference),
+            ("weights of the teacher", self.teacher, self.teacher),
             (f"gradients{of_gradients}", 0, self.gradients),
             (exchange, 0, self.exchange),
             (f"optimizer state{of_state}", 0 if self.offloads else self.optimizer, self.optimizer),
@@ -100,7 +103,7 @@ class MemoryPlan:
     @property
     def known(self) -> int:
         """Bytes of weights, gradients, optimizer and KV cache in the fuller phase: no estimates."""
-        weights = self.engine_weights + self.policy_weights + self.reference
+        weights = self.engine_weights + self.policy_weights + self.reference + self.teacher
         sampling = self.kv_bytes + (0 if self.offloads else self.optimizer)
         training = self.gradients + self.optimizer + (0 if self.sleeps else self.kv_bytes)
         return weights + max(sampling, training)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch
 from ..batch import PackedRow, StepBatch
 from ..parallel.ranks import gather
 from ..policy.packing import PackingRules, dummy, pack_step, places
+from ..policy.second_models import KINDS
 from . import policy_sizes
 from .shape import SHORT
 
@@ -143,7 +143,7 @@ def back_off(
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
     """The same step in micro-batches of another budget, with each completion's log-probabilities."""
     rows = pack_step(batch.groups, rules)
-    for name in ("old_logprobs", "ref_logprobs"):
+    for name in ("old_logprobs", *KINDS):
         rows = _carry_over(name, batch.rows, rows)
     return dataclasses.replace(batch, rows=rows)
 
@@ -153,9 +153,12 @@ def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -
     if any(getattr(row, name) is None for row in old):
         return tuple(new)
     known = {rollout: getattr(row, name)[place] for row in old for rollout, place in places(row)}
+    like = getattr(old[0], name) if old else torch.empty(0)
 
     def values(row: PackedRow) -> torch.Tensor:
-        missing = functools.partial(torch.zeros, device=row.device)  # of a new dummy, whose tokens aren't in the loss
+        def missing(tokens: int) -> torch.Tensor:  # of a new dummy, whose tokens aren't in the loss
+            return like.new_zeros(tokens, *like.shape[1:])
+
         return torch.cat(
             [known[rollout] if rollout in known else missing(at.stop - at.start) for rollout, at in places(row)]
         )

@@ -168,7 +168,7 @@ def load_policy(
     if not untouched:
         loaded: Any = model
     elif (saved := adapter_folder(path)) is None:
-        loaded = _from_name(path, config, has_images=has_images)
+        loaded = from_name(path, config, has_images=has_images)
     else:
         loaded, path, tokenizer_path = _from_adapter(path, saved, config, peft_config, has_images)
     set_text_alone(unwrap(loaded), has_images)
@@ -340,7 +340,7 @@ def _from_adapter(
             f"{folder!r} holds an adapter, but peft can't be imported ({error}): pip install peft."
         ) from None
     try:
-        loaded = _from_name(base, config, adapter=folder, has_images=has_images)
+        loaded = from_name(base, config, adapter=folder, has_images=has_images)
     except ValueError as error:
         raise ValueError(f"{folder!r} holds an adapter whose base can't be loaded: {error}") from None
     model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
@@ -348,7 +348,7 @@ def _from_adapter(
     return model, base, folder if has_tokenizer else base
 
 
-def _from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
+def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
     """The model at ``path``; the folder of an ``adapter`` to be put on it may say how its base was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     # The last one is for `choose_rows` to settle.

@@ -19,6 +19,16 @@ from torch.autograd.function import once_differentiable
 from ..batch import MicroBatch, PackedRow, StepBatch
 from ..parallel import watchdog
 from . import attention, images, padded, router_replay
+from .head import (
+    FLOAT32_PRODUCTS,
+    DivergenceSums,
+    Head,
+    TeacherHead,
+    TeacherLogits,
+    cast,
+    logit_transform,
+    product_dtype,
+)
 from .lora import unwrap
 from .packing import collate
 from .routing import Routing, routing_of
@@ -28,7 +38,6 @@ from .routing import Routing, routing_of
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
 # More rows than these make a tile too narrow for fast matrix products.
 TILE_ROWS = 8192
-FLOAT32_PRODUCTS = "colograd_float32_products"  # an attribute of a head: see `cast_lm_head_to_fp32`
 
 
 def policy_logprobs(
@@ -70,6 +79,7 @@ class PolicyForward:
     temperature: float
     entropy_gradient: bool = False
     routing: bool = False
+    teacher: TeacherHead | None = None  # of the model that made the batch's `teacher_states`
 
     @staticmethod
     def prepare(row: PackedRow) -> MicroBatch:
@@ -80,12 +90,26 @@ class PolicyForward:
         return self(self.prepare(row))
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """`policy_logprobs`, and the fields of a `Routing` if asked for: tensors alone, for a sharded model's hooks."""
+        """`policy_logprobs`; with a teacher, the divergence from it (N,); the fields of a `Routing` if asked for:
+        tensors alone, for a sharded model's hooks."""
+        return self._call(self._compute, micro_batch)
+
+    def states(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """(N, hidden) what the head would be given for the labels, in the dtype of its products."""
+        (found,) = self._call(self._states, micro_batch)
+        return found
+
+    def _call(self, compute: Callable[..., Any], micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         watchdog.progress()  # of a pass over many rows each is one
         around = getattr(self.model, "around_forward", nullcontext)
-        with calls(self.model, self._compute), around():
+        with calls(self.model, compute), around():
             found: tuple[torch.Tensor, ...] = self.model(micro_batch)
         return found
+
+    def _states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor]:
+        model = unwrap(self.model)
+        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
+        return (hidden.to(TeacherHead.of(model).dtype(hidden.device)),)
 
     def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         model = unwrap(self.model)
@@ -94,12 +118,16 @@ class PolicyForward:
         hidden = states[0].index_select(0, micro_batch.logit_positions)
         head = model.get_output_embeddings()
 
-        def logprobs(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def logprobs(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
             bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
-            at, transform = self.temperature, _logit_transform(model)
-            return label_logprobs(
-                hidden, head.weight, bias, micro_batch.labels, at, transform, self.entropy_gradient, wide
-            )
+            at, transform = self.temperature, logit_transform(model)
+            given = hidden, head.weight, bias, micro_batch.labels
+            if self.teacher is None:
+                return label_logprobs(*given, at, transform, self.entropy_gradient, wide)
+            assert micro_batch.teacher_states is not None, "the teacher has read every row that is trained on"
+            logits = self.teacher.logits(micro_batch.teacher_states, at)
+            of_policy = Head(at, dtype=product_dtype(head.weight, hidden.device, wide), wide=wide, **transform)
+            return label_divergences(*given, of_policy, logits, self.entropy_gradient)
 
         with calls(head, logprobs):
             found: tuple[torch.Tensor, ...] = head(hidden)
@@ -189,49 +217,26 @@ def label_logprobs(
     Raises:
         RuntimeError: at a second derivative, which isn't implemented.
     """
-    dtype = (None if float32_products else attention.autocast_dtype(hidden.device)) or weight.dtype
+    dtype = product_dtype(weight, hidden.device, float32_products)
     with torch.autocast(hidden.device.type, enabled=False):
-        head = _Head(temperature, dtype=dtype, wide=float32_products, **transform)
-        return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient)
+        head = Head(temperature, dtype=dtype, wide=float32_products, **transform)
+        logprobs, entropy, _ = _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient, None)
+    return logprobs, entropy
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """What happens to the logits after the matrix product: capped(scale * logits) / temperature."""
-
-    temperature: float
-    scale: float
-    softcap: float  # 0: none
-    dtype: torch.dtype  # of the matrix products
-    wide: bool = False  # the logits come out of their product in `exact`
-
-    @property
-    def exact(self) -> torch.dtype:
-        """The dtype of everything but the products."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """One tile (rows, columns), before the cap and the temperature; a tensor of its own, for in-place work."""
-        tile = self._product(hidden, weight, bias) if self.wide else torch.nn.functional.linear(hidden, weight, bias)
-        tile = tile.to(self.exact)
-        return tile if self.scale == 1.0 else tile.mul_(self.scale)
-
-    def _product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As vLLM computes a head in float32: on a GPU from bfloat16 factors, whose products float32 holds exactly."""
-        if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
-            tile = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-            return tile if bias is None else tile.add_(bias)
-        wide_bias = None if bias is None else bias.to(self.exact)
-        return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
-
-    def cap_(self, tile: torch.Tensor) -> torch.Tensor:
-        """tanh(tile / softcap), in place; the slope of the cap is 1 minus its square."""
-        return tile.div_(self.softcap).tanh_()
-
-    def finish_(self, tile: torch.Tensor) -> torch.Tensor:
-        """From what `cap_` (or, without a cap, `logits`) left to the logits that are sampled from, in place."""
-        factor = (self.softcap or 1.0) / self.temperature
-        return tile if factor == 1.0 else tile.mul_(factor)
+def label_divergences(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    head: Head,
+    teacher: TeacherLogits,
+    entropy_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`label_logprobs`, and the reverse KL divergence KL(policy || teacher) of each label's distribution, (N,) float32
+    in nats, differentiable in the policy. The teacher's logits exist a tile at a time too."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient, teacher)
 
 
 def products_in_float32(model: Any) -> None:
@@ -251,7 +256,7 @@ def _parts(total: int, size: int) -> Iterator[slice]:
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """log softmax(logits)[label] and the entropy, from hidden states and head."""
+    """log softmax(logits)[label], the entropy and the divergence from a teacher, from hidden states and head."""
 
     @staticmethod
     def forward(
@@ -260,20 +265,23 @@ class _LabelLogprobs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
-        head: _Head,
+        head: Head,
         entropy_gradient: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        teacher: TeacherLogits | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         states = hidden.to(head.dtype)
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         label_logit, moment, total = states.new_zeros((3, len(labels)), dtype=head.exact).unbind()
         # Not -inf: the first difference to a real maximum has to be finite.
         maximum = torch.full_like(total, torch.finfo(head.exact).min / 2)
+        sums = None if teacher is None else DivergenceSums(teacher, total)
         for vocabulary in _parts(len(weight), columns):
-            part, part_bias = _cast(weight, bias, vocabulary, head.dtype)
+            part, part_bias = cast(weight, bias, vocabulary, head.dtype)
             for row in _parts(len(labels), rows):
                 tile = head.logits(states[row], part, part_bias)
                 tile = head.finish_(head.cap_(tile) if head.softcap else tile)
                 index, inside = _place(labels[row], vocabulary)
+                gaps = None if sums is None else sums.gaps(tile, row, vocabulary)
                 label_logit[row] += tile.gather(1, index).squeeze(1).where(inside, 0.0)
                 # Running sums of e^(x - max) and of e^(x - max) (x - max), moved whenever the maximum rises.
                 largest = torch.maximum(maximum[row], tile.amax(dim=1))
@@ -286,21 +294,28 @@ class _LabelLogprobs(torch.autograd.Function):
                 power = tile.exp()
                 total[row] += power.sum(dim=1)
                 moment[row] += torch.linalg.vecdot(power, tile)
+                if sums is not None and gaps is not None:
+                    sums.add(row, decay, power, gaps)
         normaliser = maximum + total.log()
-        ctx.head = head
+        ctx.head, ctx.teacher = head, teacher
+        divergence, of_teacher = (None, None) if sums is None else sums.result(total, normaliser)
         entropy = total.log() - moment / total  # H = log Z - E[x], both less the maximum
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_gradient else None)
+        kept = entropy if entropy_gradient else None
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, kept, divergence, of_teacher)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return label_logit - normaliser, entropy
+        return label_logit - normaliser, entropy, divergence
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """d logprob / d logit = onehot - p and d H / d logit = -p (log p + H), through the temperature, the cap and
-        the scale, tile by tile."""
-        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
-        head: _Head = ctx.head
+    def backward(
+        ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL),
+        through the temperature, the cap and the scale, tile by tile."""
+        hidden, weight, bias, labels, normaliser, entropy, divergence, of_teacher = ctx.saved_tensors
+        head: Head = ctx.head
+        teacher: TeacherLogits | None = ctx.teacher
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         states = hidden.to(head.dtype)
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
@@ -309,13 +324,16 @@ class _LabelLogprobs(torch.autograd.Function):
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in _parts(len(weight), columns):
-                part, part_bias = _cast(weight, bias, vocabulary, head.dtype)
+                part, part_bias = cast(weight, bias, vocabulary, head.dtype)
                 # Sums over rows are finished before the next columns: no second gradient of the head's size.
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in _parts(len(labels), rows):
                     place = _place(labels[row], vocabulary)
-                    spread = None if entropy is None else (of_entropy[row], entropy[row])
+                    spread = None if entropy is None else _Spread.of_entropy(of_entropy[row], entropy[row])
+                    if teacher is not None and of_divergence is not None:
+                        logq = teacher.tile(row, vocabulary).sub_(of_teacher[row, None])
+                        spread = _Spread.joined(spread, of_divergence[row], divergence[row], logq)
                     tile = _tile_gradient(
                         head, states[row], part, part_bias, place, normaliser[row], gradient[row], spread
                     )
@@ -330,24 +348,47 @@ class _LabelLogprobs(torch.autograd.Function):
                     d_weight[vocabulary] = of_weight
                 if d_bias is not None:
                     d_bias[vocabulary] = of_bias
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """A gradient that is spread over the vocabulary: p (slope log p - constant - logq) of each logit."""
+
+    slope: torch.Tensor  # (n,)
+    constant: torch.Tensor  # (n,)
+    logq: torch.Tensor | None = None  # (n, c)
+
+    @classmethod
+    def of_entropy(cls, gradient: torch.Tensor, entropy: torch.Tensor) -> _Spread:
+        return cls(-gradient, gradient * entropy)
+
+    @classmethod
+    def joined(
+        cls, first: _Spread | None, gradient: torch.Tensor, divergence: torch.Tensor, logq: torch.Tensor
+    ) -> _Spread:
+        """With the divergence's. ``logq``: the teacher's log-probabilities, which may be overwritten."""
+        slope, constant = gradient, gradient * divergence
+        if first is not None:
+            slope, constant = slope + first.slope, constant + first.constant
+        return cls(slope, constant, logq.mul_(gradient[:, None]))
 
 
 def _tile_gradient(
-    head: _Head,
+    head: Head,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     place: tuple[torch.Tensor, torch.Tensor],
     normaliser: torch.Tensor,
     gradient: torch.Tensor,
-    entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    spread: _Spread | None,
 ) -> torch.Tensor:
     """A tile's logits again, turned into the gradient of the head's product.
 
     Args:
         gradient: (n,) of the log-probabilities.
-        entropy: the (n,) gradient of the entropies and their values; None: they are constants.
+        spread: the gradient of all but the log-probabilities; None: the rest are constants.
     """
     chain = head.scale / head.temperature
     gradient = gradient * chain
@@ -356,12 +397,14 @@ def _tile_gradient(
         capped = head.cap_(tile)
         tile = tile.clone()
     head.finish_(tile).sub_(normaliser[:, None])
-    if entropy is None:
+    if spread is None:
         tile.exp_().mul_(-gradient[:, None])
-    else:  # -p (gradient + of_entropy (log p + H))
-        of_entropy, value = entropy[0] * chain, entropy[1]
+    else:  # p (slope log p - constant - logq - gradient)
         power = tile.exp()
-        tile.mul_(-of_entropy[:, None]).sub_((gradient + of_entropy * value)[:, None]).mul_(power)
+        tile.mul_((spread.slope * chain)[:, None]).sub_((gradient + spread.constant * chain)[:, None])
+        if spread.logq is not None:
+            tile.sub_(spread.logq, alpha=chain)
+        tile.mul_(power)
         del power
     index, inside = place
     tile.scatter_add_(1, index, gradient.where(inside, 0.0)[:, None])
@@ -381,22 +424,7 @@ def _place(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch
     return (labels - vocabulary.start).where(inside, 0)[:, None], inside
 
 
-def _cast(
-    weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: slice, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return weight[vocabulary].to(dtype), None if bias is None else bias[vocabulary].to(dtype)
-
-
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """What the gradient accumulates in. (Asking a tensor that isn't a leaf is an error in torch.)"""
     own = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     return own or parameter.dtype
-
-
-def _logit_transform(model: Any) -> dict[str, float]:
-    """What some architectures do to logits after the head: Gemma's soft cap; Granite's, Cohere's, Falcon-H1's scale."""
-    config = model.config.get_text_config()
-    scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
-    for name in ("logit_scale", "lm_head_multiplier"):
-        scale *= float(getattr(config, name, None) or 1.0)
-    return {"scale": scale, "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0)}

@@ -283,6 +283,8 @@ def collate(row: PackedRow) -> MicroBatch:
         advantages=to_device_async(torch.cat(advantages).float(), device),
         old_logprobs=row.old_logprobs,
         ref_logprobs=row.ref_logprobs,
+        teacher_logprobs=row.teacher_logprobs,
+        teacher_states=None if row.teacher_states is None else to_device_async(row.teacher_states, device),
         rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),

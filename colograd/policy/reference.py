@@ -12,7 +12,7 @@ the first step is exactly 0; of compiled layers, which have other kernels where 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from ..config import GRPOConfig
+from .frozen import FrozenModel, offloads, values_in_place
 from .loading import Policy
 from .logprobs import evaluation_mode
 from .lora import base_name
@@ -30,7 +31,7 @@ from .lora import base_name
 FILE = "reference.safetensors"  # in a checkpoint, where the reference follows the policy
 
 
-class FrozenCopy:
+class FrozenCopy(FrozenModel):
     """A second model: the weights of the policy (``model``) as they are now, in memory of its own, equal on all ranks.
 
     Args:
@@ -43,27 +44,14 @@ class FrozenCopy:
         self, model: torch.nn.Module, device: torch.device, offload: bool, follows: str = "",
         place: torch.device | None = None,
     ) -> None:  # fmt: skip
-        self.device, self.offload, self.follows = device, offload, follows
         place = torch.device("cpu") if offload else place or device
-        self.model = _frozen_copy(model, place, pin=offload and device.type == "cuda")
+        super().__init__(_frozen_copy(model, place, pin=offload and device.type == "cuda"), device, offload)
+        self.follows = follows
         self._changes = bool(follows)
 
     def describe(self) -> str:
-        nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
-        place = "in host memory between uses" if self.offload else "beside it"
-        said = f"reference: a frozen copy of the policy {place} ({nbytes / 2**20:,.0f} MiB)"
+        said = f"reference: a frozen copy of the policy {self.where()}"
         return f"{said}, {self.follows}" if self.follows else said
-
-    @contextmanager
-    def present(self) -> Iterator[torch.nn.Module]:
-        """The model on the policy's device; offloaded weights have a second place there meanwhile."""
-        # What is computed with the moved weights waits for the copies: it is on the same stream.
-        moved = (
-            (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
-            for parameter in self.model.parameters()
-        )
-        with torch.no_grad(), _values_in_place(moved if self.offload else ()):
-            yield self.model
 
     @torch.no_grad()
     def mix(self, policy: torch.nn.Module, alpha: float) -> None:
@@ -95,6 +83,9 @@ class FrozenCopy:
 
 class _OfAdapter:
     """Both kinds that borrow the policy's model: nothing to save, as the next start finds the same again."""
+
+    of_policy = True
+    head = None
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -131,22 +122,8 @@ class InitialAdapter(_OfAdapter):
 
     @contextmanager
     def present(self) -> Iterator[Any]:
-        with _values_in_place(self.initial), evaluation_mode(self.model):
+        with values_in_place(self.initial), evaluation_mode(self.model):
             yield self.model
-
-
-@contextmanager
-def _values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
-    """Other values in the place of parameters while the context lasts; then the same memory as before."""
-    own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-    try:
-        for parameter, value in values:
-            own.append((parameter, parameter.data))
-            parameter.data = value
-        yield
-    finally:
-        for parameter, value in own:
-            parameter.data = value
 
 
 def _frozen_copy(model: torch.nn.Module, device: torch.device, pin: bool) -> torch.nn.Module:
@@ -180,18 +157,12 @@ def _keeps_no_copy(policy: Policy) -> bool:
 
 
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """What the reference will hold on the policy's device. Offloaded weights come there while there are no gradients,
-    in whose place they fit."""
+    """What the reference will hold on the policy's device, before it is cut. Offloaded weights come there while there
+    are no gradients, in whose place they fit."""
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:
-        ranks = config.world_size if config.cuts_weights else 1
-        return 0 if offloads(config) else sum(parameter.nbytes for parameter in parameters) // ranks
+        return 0 if offloads(config, config.offload_reference) else sum(parameter.nbytes for parameter in parameters)
     return 0 if _keeps_no_copy(policy) else sum(p.nbytes for p in parameters if p.requires_grad)
-
-
-def offloads(config: GRPOConfig) -> bool:
-    """Whether a second model waits in host memory. On a CPU it would be there twice."""
-    return config.offload_reference and not config.on_cpu
 
 
 def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdapter | InitialAdapter:
@@ -201,7 +172,7 @@ def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdap
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
     follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
     waiting = torch.device("cpu") if config.cuts_weights else None  # until it is cut like the policy
-    return FrozenCopy(policy.model, config.device, offloads(config), follows, waiting)
+    return FrozenCopy(policy.model, config.device, offloads(config, config.offload_reference), follows, waiting)
 
 
 class FollowPolicy(TrainerCallback):

@@ -15,17 +15,24 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors.torch import save_file
 
-from ..batch import PackedRow, StepBatch
+from ..batch import MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
+from .head import TeacherHead
 from .loading import Policy
 from .logprobs import PolicyForward, policy_logprobs
 from .reference import reference_bytes, reference_of
+from .teacher import teacher_bytes, teacher_of
 
 
 class SecondModel(Protocol):
     """A model, or the policy's with other weights, that runs on the policy's rows."""
 
     model: Any
+    of_policy: bool  # it has the policy's architecture, and runs rows as the policy does
+
+    @property
+    def head(self) -> TeacherHead | None:
+        """With which the loss computes logits of its own."""
 
     def present(self) -> AbstractContextManager[Any]:
         """A context with the model, in evaluation mode, with its weights, on the policy's device."""
@@ -37,12 +44,27 @@ class SecondModel(Protocol):
     def load(self, checkpoint: str | Path) -> None: ...
 
 
+def _logprobs(model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
+    return policy_logprobs(model, batch, temperature)[0]
+
+
+def _states(model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
+    """Beside a GPU they wait on the host: a row's are larger than all else of it."""
+    return PolicyForward(model, temperature).states(batch).cpu()
+
+
 class Kind(NamedTuple):
+    name: str  # in the memory plan
     make: Callable[[GRPOConfig, Policy], SecondModel]  # once the policy is in its place
     nbytes: Callable[[GRPOConfig, Policy], int]  # on the policy's device
+    read: Callable[[Any, MicroBatch, float], torch.Tensor] = _logprobs  # of a micro-batch, at the temperature
 
 
-KINDS = {"ref_logprobs": Kind(reference_of, reference_bytes)}  # by the rows' field that it fills
+KINDS = {  # by the rows' field that it fills
+    "ref_logprobs": Kind("reference", reference_of, reference_bytes),
+    "teacher_logprobs": Kind("teacher", teacher_of, teacher_bytes),
+    "teacher_states": Kind("teacher", teacher_of, teacher_bytes, _states),
+}
 
 SecondModels = dict[str, SecondModel]
 
@@ -52,18 +74,18 @@ def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> S
     return {field: KINDS[field].make(config, policy) for field in needs}
 
 
-def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> int:
-    """Bytes that the second models will hold on the policy's device."""
-    return sum(KINDS[field].nbytes(config, policy) for field in needs)
+def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
+    """Bytes that the second models will hold on the policy's device before they are cut, by the names of a plan."""
+    return {KINDS[field].name: KINDS[field].nbytes(config, policy) for field in needs}
 
 
 @torch.no_grad()
 def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) -> tuple[PackedRow, ...]:
-    """The rows with the log-probabilities of each second model, whose own routers choose its experts."""
+    """The rows with what each second model says of them; its own routers choose its experts."""
     for field, second in models.items() if rows else ():
         with second.present() as model:
             batches = (dataclasses.replace(PolicyForward.prepare(row), experts=None) for row in rows)
-            found = [policy_logprobs(model, batch, temperature)[0] for batch in batches]
+            found = [KINDS[field].read(model, batch, temperature) for batch in batches]
         rows = [dataclasses.replace(row, **{field: values}) for row, values in zip(rows, found, strict=True)]
     return tuple(rows)
 

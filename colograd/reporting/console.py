@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 # The phases of a step in the order of the line, which leaves the short ones out; the rest of a step is `other`.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "pack", "log", "sleep", "offload", "ref_logprobs",
-    "old_logprobs", "train", "sync", "optimizer",
+    "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
 COLUMNS = 120  # of a step's line, at most
@@ -64,9 +64,10 @@ class Console(TrainerCallback):
         self._first = False
         if not self.enabled:
             return
-        reward = f"{metrics['reward']:.3f}" if metrics.get("reward") is not None else "-"
+        shown = {"reward": metrics.get("reward"), "teacher KL": metrics.get("teacher_kl")}
+        aims = [f"{name} {value:.3f}" for name, value in shown.items() if value is not None] or ["reward -"]
         length, total = metrics.get("completions/mean_length", 0.0), metrics.get("step_time", 0.0)
-        head = f"step {step}/{max_steps} | reward {reward} | length {length:.0f} | {total:.2f} s"
+        head = f"step {step}/{max_steps} | {' | '.join(aims)} | length {length:.0f} | {total:.2f} s"
         seconds = {name: metrics[f"time/{name}"] for name in PHASES if metrics.get(f"time/{name}", 0.0) >= SHORTEST}
         rates = {}
         for name, tokens in (("generate", "sampled"), ("train", "packed")):

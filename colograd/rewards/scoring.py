@@ -89,7 +89,7 @@ class Scoring:
                     raise
                 columns.append([float("nan")] * self._size)
         self._scorer.logged |= self._logged_by_group(log)
-        return torch.tensor(columns, dtype=torch.float32).reshape(len(rewards), -1).T.contiguous()
+        return torch.tensor(columns, dtype=torch.float32).reshape(len(rewards), self._size).T.contiguous()
 
     def _logged_by_group(self, log: CallLog) -> dict[int, Logged]:
         """The columns cut by group. The metrics are of the whole call: the first group has them."""

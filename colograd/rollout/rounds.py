@@ -147,7 +147,7 @@ def unscored(steps: Sequence[SampledStep]) -> str:
     """A warning of the first completion for which every reward function abstained; "" if there is none."""
     for scored in (scored for step in steps for scored in step.sampled):
         nobody = scored.rewards.isnan().all(dim=1).nonzero()
-        if len(nobody):
+        if len(nobody) and scored.rewards.shape[1]:  # else there are no reward functions
             row = {name: value for name, value in scored.group.example.items() if name != "prompt"}
             return (
                 f"rewards: every reward function abstained for completion {int(nobody[0])} of the prompt "

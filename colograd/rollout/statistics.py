@@ -89,7 +89,7 @@ class RolloutStatistics:
             result |= _spread("completions/{}_terminated_length", lengths[ended])
             result["completions/clipped_ratio"] = 1.0 - float(ended.float().mean())
             result["completions/duplicates"] = 1.0 - self.distinct / len(lengths)
-        rewards = torch.tensor(self.rewards, dtype=torch.float32).view(-1, len(reward_names))
+        rewards = torch.tensor(self.rewards, dtype=torch.float32).view(len(self.rewards), len(reward_names))
         for name, column in zip(reward_names, rewards.unbind(1), strict=True):
             judged = column[~column.isnan()]
             if len(judged):
@@ -107,7 +107,7 @@ class RolloutStatistics:
             result["tools/failure_frequency"] = self.counts["tools/failures"] / calls if calls else 0.0
         if drafted := self.counts["drafts/tokens"]:
             result["drafts/acceptance"] = self.counts["drafts/accepted"] / drafted
-        if self.flat_groups:
+        if self.flat_groups and reward_names:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)
         return result
 

@@ -35,6 +35,7 @@ from ..policy.lora import unwrap
 from ..policy.recurrent import keep_uncompiled
 from ..policy.routing import num_experts
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
+from ..policy.teacher import check_teacher_context
 from ..reporting.metrics import PhaseTimes
 from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
@@ -112,6 +113,8 @@ def assemble(
         RuntimeError: the engine doesn't read a parameter where it should be.
     """
     policy, run = task.policy, read_run(config, task, max_tokens)
+    with on_all_ranks("the teacher's context"):
+        check_teacher_context(config, policy, needed_context(config, task))
     if not samples:
         plan = plan_or_raise(run.without_engine(), strategy_name(config))
         if not config.on_cpu:
@@ -185,13 +188,15 @@ def read_run(config: GRPOConfig, task: Task, max_tokens: int) -> RunDescription:
         prompt=max(part.longest for part in task.prompts),
         shares_prompts=not policy.why_padded,
     )
+    others = second_model_bytes(task.objective.needs, config, policy)
     return describe_run(
         config,
         policy.model,
         own_devices(config.device, policy.model),
         work,
         shared=expects_sharing(config, policy),
-        reference=second_model_bytes(task.objective.needs, config, policy),
+        reference=others.get("reference", 0),
+        teacher=others.get("teacher", 0),
     )
 
 
@@ -289,7 +294,9 @@ def choose_kernels(
 
     Yields lines for people, each before a slow part.
     """
-    others = [second.model for second in second_models.values() if unwrap(second.model) is not unwrap(model)]
+    others = [
+        each.model for each in second_models.values() if each.of_policy and unwrap(each.model) is not unwrap(model)
+    ]
     if args.use_liger_kernel:
         with on_all_ranks("Liger's kernels"), autocast():
             undo = apply_liger(model, args.device, args.liger_kernel_config, also=others)

@@ -23,9 +23,10 @@ from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
-from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, routed_logprobs, with_old_logprobs
+from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
 from ..policy.packing import PackingRules
 from ..policy.router_replay import replay_figures
+from ..policy.routing import Routing
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import SecondModels, fill, with_second_logprobs
 from ..reporting.console import Console
@@ -102,9 +103,9 @@ class Learner:
 
     def _forward_others(self, steps: list[StepBatch]) -> list[StepBatch]:
         config, autocast = self.config, self.hooks.compute_loss_context_manager
-        if self.second_models:
-            with on_all_ranks("the second models' log-probabilities"), self.times.phase("ref_logprobs"), autocast():
-                steps = with_second_logprobs(self.second_models, steps, config.temperature)
+        for field, second in self.second_models.items():
+            with on_all_ranks("the second models' log-probabilities"), self.times.phase(field), autocast():
+                steps = with_second_logprobs({field: second}, steps, config.temperature)
 
         def add_old(step: StepBatch) -> StepBatch:
             with self.times.phase("old_logprobs"), autocast():
@@ -167,13 +168,13 @@ class Learner:
     def loss_of_row(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput:
         """The objective on one micro-batch, as an unnormalised sum: `GRPOTrainer.compute_loss`."""
         entropy_gradient = self.objective.needs_entropy_gradient(micro_batch)
-        temperature, routing = self.config.temperature, None
-        if self.policy.tells_routing:
-            logprobs, entropy, routing = routed_logprobs(model, micro_batch, temperature, entropy_gradient)
-        else:
-            logprobs, entropy = policy_logprobs(model, micro_batch, temperature, entropy_gradient)
+        teacher, routed = self.second_models.get("teacher_states"), self.policy.tells_routing
+        head = None if teacher is None else teacher.head
+        forward = PolicyForward(model, self.config.temperature, entropy_gradient, routed, head)
+        logprobs, entropy, *more = forward(micro_batch)
+        divergence = None if head is None else more.pop(0)
         self.recorder.keep(micro_batch, logprobs)
-        output = self.objective(logprobs, entropy, micro_batch, routing)
+        output = self.objective(logprobs, entropy, micro_batch, Routing(*more) if routed else None, divergence)
         if self.config.router_replay:
             output = dataclasses.replace(output, sums={**output.sums, **replay_figures(model, micro_batch)})
         return output
@@ -233,8 +234,13 @@ class Learner:
         Args:
             seen: prompts with images, if there are any.
         """
-        others = [second.model for second in self.second_models.values()]
-        why = choose_rows_where_it_trains(self.model, self.config.device, others, seen)
+        device, seconds = self.config.device, self.second_models.values()
+        others = [second.model for second in seconds if second.of_policy]
+        why = choose_rows_where_it_trains(self.model, device, others, seen)
+        for second in seconds:
+            if not second.of_policy:
+                with second.present() as model:
+                    choose_rows_where_it_trains(model, device, asked=seen)
         check_compiled(self.config, why)
         if why != self.policy.why_padded:
             self.policy = dataclasses.replace(self.policy, why_padded=why)

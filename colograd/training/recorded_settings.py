@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config import GRPOConfig
+from ..config.distillation import DistillationKnobs
 from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
 from ..config.sampling import SamplingKnobs
 from ..data.images import ImageReader
@@ -54,4 +55,6 @@ def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
     if args.router_replay:  # else the records of runs from before this setting fit
         settings["router_replay"] = True
+    if args.distils:  # likewise
+        settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(DistillationKnobs)}
     return settings | {REWARD_FUNCS: list(reward_names)}

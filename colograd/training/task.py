@@ -35,6 +35,7 @@ from ..policy.quantized import take_quantization
 from ..policy.reference import check_reference
 from ..policy.routing import num_experts
 from ..policy.supported import check_supported
+from ..policy.teacher import check_teacher
 from ..reporting.console import Console
 from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
 from ..rewards.calling import check_columns_for
@@ -124,6 +125,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         check_split(args, policy.model.config)
         objective = dataclasses.replace(objective, router_coef=policy.router_coef(args))
         check_reference(args, policy)
+        check_teacher(args, policy)
         check_compiled(args, policy.why_padded)
         args.resolve_precision(policy.model.dtype)
         tool_format = tool_format_of(toolbox, policy, args)
@@ -285,12 +287,30 @@ def tool_format_of(tools: Toolbox | None, policy: Policy, args: GRPOConfig) -> T
 def rewards_of(functions: Any, args: GRPOConfig, own: list[Any]) -> list[RewardFunction]:
     """The reward functions with their weights, and ``own`` ones (see `own_rewards`) with weight 1."""
     given = as_list(functions)
+    if args.distils and not (given or own or args.reward_weights):
+        _check_without_rewards(args)
+        return []
     if not own:
         return resolve_rewards(given, args.reward_weights)
     weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
     if len(weights) == len(given):  # else `resolve_rewards` says what is wrong
         given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
     return resolve_rewards(given, weights)
+
+
+def _check_without_rewards(args: GRPOConfig) -> None:
+    """Refuse settings that need rewards in a run that only distils."""
+    if args.dynamic_sampling:
+        raise ValueError(
+            "dynamic_sampling is true, but there is no reward function by whose rewards prompts could be kept: set it "
+            "to false, or give reward_funcs."
+        )
+    best = str(args.metric_for_best_model or "").removeprefix("eval_")
+    if best == "reward" or best.startswith(("rewards/", "pass@")):
+        raise ValueError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, but there is no reward function: set "
+            "metric_for_best_model: teacher_kl and greater_is_better: false."
+        )
 
 
 def check_rewards(rewards: list[RewardFunction], prompts: Prompts, tools: Toolbox | None) -> None:

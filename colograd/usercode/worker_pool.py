@@ -193,7 +193,7 @@ class WorkerPool:
     def __init__(
         self, what: str, functions: Mapping[str, Callable[..., Any]], size: int, timeout: float | None
     ) -> None:
-        able, reasons = travelling(functions) if size else ({}, {})
+        able, reasons = travelling(functions) if size and functions else ({}, {})
         self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []  # for the user
         self.notes += [f"{what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
         self._indices = {name: index for index, name in enumerate(able)}

@@ -30,7 +30,7 @@ def test_every_key_parses_and_its_value_holds(recipe: Path, tmp_path: Path) -> N
 @recipes
 def test_rewards_are_known_and_the_head_gives_the_command(recipe: Path, tmp_path: Path) -> None:
     script, config, _, _ = parse_arguments(["--config", str(recipe), "--output_dir", str(tmp_path)])
-    assert script.agent is not None or resolve_rewards(script.reward_funcs, config.reward_weights)
+    assert script.agent or config.distils or resolve_rewards(script.reward_funcs, config.reward_weights)
     head = recipe.read_text().split("\n\n")[0]
     assert f"accelerate launch colograd/train.py --config recipes/{recipe.name}" in head
     assert "xpect" in head

@@ -69,14 +69,14 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, 
     head = make_head(bias=True)  # 50 rows of 128 logits: the last tiles are short
     expected, expected_entropy = full_softmax(head, 0.9, 0.5, 4.0)
     seen: list[tuple[int, ...]] = []
-    logits = logprobs._Head.logits
+    logits = logprobs.Head.logits
 
     def counted(*args: Any) -> torch.Tensor:
         seen.append(tuple(logits(*args).shape))
         return logits(*args)
 
     monkeypatch.setattr(logprobs, "tile_shape", lambda labels, vocabulary, device: tile)
-    monkeypatch.setattr(logprobs._Head, "logits", counted)
+    monkeypatch.setattr(logprobs.Head, "logits", counted)
     found, entropy = label_logprobs(**head, temperature=0.9, transform={"scale": 0.5, "softcap": 4.0})
     tiles = -(-50 // tile[0]) * -(-VOCABULARY // tile[1])
     assert len(seen) == tiles and sum(rows * columns for rows, columns in seen) == 50 * VOCABULARY
@@ -355,4 +355,4 @@ def test_what_an_architecture_does_to_its_logits_is_done(
 ) -> None:
     config = SimpleNamespace(**settings)
     config.get_text_config = lambda: config
-    assert logprobs._logit_transform(SimpleNamespace(config=config)) == expected
+    assert logprobs.logit_transform(SimpleNamespace(config=config)) == expected

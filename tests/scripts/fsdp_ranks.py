@@ -7,6 +7,7 @@ Six optimizer steps on the same four rows, dealt out among the ranks. A failure 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -34,8 +35,9 @@ from colograd.batch import (
 )
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy import attention
+from colograd.policy.head import TeacherHead
 from colograd.policy.layers import compile_layers
-from colograd.policy.logprobs import policy_logprobs
+from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.runtime.page_locked import PAGE
 from colograd.sharding import ShardingStrategy
@@ -211,6 +213,22 @@ def frozen(model: Any, way: ShardingStrategy) -> float:
         return float((policy_logprobs(model, row, 1.0)[0] - policy_logprobs(reference, row, 1.0)[0]).abs().max())
 
 
+def taught(model: Any, way: ShardingStrategy) -> float:
+    """How far the divergence of the cut model from a teacher of another size, cut likewise, is from the whole one's."""
+    teacher, row = fresh(layers=4, hidden=64).eval(), collate(rows()[rank()])
+    head = TeacherHead.of(teacher).copied_to(CPU)  # before it is cut, as `teacher_of` does
+    found = []
+    for policy in (fresh(), model):
+        if policy is model:
+            way.share_frozen(teacher)
+        with torch.no_grad():
+            states = PolicyForward(teacher, 1.0).states(row)
+            seen = dataclasses.replace(row, teacher_states=states)
+            said = policy_logprobs(teacher, row, 1.0)[0]
+            found.append(torch.cat([said, PolicyForward(policy, 1.0, teacher=head)(seen)[2]]))
+    return float((found[0] - found[1]).abs().max())
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -233,7 +251,9 @@ def main() -> None:
         torch.save({tied: fresh(tied=tied).state_dict() for tied in (False, True)}, out / "start.pt")
     if world_size() > 1:
         model = fresh()
-        results["frozen"] = frozen(model, FullySharded(model))
+        way = FullySharded(model)
+        results["frozen"] = frozen(model, way)
+        results["taught"] = taught(model, way)
     results["memory"] = [memory(12, 130, False), memory(2, 6000, False), memory(2, 6000, True)]
     (out / f"rank{rank()}-of-{world_size()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

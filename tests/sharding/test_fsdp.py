@@ -71,6 +71,7 @@ def test_a_failure_on_one_rank_is_all_ranks_and_leaves_them_in_step(several, fau
 
 def test_a_second_model_is_cut_too_and_gives_the_same(several) -> None:
     assert [rank["frozen"] for rank in several] == [0.0] * len(several)
+    assert max(rank["taught"] for rank in several) < 1e-5, "of another size, with its head whole on each rank"
 
 
 def test_offloaded_rows_lie_in_pages_of_their_own_from_which_they_are_gathered(several) -> None:

@@ -1,0 +1,64 @@
+"""Weights that aren't trained, beside the policy's: on its device, or in host memory between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..config import GRPOConfig
+from .head import TeacherHead
+
+
+class FrozenModel:
+    """A model with weights of its own, in evaluation mode, without gradients.
+
+    Args:
+        model: where it stays between uses: on ``device``, or on the host where it is to ``offload``.
+        device: where it runs.
+    """
+
+    of_policy = True  # it has the policy's architecture, and runs rows as the policy does
+    head: TeacherHead | None = None  # that the loss computes logits with
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
+        self.model: Any = model
+        self.device, self.offload = device, offload
+
+    @contextmanager
+    def present(self) -> Iterator[torch.nn.Module]:
+        """The model on the policy's device; offloaded weights have a second place there meanwhile."""
+        # What is computed with the moved weights waits for the copies: it is on the same stream.
+        moved = (
+            (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
+            for parameter in self.model.parameters()
+        )
+        with torch.no_grad(), values_in_place(moved if self.offload else ()):
+            yield self.model
+
+    def where(self) -> str:
+        """For people: its place and size."""
+        nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        place = "in host memory between uses" if self.offload else "beside it"
+        return f"{place} ({nbytes / 2**20:,.0f} MiB)"
+
+
+@contextmanager
+def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
+    """Other values in the place of parameters while the context lasts; then the same memory as before."""
+    own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    try:
+        for parameter, value in values:
+            own.append((parameter, parameter.data))
+            parameter.data = value
+        yield
+    finally:
+        for parameter, value in own:
+            parameter.data = value
+
+
+def offloads(config: GRPOConfig, asked: bool) -> bool:
+    """Whether a second model waits in host memory, as ``asked``. On a CPU it would be there twice."""
+    return asked and not config.on_cpu

@@ -1,0 +1,155 @@
+"""A head's logits, a tile (some rows x some of the vocabulary) at a time; and a teacher's beside the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import attention
+
+FLOAT32_PRODUCTS = "colograd_float32_products"  # an attribute of a head: see `cast_lm_head_to_fp32`
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What happens to the logits after the matrix product: capped(scale * logits) / temperature."""
+
+    temperature: float
+    scale: float
+    softcap: float  # 0: none
+    dtype: torch.dtype  # of the matrix products
+    wide: bool = False  # the logits come out of their product in `exact`
+
+    @property
+    def exact(self) -> torch.dtype:
+        """The dtype of everything but the products."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """One tile (rows, columns), before the cap and the temperature; a tensor of its own, for in-place work."""
+        tile = self._product(hidden, weight, bias) if self.wide else torch.nn.functional.linear(hidden, weight, bias)
+        tile = tile.to(self.exact)
+        return tile if self.scale == 1.0 else tile.mul_(self.scale)
+
+    def _product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As vLLM computes a head in float32: on a GPU from bfloat16 factors, whose products float32 holds exactly."""
+        if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
+            tile = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            return tile if bias is None else tile.add_(bias)
+        wide_bias = None if bias is None else bias.to(self.exact)
+        return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
+
+    def cap_(self, tile: torch.Tensor) -> torch.Tensor:
+        """tanh(tile / softcap), in place; the slope of the cap is 1 minus its square."""
+        return tile.div_(self.softcap).tanh_()
+
+    def finish_(self, tile: torch.Tensor) -> torch.Tensor:
+        """From what `cap_` (or, without a cap, `logits`) left to the logits that are sampled from, in place."""
+        factor = (self.softcap or 1.0) / self.temperature
+        return tile if factor == 1.0 else tile.mul_(factor)
+
+
+def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
+    """Of a head's matrix products: autocast's, or its own."""
+    return (None if wide else attention.autocast_dtype(device)) or weight.dtype
+
+
+def logit_transform(model: Any) -> dict[str, float]:
+    """What some architectures do to logits after the head: Gemma's soft cap; Granite's, Cohere's, Falcon-H1's scale."""
+    config = model.config.get_text_config()
+    scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= float(getattr(config, name, None) or 1.0)
+    return {"scale": scale, "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0)}
+
+
+def cast(
+    weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: slice, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A slice of a head in the dtype of its products."""
+    return weight[vocabulary].to(dtype), None if bias is None else bias[vocabulary].to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherHead:
+    """A teacher's head, whose logits are computed beside the policy's: of a larger vocabulary those of its part."""
+
+    weight: torch.Tensor  # (V, hidden), a constant
+    bias: torch.Tensor | None
+    transform: dict[str, float]
+    wide: bool
+
+    @classmethod
+    def of(cls, model: Any) -> TeacherHead:
+        head = model.get_output_embeddings()
+        bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
+        return cls(head.weight.detach(), None if bias is None else bias.detach(), logit_transform(model), wide)
+
+    def copied_to(self, device: torch.device) -> TeacherHead:
+        """In memory of its own there, for a model that leaves the device or is cut."""
+        bias = None if self.bias is None else self.bias.to(device, copy=True)
+        return TeacherHead(self.weight.to(device, copy=True), bias, self.transform, self.wide)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """Of its products, and so of the states that it is given."""
+        return product_dtype(self.weight, device, self.wide)
+
+    def logits(self, states: torch.Tensor, temperature: float) -> TeacherLogits:
+        """
+        Args:
+            states: (N, hidden) its model's last hidden states, on the head's device.
+        """
+        head = Head(temperature, dtype=self.dtype(states.device), wide=self.wide, **self.transform)
+        return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherLogits:
+    """The teacher's logits for the same N labels, of which a tile exists at a time."""
+
+    states: torch.Tensor  # (N, hidden)
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    head: Head
+
+    def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
+        """(n, c) as the teacher would sample from them."""
+        part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
+        tile = self.head.logits(self.states[row], part, bias)
+        return self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
+
+
+class DivergenceSums:
+    """KL(policy || teacher) of N labels' distributions over the vocabulary, added up tile by tile.
+
+    With logits x of the policy and y of the teacher it is E_policy[x - y] - log sum e^x + log sum e^y.
+    """
+
+    def __init__(self, teacher: TeacherLogits, like: torch.Tensor) -> None:
+        self.teacher = teacher
+        self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)  # (N,) running sums, see `add`
+        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
+
+    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
+        """(n, c) x - y of the policy's finished ``tile``; the teacher's sum goes on."""
+        other = self.teacher.tile(row, vocabulary)
+        largest = torch.maximum(self.maximum[row], other.amax(dim=1))
+        self.total[row] *= (self.maximum[row] - largest).exp()
+        self.total[row] += (other - largest[:, None]).exp_().sum(dim=1)
+        self.maximum[row] = largest
+        return other.neg_().add_(tile)
+
+    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
+        """The policy's sum of e^(x - max) (x - y) goes on; ``power`` is e^(x - max), ``decay`` is of the former max."""
+        self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
+
+    def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) the divergence and the teacher's log sum e^y, from the policy's sum and its logarithm."""
+        theirs = self.maximum + self.total.log()
+        return self.gap / total - normaliser + theirs, theirs

@@ -1,0 +1,319 @@
+"""The teacher of on-policy distillation: how it is loaded, and when it is refused. One of the `second_models`.
+
+another model                       loaded beside the policy, of any size or architecture with the policy's tokens
+an adapter on another base, or      that base with the adapter, not merged
+of another shape
+an adapter of the shape that the    the policy's own model, with the teacher's values in the place of the trained
+policy trains, on the policy's      ones while it is asked: no second model
+base
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer
+
+from ..config import GRPOConfig
+from . import quantized
+from .frozen import FrozenModel, offloads, values_in_place
+from .head import TeacherHead
+from .loading import Policy, from_name
+from .logprobs import evaluation_mode, products_in_float32
+from .lora import adapter_folder, unwrap
+from .outline import outline, to_pack
+from .quantized_layers import packed_weights, settle
+from .row_proof import choose_rows
+
+SCALE = (
+    "lora_alpha",
+    "r",
+    "use_rslora",
+    "use_dora",
+    "alpha_pattern",
+    "rank_pattern",
+)  # what scales an adapter's values
+
+
+class Teacher(FrozenModel):
+    """A model of its own."""
+
+    of_policy = False
+
+    def __init__(
+        self, name: str, model: torch.nn.Module, device: torch.device, offload: bool, head: TeacherHead | None = None
+    ) -> None:
+        super().__init__(model, device, offload)
+        self.name, self.head = name, head
+
+    def describe(self) -> str:
+        dtype, packed = str(self.model.dtype).removeprefix("torch."), len(packed_weights(unwrap(self.model)))
+        also = f", {packed} matrices quantised" if packed else ""
+        size = f"{unwrap(self.model).num_parameters() / 1e6:,.0f} M parameters, {dtype}{also}"
+        return f"teacher: {self.name}, {size}, {self.where()}"
+
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
+        """Nothing: the next start finds it again."""
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Nothing."""
+
+
+class OtherAdapter:
+    """The policy's model, with another adapter's values in the place of the trained ones while it is asked."""
+
+    of_policy = True
+
+    def __init__(self, name: str, model: Any, values: dict[str, torch.Tensor]) -> None:
+        self.name, self.model, self.head = name, model, TeacherHead.of(unwrap(model))
+        parameters = dict(model.named_parameters())
+        self.values = [(parameters[key], value.to(parameters[key])) for key, value in values.items()]
+
+    def describe(self) -> str:
+        nbytes = sum(value.nbytes for _, value in self.values)
+        return f"teacher: the policy's base with the adapter {self.name}, {nbytes / 2**20:,.1f} MiB"
+
+    @contextmanager
+    def present(self) -> Iterator[Any]:
+        with values_in_place(self.values), evaluation_mode(self.model):
+            yield self.model
+
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
+        """Nothing: the next start finds it again."""
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a teacher is found, and how it is to be loaded."""
+
+    name: str  # as the configuration has it
+    base: str  # folder or Hub id of the model
+    adapter: str  # folder of the adapter on it; empty: none
+    loading: GRPOConfig  # whose settings of the policy's loading are the teacher's
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """As in a checkpoint's config.json; None: its weights are whole."""
+        saved = quantized.saved_in(self.configuration())
+        return saved or quantized.asked_for(self.loading, self.adapter or self.base)
+
+    def configuration(self) -> Any:
+        return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
+
+    def outline(self) -> Any:
+        """Its model on the meta device, read once."""
+        dtype = self.loading.torch_dtype()
+        if not isinstance(dtype, torch.dtype):
+            dtype = getattr(self.configuration(), "dtype", None) or torch.float32
+        return _outline(self.base, dtype, self.trust, self.revision)
+
+    @property
+    def revision(self) -> str | None:
+        given: dict[str, Any] = self.loading.model_init_kwargs  # type: ignore[assignment]
+        return given.get("revision")
+
+    @property
+    def trust(self) -> bool:
+        given: dict[str, Any] = self.loading.model_init_kwargs  # type: ignore[assignment]
+        return bool(given.get("trust_remote_code", self.loading.trust_remote_code))
+
+
+_outline = functools.lru_cache(maxsize=1)(outline)
+
+
+def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
+    """
+    Raises:
+        ValueError: the folder of an adapter that names no base.
+    """
+    name = str(config.teacher_model_name_or_path)
+    loading, given = copy.copy(config), dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
+    if given.get("dtype") is None and given.get("torch_dtype") is None:
+        given["dtype"] = str(policy.model.dtype).removeprefix("torch.")
+    if config.teacher_model_revision is not None:
+        given["revision"] = config.teacher_model_revision
+    loading.model_init_kwargs = given
+    saved = adapter_folder(name)
+    if saved is None:
+        return _Source(name, name, "", loading)
+    base = str(saved.get("base_model_name_or_path") or "")
+    if not base:
+        raise ValueError(
+            f"teacher_model_name_or_path {name!r} holds an adapter that doesn't name its base: set "
+            "base_model_name_or_path in its adapter_config.json."
+        )
+    return _Source(name, base, name, loading)
+
+
+def check_teacher(config: GRPOConfig, policy: Policy) -> None:
+    """Refuse a teacher that can't score what the policy samples. Its weights aren't read yet.
+
+    Raises:
+        ValueError: the value, the rule and the remedy.
+    """
+    if not config.distils:
+        return
+    source = _source_of(config, policy)
+    found = source.outline()
+    _check_tokens(source, found, policy)
+    kind, own = found.config.model_type, unwrap(policy.model).config.model_type
+    if policy.processor is not None and kind != own:
+        raise ValueError(
+            f"The policy reads images as {own} does, and the teacher {source.name!r} is a {kind}, for which they would "
+            f"have to be made anew: choose a teacher of {own}."
+        )
+    settings = source.quantization
+    quantized.check_quantized(source.configuration(), source.loading, source.adapter or source.base, has_adapter=True)
+    if settings is not None and config.offload_teacher:
+        raise ValueError(
+            "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."
+        )
+    if config.cuts_weights and (settings is not None or source.adapter) and not config.offload_teacher:
+        what = "quantised" if settings is not None else "an adapter on its base"
+        raise ValueError(
+            f"The teacher {source.name!r} is {what}, which sharding: fsdp can't cut by rows: set sharding: gradients, "
+            "or choose a teacher that is a whole model."
+        )
+
+
+def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
+    """Raise a ValueError if a sequence may be longer than the teacher reads."""
+    if not config.distils:
+        return
+    source = _source_of(config, policy)
+    most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and tokens > most:
+        raise ValueError(
+            f"A prompt with its completion may have {tokens:,} tokens, but the teacher {source.name!r} reads "
+            f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
+        )
+
+
+def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
+    """Refuse a teacher for which a token of the policy means something else, or nothing."""
+    own, rows = (unwrap(model).get_output_embeddings().weight.shape[0] for model in (policy.model, found))
+    if rows < own:
+        raise ValueError(
+            f"The teacher {source.name!r} has {rows:,} tokens in its vocabulary and the policy {own:,}, so that the "
+            "policy may sample one that the teacher doesn't know: choose a teacher with at least as many."
+        )
+    if source.base == policy.path and source.revision is None:
+        return
+    has_own = bool(source.adapter) and os.path.isfile(os.path.join(source.adapter, "tokenizer_config.json"))
+    try:
+        theirs = AutoTokenizer.from_pretrained(
+            source.adapter if has_own else source.base,
+            revision=None if has_own else source.revision,
+            trust_remote_code=source.trust,
+        ).get_vocab()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The teacher {source.name!r} has no tokenizer that can be loaded ({reason}), and so it isn't known "
+            "whether its tokens are the policy's: put the tokenizer's files into its folder."
+        ) from None
+    ours = policy.tokenizer.get_vocab()
+    others = [token for token, index in ours.items() if theirs.get(token) != index]
+    if others:
+        first = min(others, key=ours.__getitem__)
+        there = "isn't among its" if first not in theirs else f"is {theirs[first]} of its"
+        raise ValueError(
+            f"The teacher {source.name!r} has another tokenizer: of the policy's {len(ours):,} tokens {len(others):,} "
+            f"have another number there, such as {first!r}, number {ours[first]} of the policy's, which {there} "
+            f"{len(theirs):,}. It scores the policy's tokens as they are: choose a teacher of the same family."
+        )
+
+
+def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
+    """What the teacher will hold on the policy's device, before it is cut."""
+    source = _source_of(config, policy)
+    if _values_for(source, policy) is not None:
+        return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
+    found, exact = source.outline(), config.distillation_kl == "exact"
+    head = TeacherHead.of(found).nbytes if exact else 0  # whose own copy stays where the model doesn't
+    if offloads(config, config.offload_teacher):
+        return head
+    packed = to_pack(found, source.quantization or {})
+    whole = sum(packed.get(parameter, parameter.nbytes) for parameter in found.parameters())
+    return whole + head * config.world_size if config.cuts_weights else whole
+
+
+def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
+    """The teacher of a policy that is in its place. The same on all ranks."""
+    source = _source_of(config, policy)
+    values = _values_for(source, policy)
+    if values is not None:
+        return OtherAdapter(source.name, policy.model, values)
+    try:
+        model: Any = from_name(source.base, source.loading, source.adapter, has_images=policy.processor is not None)
+    except ValueError as error:
+        raise ValueError(f"teacher_model_name_or_path {source.name!r} can't be loaded: {error}") from None
+    if packed_weights(model):
+        settle(model)
+    if source.adapter:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, source.adapter)
+    if config.cast_lm_head_to_fp32:
+        products_in_float32(model)
+    model.requires_grad_(False).eval()
+    if config.on_cpu:
+        choose_rows(model)  # elsewhere it is proved on the device
+    offload = offloads(config, config.offload_teacher)
+    _bring(model, config.device, stays=offload or config.cuts_weights)
+    head = TeacherHead.of(unwrap(model)) if config.distillation_kl == "exact" else None
+    if head is not None and (offload or config.cuts_weights):
+        head = head.copied_to(config.device)
+    if offload:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.pin_memory()
+    return Teacher(source.name, model, config.device, offload, head)
+
+
+def _bring(model: torch.nn.Module, device: torch.device, stays: bool) -> None:
+    """The model to ``device``, or its buffers alone, which nothing else will bring there."""
+    if not stays:
+        model.to(device)
+        return
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
+    """An adapter's values by the names of the policy's parameters, if it is of the shape that the policy trains, on the
+    same base; None: it needs a model of its own."""
+    file = os.path.join(source.adapter, "adapter_model.safetensors")
+    if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
+        return None
+    if source.loading.teacher_model_init_kwargs or source.revision is not None:
+        return None
+    name = policy.adapter.name
+    saved, own = adapter_folder(source.adapter) or {}, policy.model.peft_config[name].to_dict()
+    if any((saved.get(field) or None) != (own.get(field) or None) for field in SCALE):
+        return None
+    values = _adapter_values(file)
+    if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
+        return None  # the head is read while the policy's own adapter is in its place
+    known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
+    if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
+        return None
+    return {known[key][0]: value for key, value in values.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _adapter_values(file: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(file))
