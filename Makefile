@@ -40,7 +40,7 @@ $(error VERSION is empty, but says which vLLM is tested: make test-vllm VERSION=
 endif
 endif
 
-.PHONY: help setup model train test test-all test-v2 test-vllm lint format bench gpu-check docs site clean distclean
+.PHONY: help setup model train test test-all test-v2 test-vllm lint format bench gpu-check records docs site clean distclean
 
 help: ## List the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -120,6 +120,9 @@ bench: $(STAMP) model ## Time a training step by phase, then side by side with T
 
 gpu-check: $(STAMP) model ## All that wants a GPU, in 10 minutes after a warm-up: ARGS="--model M --minutes 20", or ARGS="--device cpu"
 	$(PY) tests/benchmarks/gpu_check.py $(ARGS)
+
+records: $(STAMP) ## Published figures and ours beside them, on this GPU, into docs/records.md: ARGS="--only NAME"
+	$(PY) tests/benchmarks/records.py $(ARGS)
 
 docs: $(STAMP) ## Write the generated pages of docs/
 	$(PY) docs/generate.py

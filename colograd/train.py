@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and not __package__:
     # Run as a file, Python puts colograd/ first on the path, where our modules would shadow others of the same name.
@@ -128,12 +128,15 @@ def make_trainer(
 
     with on_all_ranks("loading the data"):  # one node may not have them
         train_dataset, eval_dataset = load_datasets(script)
+    evaluates = config.do_eval or config.eval_on_start
+    if script.exams:
+        eval_dataset = _with_exams(script, eval_dataset, bool(evaluates))
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
         reward_funcs=script.all_rewards(),
         args=config,
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset if config.do_eval or config.eval_on_start else None,
+        eval_dataset=eval_dataset if evaluates else None,
         peft_config=model.peft_config(),
         tools=script.tools,
         rollout_func=script.rollout_func,
@@ -143,6 +146,24 @@ def make_trainer(
     if model.attn_implementation is not None:
         trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")
     return trainer
+
+
+def _with_exams(script: ScriptArguments, eval_dataset: Any, evaluates: bool) -> dict[str, Any]:
+    """The recipe's exams, beside the test split if there is one."""
+    from colograd.exams.catalogue import EXAMS
+    from colograd.exams.exam import parse_specs
+
+    specs = parse_specs(script.exams, EXAMS)
+    if not evaluates:
+        raise ValueError(
+            f"exams is {script.exams}, but nothing evaluates: set eval_strategy: steps and eval_steps, or "
+            "eval_on_start."
+        )
+    if eval_dataset is None:
+        return dict(specs)
+    if script.dataset_test_split in specs:
+        raise ValueError(f"dataset_test_split is {script.dataset_test_split!r}, which is an exam's name: remove one.")
+    return {script.dataset_test_split: eval_dataset, **specs}
 
 
 def run(trainer: GRPOTrainer) -> None:

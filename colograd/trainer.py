@@ -63,7 +63,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
             the reward functions. An `IterableDataset` is read while training, and needs ``max_steps``; so does None,
             for environments that make all prompts.
-        eval_dataset: prompts for `evaluate`, in the same forms, or a dict of them (such as a DatasetDict).
+        eval_dataset: prompts for `evaluate`, in the same forms, or names of exams (``"gsm8k"``, ``["math500@4"]``), or
+            a dict of either (such as a DatasetDict).
         processing_class: the tokenizer, or a vision-language model's processor; default: the model's.
         reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
         callbacks: as in `transformers.Trainer`.
@@ -329,7 +330,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         with on_all_ranks("the evaluation's prompts"):
             self._follow_datasets()
         prompts = self.eval_prompts
-        if isinstance(eval_dataset, str) and isinstance(prompts, dict):
+        if isinstance(eval_dataset, str) and isinstance(prompts, dict) and eval_dataset in prompts:
             prompts = prompts[eval_dataset]
         elif eval_dataset is not None and eval_dataset is not self.eval_dataset:
             prompts = eval_prompts_of(eval_dataset, self.policy, self.args, self.toolbox, self.engine_context)

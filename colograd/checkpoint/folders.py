@@ -160,21 +160,24 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 
 
 def write_prompts(checkpoint: Path, state: dict[str, Any]) -> None:
-    """What a streamed dataset had handed out by then."""
+    """What a streamed dataset had handed out by then, or a curriculum's record."""
     (checkpoint / PROMPTS).write_text(json.dumps(state))
 
 
-def read_prompts(checkpoint: str) -> dict[str, Any]:
+def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
     """The same again.
 
+    Args:
+        otherwise: what the run's dataset must have been if there is none: ``wasn't streamed``.
+
     Raises:
-        ValueError: the checkpoint is of a run whose dataset wasn't streamed.
+        ValueError: there is none.
     """
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
-            f"{checkpoint!r} is of a run whose dataset wasn't streamed: its prompts came in another order, so that "
-            "resuming can't go on where it stopped. Load the dataset whole, or set ignore_data_skip: true."
+            f"{checkpoint!r} is of a run whose dataset {otherwise}: its prompts came in another order, so that "
+            "resuming can't go on where it stopped. Choose prompts as that run did, or set ignore_data_skip: true."
         )
     with reading(checkpoint, PROMPTS):
         state: dict[str, Any] = json.loads(path.read_text())

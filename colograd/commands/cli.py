@@ -13,6 +13,7 @@ COMMANDS = {
     "train": ("--config recipes/X.yaml [--any_flag value]", "train by a recipe", "..train:main"),
     "doctor": ("--config recipes/X.yaml [--any_flag value]", "check a recipe on this machine", ".doctor:main"),
     "plan": ("--config recipes/X.yaml | --model M [--gpus N --gpu-memory GIB]", "show what fits GPUs", ".plan:main"),
+    "eval": ("MODEL | CHECKPOINT | RUN --on gsm8k math500 ...", "take exams, with published numbers", ".eval:main"),
     "export": ("CHECKPOINT FOLDER [--push REPO]", "write its model as a folder, an adapter merged", ".export:main"),
     "replay": ("RUN --step N [--to M] [--profile]", "train recorded steps again, without an engine", ".replay:main"),
     "show": ("RUN [--step N] [--worst] [--grep TEXT]", "print a step's completions, or search all steps", ".show:main"),
@@ -20,7 +21,8 @@ COMMANDS = {
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".pages:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
-TRAINERS = ("train", "doctor", "replay")  # print bad input themselves: an error while they train keeps its traceback
+# They print bad input themselves: an error while they train keeps its traceback.
+TRAINERS = ("train", "doctor", "replay", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process
+from .curriculum import CurriculumKnobs
 from .distillation import DistillationKnobs
 from .engine import EngineKnobs
 from .knob import BARE_FLAG, knob, names_checked
@@ -38,6 +39,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     RewardKnobs,
     EngineKnobs,
     EvaluationKnobs,
+    CurriculumKnobs,
     ShardingKnobs,
     PolicyKnobs,
 ):
@@ -62,6 +64,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "chat_template_kwargs",
         "vllm_engine_kwargs",
         "liger_kernel_config",
+        "curriculum",
     ]
 
     # Fields of TrainingArguments with other defaults or meanings.
@@ -145,6 +148,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._check_evaluation()
         self._check_engine()
         self._check_rewards()
+        self._check_curriculum(self.dynamic_sampling)
         self._check_rank_timeout()
         self._resolve_advantages()
         self._resolve_objective()

@@ -27,8 +27,15 @@ class ScriptArguments:
     datasets: list[dict[str, Any]] | str | None = knob(
         None,
         "A mixture, in place of `dataset_name`: a list of mappings with `path` and optionally `name`, `data_dir`, "
-        "`data_files`, `split`, `columns` and `fraction`; the parts are concatenated. With `fraction` (in all or none) "
+        "`data_files`, `split`, `columns`, `fraction` and `source` (a name, which becomes the part's value in a column "
+        "`source`, for `curriculum`); the parts are concatenated. With `fraction` (in all or none) "
         "that is each part's share of the mixture, as large as can be without repeating.",
+    )
+    exams: list[str] = knob(
+        [],
+        "Exams that an evaluation takes, by name: `gsm8k`, `math500`, `aime24`, `aime25`, `gpqa`, `mbpp`, `mbpp_plus`; "
+        "`name[:100]` its first rows, `name@4` with 4 completions per question, `name=FILE` with data of your own; see "
+        "docs/guide/evaluation.md.",
     )
     test_split_size: float | None = knob(None, "Share or number of examples of a mixture to hold out for evaluation.")
     dataset_streaming: bool = knob(False, "Read a stored dataset while training, and not before; needs `max_steps`.")

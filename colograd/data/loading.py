@@ -11,7 +11,7 @@ from ..config import ScriptArguments
 from .columns import check_dataset, columns_of, listed
 from .sources import load_source
 
-MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
+MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction", "source")
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
@@ -115,7 +115,16 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     wanted = entry.get("columns") or present
     if missing := [column for column in wanted if column not in present]:
         raise ValueError(f"{where}: {path} has no column {listed(missing)}; it has {listed(present)}.")
-    return loaded.select_columns(list(wanted))
+    kept = loaded.select_columns(list(wanted))
+    if (source := entry.get("source")) is None:
+        return kept
+    if "source" in wanted:
+        raise ValueError(
+            f"{where}: {path} has a column 'source' already: leave `source` out, or the column (`columns`)."
+        )
+    if isinstance(kept, Dataset):
+        return kept.add_column("source", [str(source)] * len(kept))
+    return kept.map(lambda row: {"source": str(source)})
 
 
 def _from_json(value: Any, kind: type, name: str, example: str) -> Any:

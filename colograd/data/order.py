@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -39,7 +40,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     epoch: int = field(default=0, init=False)
 
     @classmethod
-    def of(cls, config: GRPOConfig, num_prompts: int) -> StepOrder:
+    def of(cls, config: GRPOConfig, num_prompts: int) -> Self:
         """This rank's order in a run. Raises ValueError for fewer prompts than one round takes."""
         return cls(
             num_prompts,

@@ -54,6 +54,7 @@ class PromptDataset(torch.utils.data.Dataset):
         self.dropped = dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
         self._latest: dict[int, ModelInput] = {}  # with their images
+        self.curriculum: Any = None  # of a run that has one: `curriculum.CurriculumState`
 
     def dropped_line(self) -> str:
         """How many prompts were too long, and which: a line for the user."""

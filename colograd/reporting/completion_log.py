@@ -60,28 +60,38 @@ class CompletionLog:
             if config.layout.is_main:
                 write_log(str(config.output_dir), rows, self.names, step, images=self.images)
                 if (step - 1) % every == 0:
-                    self._show(rows, f"Step {step}", "completions")
+                    self._show(rows, f"Step {step}", "completions", self.names)
         self._texts.clear()  # also of groups that no step took
 
     def add_evaluation(
-        self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], state: TrainerState, name: str
+        self,
+        groups: Sequence[ScoredGroup],
+        decode: Callable[[Group], list[str]],
+        state: TrainerState,
+        name: str,
+        reward_names: Sequence[str] | None = None,
     ) -> None:
-        """Log an evaluation's completions, which have no advantages, in a file of its name: a collective."""
+        """Log an evaluation's completions, which have no advantages, in a file of its name: a collective.
+
+        Args:
+            reward_names: of an exam, whose rewards aren't the run's.
+        """
+        names = self.names if reward_names is None else reward_names
         step = state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()
         if self.config.layout.is_main and rows:
-            write_log(str(self.config.output_dir), rows, self.names, step, re.sub(r"[^\w.-]", "_", name), self.images)
-            self._show(rows, f"Step {step}, {name}", f"{name}_completions")
+            write_log(str(self.config.output_dir), rows, names, step, re.sub(r"[^\w.-]", "_", name), self.images)
+            self._show(rows, f"Step {step}, {name}", f"{name}_completions", names)
 
-    def _show(self, rows: Sequence[CompletionRow], title: str, key: str) -> None:
+    def _show(self, rows: Sequence[CompletionRow], title: str, key: str, names: Sequence[str]) -> None:
         config = self.config
         sent = chosen_rows(rows, None, config.log_unique_prompts)
         if self.trackers:
             texts = {TEXT: [row.completion for row in sent]}
             pictures = {IMAGES: [row.thumbnails for row in sent]} if self.images else {}
-            self.trackers.table(key, columns(sent, self.names, self.images) | texts, pictures)
-        print_table(rows, self.names, title, config.num_completions_to_print, config.log_unique_prompts)
+            self.trackers.table(key, columns(sent, names, self.images) | texts, pictures)
+        print_table(rows, names, title, config.num_completions_to_print, config.log_unique_prompts)
 
     def _rows(
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from ..engine.queue_order import LengthHistory
 from ..engine.sampling import Sampling
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
-from ..parallel.ranks import on_all_ranks
+from ..parallel.ranks import gather, on_all_ranks
 from ..reporting.completion_log import CompletionLog
 from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
@@ -65,6 +66,14 @@ class SampledRound:
     statistics: tuple[RolloutStatistics, ...]  # of each step
 
 
+@dataclass(frozen=True, slots=True)
+class OwnEvaluation:
+    """What an evaluation has in place of the run's settings and rewards: an exam's. The engine alone writes."""
+
+    sampling: Sampling
+    begin_score: Callable[[Sequence[Group]], PendingRewards]
+
+
 @dataclass(eq=False)
 class Sampler:
     """Samples groups, scores each when its last completion ends, and computes advantages.
@@ -106,7 +115,7 @@ class Sampler:
             self.times.move("reward", "journal", self.journal.take_seconds())
         steps = scale_over_steps(steps, self.estimator)
         self._log_completions(steps)
-        counts, config = self.take_counts(), self.config
+        counts, config = self.take_counts() | self._record_passes(steps), self.config
         with on_all_ranks("the statistics"):
             statistics = round_statistics(
                 steps, counts, self.hooks.combine, config.mask_truncated_completions, config.dynamic_sampling
@@ -114,17 +123,38 @@ class Sampler:
             self.recorder.note(steps, statistics, self.hooks.combine)
         return SampledRound(tuple(steps), tuple(statistics))
 
-    def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
-        """Sample and score the prompts of the evaluation ``name``, with its own settings. Advantages are zero."""
-        self.hooks.begin_records(name)
+    def collect_evaluation(
+        self, prompts: list[Prompt], name: str, own: OwnEvaluation | None = None
+    ) -> list[ScoredGroup]:
+        """Sample and score the prompts of the evaluation ``name``, with the run's settings for evaluations or its own.
+        Advantages are zero. An exam (``own``) isn't in the rollout log: a resumed run takes it again.
+        """
+        if own is None:
+            self.hooks.begin_records(name)
+        together = own is None and self.config.reward_call == "all"
         self.purpose = Purpose.EVALUATION
         try:
             with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the evaluation"):
                 return self.engine.on_engine_leader(
-                    lambda: roll_out(prompts, self.stages(), self.times, self.config.reward_call == "all"), others=[]
+                    lambda: roll_out(prompts, self.stages(own), self.times, together), others=[]
                 )
         finally:
             self.purpose = Purpose.TRAINING
+
+    def _record_passes(self, steps: Sequence[SampledStep]) -> dict[str, float]:
+        """Tell a curriculum the pass rates of all ranks; its metrics, on the first rank. A collective."""
+        curriculum = getattr(self.hooks.train_prompts, "curriculum", None)
+        if curriculum is None:
+            return {}
+        threshold, own = curriculum.settings.pass_threshold, []
+        with on_all_ranks("the pass rates"):
+            for scored in (scored for step in steps for scored in step.sampled):
+                totals = self.hooks.combine(scored.rewards)
+                judged = totals[~totals.isnan()]
+                rate = float((judged >= threshold).float().mean()) if len(judged) else math.nan
+                own.append((scored.group.position, rate))
+        curriculum.record(passes for of_rank in gather(own) for passes in of_rank)
+        return curriculum.counts() if self.config.layout.is_main else {}
 
     def take_counts(self) -> dict[str, float]:
         """Sums of rewards, tools, the engine and the source since the last call."""
@@ -151,8 +181,12 @@ class Sampler:
 
     # -- the stages
 
-    def stages(self) -> Stages:
-        """The stages, some of which a subclass of the trainer may have replaced."""
+    def stages(self, own: OwnEvaluation | None = None) -> Stages:
+        """The stages, some of which a subclass of the trainer may have replaced; in an exam none."""
+        if own is not None:
+            return Stages(
+                lambda prompts: self._write(prompts, self.engine, own.sampling), own.begin_score, _without_advantages
+            )
         journal = self.journal if self.hooks.is_in_train else None
         return Stages(
             self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged, journal
@@ -160,15 +194,19 @@ class Sampler:
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
         """Sample each prompt's group for the present purpose; yield groups as they finish."""
+        evaluates = self.purpose is Purpose.EVALUATION
+        sampling = Sampling.for_evaluation(self.config) if evaluates else Sampling.for_training(self.config)
+        yield from self._write(prompts, self.source, sampling)
+
+    def _write(self, prompts: Sequence[Prompt], source: RolloutSource, sampling: Sampling) -> Iterator[Group]:
         config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
-        sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
         bar = self.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
         if len(prompts) * sampling.n > self.engine.max_sequences:
             prompts = self.lengths.longest_first(prompts)
         by_position = {prompt.position: prompt for prompt in prompts}
         purpose = self.purpose.value
         with contextlib.closing(bar), stepping(self.engine, bar.sampled):
-            for group in self.source.generate(prompts, sampling, version=step, seed=config.seed, purpose=purpose):
+            for group in source.generate(prompts, sampling, version=step, seed=config.seed, purpose=purpose):
                 self.lengths.add(by_position[group.position], group)
                 bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
                 yield group
@@ -195,7 +233,7 @@ class Sampler:
 
     def _advantages_for_purpose(self, group: Group, rewards: torch.Tensor) -> ScoredGroup:
         if self.purpose is Purpose.EVALUATION:  # its loss, if one is wanted, asks for advantages later
-            return ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))
+            return _without_advantages(group, rewards)
         return self.add_advantages(group, rewards)
 
     def _log_completions(self, steps: Sequence[SampledStep]) -> None:
@@ -205,3 +243,7 @@ class Sampler:
         if self.completion_log is not None:
             with self.times.phase("log"):
                 self.completion_log.add([step.sampled for step in steps], self.hooks.decode, self.hooks.state)
+
+
+def _without_advantages(group: Group, rewards: torch.Tensor) -> ScoredGroup:
+    return ScoredGroup(group, rewards, torch.zeros(len(group.rollouts)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 
 from ..agents.context import ChatFormat
@@ -26,9 +27,10 @@ from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
 from ..memory.one_gpu import cheapest
-from ..memory.table import MemoryPlan
+from ..memory.shape import CacheNeed, Shape
+from ..memory.table import CPU_SHARE, MemoryPlan
 from ..parallel.ranks import on_all_ranks
-from ..policy.images import reads_text_alone
+from ..policy.images import has_tower, reads_text_alone
 from ..policy.layers import compile_layers, forget_compiled
 from ..policy.liger import apply_liger
 from ..policy.loading import Policy
@@ -169,6 +171,39 @@ def _build_engine(config: GRPOConfig, task: Task, plan: MemoryPlan, closing: Exi
     return engine
 
 
+def engine_alone(
+    config: GRPOConfig, model: str, model_config: Any, end_tokens: tuple[int, ...], length: int, sequences: int,
+    closing: ExitStack,
+) -> Engine:  # fmt: skip
+    """An engine with a checkpoint's own weights and no policy beside it, for exams. A collective.
+
+    Args:
+        model: folder or Hub id; ``model_config`` is its configuration, as transformers reads it.
+        end_tokens: end a completion, besides those that the checkpoint names.
+        length: tokens of the longest sequence.
+        sequences: completions that this engine will be asked for together.
+        closing: closes the engine.
+    """
+    dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
+    given = dict(config.model_init_kwargs or {}).get("dtype", "auto")  # type: ignore[arg-type]
+    dtype = dtype if given == "auto" else getattr(torch, str(given).removeprefix("torch."))
+    kv_bytes = 0  # on a GPU vLLM fills its share of the memory
+    with on_all_ranks("the engine"):
+        check_experts(num_experts(model_config), config.on_cpu)
+        if config.on_cpu:
+            ranks = config.vllm_tensor_parallel_size
+            need = CacheNeed.of(
+                Shape.of(model_config.get_text_config()).split(ranks), dtype.itemsize, length, min(sequences, 256)
+            )
+            available = psutil.virtual_memory().available // process.local_world_size()
+            kv_bytes = max(need.least, min(need.wanted, available // CPU_SHARE))
+    needs = Needs(end_tokens=end_tokens, sequences=sequences, text_alone=has_tower(model_config))
+    engine = VLLMEngine(model, config, dtype, length, kv_bytes, needs)
+    closing.callback(engine.close)
+    engine.stamp(0)
+    return engine
+
+
 def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> None:
     """Resolve what the memory decides where nothing is said: ``sharding: auto`` is the least sharded way that leaves
     room, ``offload_optimizer: auto`` keeps on the host what it must, ``gradient_checkpointing`` is on for as few layers
@@ -231,7 +266,8 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
         prompts: of training, then of each evaluation.
     """
     engines, each = config.layout.data_size, config.eval_generations()
-    evaluated = (-(-len(part) // engines) * each for part in prompts[1:] if isinstance(part, PromptDataset))
+    parts = [part for part in prompts[1:] if isinstance(part, PromptDataset)]
+    evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in parts)
     return max(sampled_together(config), *evaluated, 1)
 
 

@@ -107,7 +107,7 @@ class Checkpointer(TrainerCallback):
         return found
 
     def begin(self, checkpoint: str | None) -> None:
-        """Print where the run begins, and set a streamed dataset to the prompts after the checkpoint."""
+        """Print where the run begins; set a streamed dataset or a curriculum to the prompts after the checkpoint."""
         say, prompts = self.trainer.console.say, self.trainer.train_prompts
         if checkpoint is not None:
             say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
@@ -116,7 +116,11 @@ class Checkpointer(TrainerCallback):
         if isinstance(prompts, PromptStream):
             skips = checkpoint is not None and not self.args.ignore_data_skip
             with on_all_ranks("the checkpoint's prompts"):
-                prompts.expect(folders.read_prompts(str(checkpoint)) if skips else {})
+                prompts.expect(folders.read_prompts(str(checkpoint), "wasn't streamed") if skips else {})
+        elif prompts.curriculum is not None:
+            skips = checkpoint is not None and not self.args.ignore_data_skip
+            with on_all_ranks("the checkpoint's prompts"):
+                prompts.curriculum.load(folders.read_prompts(str(checkpoint), "had no curriculum") if skips else {})
         if self.nodes_are_apart:
             say(
                 f"checkpoints: the {self.args.layout.nodes} nodes share no file system, so each writes whole ones into "
@@ -288,6 +292,8 @@ class Checkpointer(TrainerCallback):
         folders.write_settings(folder, run_settings(self.args, trainer.rewards))
         if isinstance(trainer.train_prompts, PromptStream):
             folders.write_prompts(folder, trainer.train_prompts.state)
+        elif trainer.train_prompts.curriculum is not None:
+            folders.write_prompts(folder, trainer.train_prompts.curriculum.saved)
 
     @contextlib.contextmanager
     def _own_folder(self, aside: Path) -> Iterator[Path]:

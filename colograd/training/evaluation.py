@@ -1,9 +1,9 @@
-"""An evaluation of scored groups: TRL's metrics of completions, pass@k, and its loss as a step of all of them."""
+"""An evaluation of scored groups: TRL's metrics of completions, pass@k, and its loss as a step of all of them. Or an
+exam, which has metrics of its own."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +13,14 @@ import torch
 from ..batch import SampledStep, ScoredGroup, StepBatch
 from ..config import GRPOConfig
 from ..data import PromptDataset
+from ..exams.prompts import ExamPrompts
+from ..exams.results import pass_at as chance_of_pass
+from ..exams.taking import metrics_of, shortened, take
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.packing import PackingRules
 from ..reporting.metrics import PhaseTimes
+from ..rollout.sampler import OwnEvaluation
 from ..rollout.statistics import Combine, RolloutStatistics
 from .step_batches import step_batch
 
@@ -33,6 +37,8 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[st
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
+    if isinstance(prompts, ExamPrompts):
+        return _exam_metrics(trainer, prompts, name)
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
     counts = sampler.take_counts()
     trainer.recorder.evaluated(groups, name)
@@ -44,6 +50,22 @@ def evaluate_prompts(trainer: Any, prompts: PromptDataset, name: str) -> dict[st
     seconds = time.perf_counter() - started
     metrics |= {"runtime": seconds, "samples_per_second": len(prompts) / seconds}
     return metrics | {"num_tokens": float(trainer.state.num_input_tokens_seen)}
+
+
+def _exam_metrics(trainer: Any, prompts: ExamPrompts, name: str) -> dict[str, float]:
+    """Take an exam with its own sampling and checker, but completions no longer than the run's evaluations."""
+    config, sampler = trainer.args, trainer.sampler
+    exam = shortened(prompts.exam, int(config.max_completion_length_eval or config.max_completion_length))
+    mine = prompts.prompts(config.layout.data_rank, config.layout.data_size)
+    result, groups = take(
+        exam,
+        mine,
+        trainer.decode,
+        lambda asked, sampling, judge: sampler.collect_evaluation(asked, name, OwnEvaluation(sampling, judge)),
+    )
+    if sampler.completion_log is not None:
+        sampler.completion_log.add_evaluation(groups, trainer.decode, trainer.state, name, [exam.name])
+    return {**metrics_of(result), "num_tokens": float(trainer.state.num_input_tokens_seen)}
 
 
 def evaluation_metrics(
@@ -81,15 +103,15 @@ def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:
 def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
     """pass@k for k = 1, 2, 4 ... ``most``: the chance that at least one of k completions of a prompt is a pass.
 
-    The unbiased estimate from n completions, c of them passes, is 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv
-    2107.03374, eq. 1). The mean over prompts; one with fewer than k judged completions doesn't count.
+    The unbiased estimate from n completions, c of them passes (`exams.results.pass_at`). The mean over prompts; one
+    with fewer than k judged completions doesn't count.
 
     Args:
         passes: (n, c) of each prompt.
     """
     found = {}
     for k in (2**power for power in range(most.bit_length())):
-        of_prompts = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in passes if n >= k]
+        of_prompts = [chance_of_pass(n, c, k) for n, c in passes if n >= k]
         if of_prompts:
             found[f"pass@{k}"] = sum(of_prompts) / len(of_prompts)
     return found

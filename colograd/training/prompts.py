@@ -10,10 +10,23 @@ from datasets import Dataset, IterableDataset
 
 from ..batch import ModelInput
 from ..config import GRPOConfig
-from ..data import PromptDataset, PromptLoader, PromptRules, PromptStream, StepOrder, StreamLoader, tokenize_prompts
+from ..data import (
+    CurriculumOrder,
+    CurriculumState,
+    PromptDataset,
+    PromptLoader,
+    PromptRules,
+    PromptStream,
+    StepOrder,
+    StreamLoader,
+    tokenize_prompts,
+)
 from ..data.columns import check_columns, columns_of
 from ..data.images import COLUMNS as IMAGES
 from ..data.images import ImageReader
+from ..exams.catalogue import EXAMS
+from ..exams.exam import ExamSpec, parse_specs
+from ..exams.prompts import ExamPrompts
 from ..policy.loading import Policy
 from ..reporting.console import Console
 from ..rollout.toolbox import EMPTY, Toolbox
@@ -41,10 +54,18 @@ def train_prompts_of(
     rules = _rules(policy, args, "train", context, tools)
     if dataset is None:
         dataset = _empty_prompts(args, tools)
+    curriculum = args.read_curriculum()
     if isinstance(dataset, IterableDataset):
+        if curriculum is not None:
+            raise ValueError(
+                "curriculum chooses among all prompts, but a streamed dataset is read one after the other: load it "
+                "whole, or remove curriculum."
+            )
         return PromptStream(_wanted(dataset, policy, args, tools, "train"), rules, args)
     prompts = tokenize_prompts(_wanted(dataset, policy, args, tools, "train"), rules)
     StepOrder.of(args, len(prompts))
+    if curriculum is not None:
+        prompts.curriculum = CurriculumState(curriculum, prompts.dataset, args)
     return prompts
 
 
@@ -70,6 +91,10 @@ def loader_of(prompts: PromptDataset | PromptStream, args: GRPOConfig) -> Prompt
     """One item is the list of prompts of one optimizer step on this rank."""
     if isinstance(prompts, PromptStream):
         return StreamLoader(prompts)
+    if prompts.curriculum is not None:
+        order = CurriculumOrder.of(args, len(prompts))
+        order.state = prompts.curriculum
+        return PromptLoader(prompts, order)
     return PromptLoader(prompts, StepOrder.of(args, len(prompts)))
 
 
@@ -121,13 +146,26 @@ def eval_prompts_of(
     context: int | None = None,
     name: str = "eval",
 ) -> Any:
-    """The prompts to evaluate on, in the form of ``dataset``: one, a dict, or None. Streams are read to their end."""
+    """The prompts to evaluate on, in the form of ``dataset``: one, a dict, or None. Streams are read to their end.
+    Names of exams are a dict of them."""
     if dataset is None or isinstance(dataset, PromptDataset):
         return dataset
+    if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
+        dataset = parse_specs([dataset] if isinstance(dataset, str) else dataset, EXAMS)
+    if isinstance(dataset, ExamSpec):
+        return _exam_prompts_of(dataset, policy, args, context)
     if isinstance(dataset, dict):
         given: dict[str, Any] = dataset
-        return {name: eval_prompts_of(part, policy, args, tools, context, name) for name, part in given.items()}
+        specs = {name: ExamSpec.parse(part, EXAMS) if isinstance(part, str) else part for name, part in given.items()}
+        return {name: eval_prompts_of(part, policy, args, tools, context, name) for name, part in specs.items()}
     return tokenize_prompts(_wanted(dataset, policy, args, tools, name), _rules(policy, args, name, context, tools))
+
+
+def _exam_prompts_of(spec: ExamSpec, policy: Policy, args: GRPOConfig, context: int | None) -> ExamPrompts:
+    """An exam's prompts: as long as the context allows, and without the run's tools."""
+    rules = _rules(policy, args, spec.exam.name, context, None)
+    whole = min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
+    return ExamPrompts.of(spec, dataclasses.replace(rules, max_prompt_tokens=whole - longest_completion(args)))
 
 
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:

@@ -29,7 +29,9 @@ OF_TRAINING = (
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 # The settings that a replay shares with the run.
-OF_GROUPS = frozenset((*OF_ROUNDS, *(field.name for field in dataclasses.fields(SamplingKnobs)), REWARD_FUNCS))
+OF_GROUPS = frozenset(
+    (*OF_ROUNDS, "curriculum", *(field.name for field in dataclasses.fields(SamplingKnobs)), REWARD_FUNCS)
+)
 
 
 def store_of(
@@ -53,8 +55,9 @@ def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction]) -> dict[st
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
     settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
-    if args.router_replay:  # else the records of runs from before this setting fit
-        settings["router_replay"] = True
+    for name in ("router_replay", "curriculum"):
+        if getattr(args, name):  # else the records of runs from before this setting fit
+            settings[name] = getattr(args, name)
     if args.distils:  # likewise
         settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(DistillationKnobs)}
     return settings | {REWARD_FUNCS: list(reward_names)}

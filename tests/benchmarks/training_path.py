@@ -17,6 +17,7 @@ than planned or the sleep gave too little back.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -58,6 +59,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-generations", type=int, default=8, help="completions per prompt (8)")
     parser.add_argument("--prompts-per-step", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps with the one that warms up (3)")
+    parser.add_argument("--full-length", action="store_true", help="made-up completions have all their tokens")
+    parser.add_argument(
+        "--prompt-per-completion", action="store_true", help="rows repeat the prompt: nothing is shared"
+    )
     parser.add_argument("--sampled", action="store_true", help="the engine writes the completions")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a field of GRPOConfig")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train an adapter of rank R on all layers")
@@ -75,8 +80,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int, seed: int | None = None) -> Any:
-    """A group as it is recorded: random tokens and rewards, which follow from the prompt's place alone, or a seed."""
+def made_up(
+    prompt: Any, version: int, vocabulary: int, size: int, lengths: tuple[int, int], seed: int | None = None
+) -> Any:
+    """A group as it is recorded: random tokens and rewards, which follow from the prompt's place alone, or a seed.
+
+    Args:
+        lengths: the shortest and the longest completion.
+    """
     from colograd.batch import FinishReason, Group, Logged, Rollout
     from colograd.rollout.store import RewardedGroup
 
@@ -90,13 +101,13 @@ def made_up(prompt: Any, version: int, vocabulary: int, size: int, longest: int,
             finish_reason=FinishReason.STOP,
             policy_version=version,
         )
-        for length in [draw.randint(-(-longest // SHORTEST), longest) for _ in range(size)]
+        for length in [draw.randint(*lengths) for _ in range(size)]
     )
     rewards = torch.tensor([[draw.random()] for _ in rollouts])
     return RewardedGroup(Group(prompt.example, rollouts, prompt.position), rewards, Logged({}, {}))
 
 
-def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any, same_lengths: bool) -> None:
+def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any, full_length: bool, same_each_step: bool) -> None:
     """A journal that has made-up groups for each of the configuration's steps."""
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
@@ -104,11 +115,13 @@ def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any, same_length
 
     prompts = tokenize_prompts(rows, PromptRules(tokenizer, sys.maxsize, "error", {}, "train"))
     journal = RolloutStore(run, 0, settings_of(config, [hash_reward.__name__]))
+    longest = config.max_completion_length
+    lengths = (longest if full_length else -(-longest // SHORTEST), longest)
     for step in range(config.max_steps):
         journal.begin(step, weights="")
         for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
-            given = len(tokenizer), config.num_generations, config.max_completion_length
-            seed = place - step * config.prompts_per_step if same_lengths else None
+            given = len(tokenizer), config.num_generations, lengths
+            seed = place - step * config.prompts_per_step if same_each_step else None
             journal.add(made_up(prompts[place, place], step, *given, seed))
     journal.close()
 
@@ -229,7 +242,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
     recorded = {}
     if not options.sampled:
         run = Path(folder) / "recorded"
-        write_journal(run, config, rows, tokenizer, options.copied_keys == "turns")
+        write_journal(run, config, rows, tokenizer, options.full_length, options.copied_keys == "turns")
         recorded = {"replay": Replay(run, 1, options.steps)}
     trainer = Watched(
         model=options.model,
@@ -240,6 +253,9 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
         peft_config=adapter(options.lora) if options.lora else None,
         **recorded,
     )
+    if options.prompt_per_completion:
+        learner = trainer.learner
+        learner.rules = dataclasses.replace(learner.rules, share_prompts=False)
     if trainer.engine is not None and trainer.engine.sleeps:
         trainer.engine.sleep = watch.sleeping(trainer.engine)
     return trainer

@@ -274,7 +274,7 @@ def test_made_up_completions_are_the_same_in_every_process() -> None:
     from colograd.batch import Prompt
 
     asked = [Prompt({}, (1, 2), position) for position in range(2)]
-    first, again = ([training_path.made_up(prompt, v, 50, 3, 16).group for prompt in asked] for v in (0, 1))
+    first, again = ([training_path.made_up(prompt, v, 50, 3, (2, 16)).group for prompt in asked] for v in (0, 1))
     ids = [[rollout.completion_ids for rollout in group.rollouts] for group in first]
     assert ids == [[rollout.completion_ids for rollout in group.rollouts] for group in again]
     assert ids[0] != ids[1] and all(2 <= len(of) <= 16 and max(of) < 50 for group in ids for of in group)

@@ -1,0 +1,140 @@
+"""Which prompts a run draws, by what it has learnt of them."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .knob import knob
+from .steps import StepKnobs
+
+LEVELS = ("new", "hard", "medium", "easy")  # of prompts by their last pass rate, where no column names the pools
+EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A number by the optimizer step: linear between the points that are given, constant before and after."""
+
+    points: tuple[tuple[int, float], ...]  # by step, ascending
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> Schedule:
+        """Read ``0.5`` or ``{0: 1.0, 200: 0.2}``.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        given = value.items() if isinstance(value, Mapping) and value else [(0, value)]
+        try:
+            points = sorted((int(step), float(number)) for step, number in given)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{name} is {value!r}, but must be a number, or numbers by optimizer step: {{0: 1.0, 200: 0.2}}."
+            ) from None
+        if any(step < 0 or number != number for step, number in points):
+            raise ValueError(f"{name} is {value!r}, but its steps must be at least 0, and its values numbers.")
+        return cls(tuple(points))
+
+    def at(self, step: int) -> float:
+        """The value at an optimizer step."""
+        place = bisect.bisect_right([at for at, _ in self.points], step)
+        if place == 0:
+            return self.points[0][1]
+        before, low = self.points[place - 1]
+        if place == len(self.points):
+            return low
+        after, high = self.points[place]
+        return low + (high - low) * (step - before) / (after - before)
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """`GRPOConfig.curriculum`, read."""
+
+    pass_threshold: float = 1.0  # weighted reward from which a completion is a pass
+    solved_at: float | None = 1.0  # pass rate from which a prompt rests; None: none does
+    revisit_after: float = 1.0  # epochs after its draw in which a solved prompt isn't drawn
+    column: str | None = None  # of the dataset, whose values are the pools of ``shares``
+    shares: Mapping[str, Schedule] | None = None  # of a round's prompts, by pool
+    difficulty: str | None = None  # a column of numbers
+    difficulty_until: Schedule | None = None  # the highest difficulty that is drawn
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Curriculum:
+        """Read the mapping.
+
+        Raises:
+            ValueError: an unknown key, a bad value, or keys that don't go together.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := [key for key in given if key not in known]:
+            raise ValueError(f"curriculum has the key {unknown[0]!r}, but knows {', '.join(known)}: {EXAMPLE}.")
+        found: dict[str, Any] = dict(given)
+        for name in ("pass_threshold", "solved_at", "revisit_after"):
+            if isinstance(found.get(name), str | bool) or (found.get(name, 0.0) is None and name != "solved_at"):
+                raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number.")
+        if (shares := found.get("shares")) is not None:
+            if not isinstance(shares, Mapping) or not shares:
+                raise ValueError(
+                    f"curriculum: shares is {shares!r}, but must be a mapping of pools to shares: {{hard: 0.5, new: "
+                    "0.5}."
+                )
+            found["shares"] = {str(k): Schedule.of(v, f"curriculum: the share of {k}") for k, v in shares.items()}
+        if found.get("difficulty_until") is not None:
+            found["difficulty_until"] = Schedule.of(found["difficulty_until"], "curriculum: difficulty_until")
+        made = cls(**found)
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        if self.solved_at is not None and not 0 < self.solved_at <= 1:
+            raise ValueError(
+                f"curriculum: solved_at is {self.solved_at}, but a pass rate is in (0, 1]: 1.0 skips what every "
+                "completion of the last draw solved, null skips nothing."
+            )
+        if self.revisit_after < 0:
+            raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but epochs are at least 0.")
+        if self.column is not None and self.shares is None:
+            raise ValueError(f"curriculum: column is {self.column!r}, but nothing shares out its values: set shares.")
+        if self.shares is not None:
+            if any(value < 0 for share in self.shares.values() for _, value in share.points):
+                raise ValueError("curriculum: a share is negative, but shares are at least 0.")
+            if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
+                raise ValueError(
+                    f"curriculum: shares has the pool {other[0]!r}, but without a column the pools are "
+                    f"{', '.join(LEVELS)}, by the last pass rate: name one of these, or set column."
+                )
+        if (self.difficulty is None) != (self.difficulty_until is None):
+            raise ValueError("curriculum: difficulty names a column and difficulty_until its limit: set both or none.")
+
+
+@dataclass
+class CurriculumKnobs(StepKnobs):
+    """Curriculum."""
+
+    curriculum: dict[str, Any] | str | None = knob(
+        None,
+        "Draw prompts by what was learnt of them, such as `{solved_at: 1.0, revisit_after: 2}`: keys `solved_at`, "
+        "`revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see "
+        "docs/guide/curricula.md.",
+    )
+
+    def read_curriculum(self) -> Curriculum | None:
+        """The curriculum; None: each prompt once per epoch."""
+        given = json.loads(self.curriculum) if isinstance(self.curriculum, str) else self.curriculum
+        return None if given is None else Curriculum.of(given)
+
+    def _check_curriculum(self, dynamic_sampling: bool) -> None:
+        if self.curriculum is None:
+            return
+        if not isinstance(self.curriculum, str | dict):
+            raise ValueError(f"curriculum is {self.curriculum!r}, but must be a mapping: {EXAMPLE}.")
+        self.read_curriculum()
+        if dynamic_sampling:
+            raise ValueError(
+                "curriculum and dynamic_sampling both choose further prompts, by different rules: remove one of them."
+            )

@@ -1,0 +1,80 @@
+"""GSM8K (arXiv 2110.14168), 1,319 questions: as verl and SkyRL ask and judge it, whose numbers are to be reproduced.
+
+The question ends with their instruction, completions are greedy, and the answer is what follows the last ``####`` of
+the completion's last 300 characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .exam import Exam, Published, Question
+
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+LAST = 300  # characters of a completion in which verl looks for the answer
+VERL = "https://github.com/volcengine/verl/blob/main/docs/algo/baseline.md"
+
+
+def ask(row: Mapping[str, Any], number: int) -> Question:
+    """A row of openai/gsm8k: columns ``question`` and ``answer``, which ends with ``#### number``."""
+    gold = _number(str(row["answer"]))
+    if gold is None:
+        raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`.")
+    return Question.of_user(f"{row['question']} {INSTRUCTION}", gold)
+
+
+def check(text: str, answer: str) -> bool:
+    """Whether the number after the last ``####`` is the answer, written alike but for commas (so ``42.`` isn't 42)."""
+    return _number(text[-LAST:]) == answer
+
+
+def reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
+    """`check` as a reward function, for rows of `training_rows`."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    return [float(check(text, str(gold))) for text, gold in zip(texts, answer, strict=True)]
+
+
+def training_rows(path: str = "openai/gsm8k") -> Any:
+    """The 7,473 training problems as the exam asks: columns ``prompt`` and ``answer``.
+
+    Args:
+        path: a folder or Hub id with the dataset's files; of one file, its rows.
+    """
+    from datasets import Dataset
+
+    from ..data.sources import load_source
+
+    loaded = load_source(path, "main" if path == "openai/gsm8k" else None, {}, ("train",), streaming=False)
+    rows = loaded["train"] if isinstance(loaded, dict) else loaded
+    asked = [ask(row, number) for number, row in enumerate(rows)]
+    return Dataset.from_list([{"prompt": list(each.messages), "answer": each.answer} for each in asked])
+
+
+def _number(text: str) -> str | None:
+    found = ANSWER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+GSM8K = Exam(
+    name="gsm8k",
+    path="openai/gsm8k",
+    config="main",
+    split="test",
+    columns=("question", "answer"),
+    ask=ask,
+    check="colograd.exams.gsm8k:check",
+    source="https://github.com/volcengine/verl/blob/main/examples/data_preprocess/gsm8k.py",
+    published=(
+        Published("Qwen2.5-0.5B-Instruct", 49.6, VERL, "Qwen's own evaluation, 4 examples in the prompt"),
+        Published("Qwen2.5-1.5B-Instruct after GRPO with LoRA", 77.9, VERL),
+        Published("Qwen2.5-3B-Instruct after GRPO with LoRA", 86.1, VERL),
+        Published(
+            "Qwen2.5-1.5B-Instruct after GRPO, 140 steps",
+            79.6,
+            "https://github.com/NovaSky-AI/SkyRL/blob/main/docs/content/docs/recipes/overview.mdx",
+        ),
+    ),
+)

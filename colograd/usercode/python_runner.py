@@ -1,0 +1,104 @@
+"""Runs a Python program that a model wrote, in an interpreter of its own that can be killed. Called in a worker.
+
+The program gets no environment variables, an empty folder to write into, and limits of time, memory and file size. It
+has passed if it reached its last line: one that exits before with status 0 has not. This keeps bugs apart; it is no
+wall against an attacker: the program has the user's rights and the network. Run where neither matters.
+
+Imports nothing of Colograd: workers import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+MEMORY = 4 * 2**30  # bytes of address space
+FILE_BYTES = 16 * 2**20
+SHOWN = 2000  # characters of an error
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended."""
+
+    passed: bool  # it reached its last line
+    problem: str = ""  # why not: `late`, or the end of what it wrote on standard error
+
+
+def run_python(program: str, seconds: float, memory: int = MEMORY) -> Ended:
+    """Run ``program`` to its end.
+
+    Args:
+        seconds: of wall-clock time; later it is killed, with all that it started in its process group.
+        memory: bytes of address space that it may have.
+    """
+    reader, writer = os.pipe()
+    token = secrets.token_hex(16)
+    try:
+        with tempfile.TemporaryDirectory(prefix="colograd-code-", ignore_cleanup_errors=True) as folder:
+            path, errors = os.path.join(folder, "program.py"), os.path.join(folder, "stderr")
+            with open(path, "w", encoding="utf-8", errors="replace") as file:
+                file.write(f"{program}\nimport os as _os\n_os.write({writer}, b'{token}')\n")
+            with open(errors, "wb") as stderr:
+                late = _run(path, folder, stderr.fileno(), writer, seconds, memory)
+            os.close(writer)
+            writer = -1
+            os.set_blocking(reader, False)  # a process that outlived the group may hold the other end
+            with contextlib.suppress(BlockingIOError):
+                if os.read(reader, 64).decode("ascii", "replace") == token:
+                    return Ended(True)
+            if late:
+                return Ended(False, "late")
+            with open(errors, encoding="utf-8", errors="replace") as stderr:
+                return Ended(False, stderr.read()[-SHOWN:].strip() or "it ended before its tests")
+    finally:
+        os.close(reader)
+        if writer >= 0:
+            os.close(writer)
+
+
+def _run(path: str, folder: str, stderr: int, writer: int, seconds: float, memory: int) -> bool:
+    """Run a file; whether it was killed for being late."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-B", path],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        cwd=folder,
+        env={"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        pass_fds=[writer],
+        start_new_session=True,
+        preexec_fn=lambda: _limit(seconds, memory),
+    )
+    try:
+        process.wait(seconds)
+        return False
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _limit(seconds: float, memory: int) -> None:
+    """In the new process, before the interpreter starts."""
+    for kind, most in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, int(seconds) + 1),
+    ):
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with a worker that is killed
