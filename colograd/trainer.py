@@ -42,6 +42,8 @@ from .training.adamw_split import accumulate_in_float32, optimizer_class
 from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
 from .training.evaluation import evaluate_prompts
 from .training.learner import Learner
+from .training.overlap import describe as describe_overlap
+from .training.overlap import shared_groups, why_not
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
 from .training.recorded_settings import store_of
 from .training.step_batches import packing_rules
@@ -175,6 +177,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         )  # fmt: skip
         self.rollout_func = task.rollout_func
         self.sampler = self._make_sampler(task)
+        self.why_no_overlap = why_not(args, task.objective, self.estimator, strategy, self.replaces)
+        self.sampler.finished = shared_groups(args, self.why_no_overlap, self.learner.trains_early)
         kernels = choose_kernels(args, self.model, built.second_models, self.closing, self.compute_loss_context_manager)
         for line in kernels:
             self.console.say(line)
@@ -199,6 +203,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         args: GRPOConfig = self.args
         lines = [*built.describe(), *task.scorer.notes, *(task.toolbox.notes if task.toolbox else [])]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
+        lines += [describe_overlap(args, self.why_no_overlap)]
         for line in filter(None, lines):
             self.console.say(line)
         for line in built.warnings(args, task):
@@ -254,7 +259,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in transformers; see `SeamTrainer.train` for resuming."""
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
-        self.learner.pending, self._unlogged = [], []
+        self.learner.pending, self.learner.early, self._unlogged = [], None, []
         self.sampler.take_counts()  # drop what a step counted before it failed
         if self.engine is not None:
             self.engine.invalidate()  # steps are counted anew, or other weights are loaded

@@ -44,6 +44,14 @@ class StepKnobs(TrainingArguments):
         "After scoring, move groups (their token ids) from the rank whose training would take longest to others, where "
         "that shortens the step by more than a tenth. The update is the same up to rounding.",
     )
+    overlap: str = knob(
+        "off",
+        "`auto`: a rank that has sampled its groups trains them while other ranks still sample, and finished groups of "
+        "these with `balance_ranks`; still on-policy, as no weight changes before the optimizer's step. What a step "
+        "needs whole waits: a line at start says why. Which micro-batches a rank trains then depends on clocks, and "
+        "with them the last bits of a step; the rollout log has them, so that a resumed or replayed step has the same "
+        "bits. `off`: training begins when all ranks have sampled.",
+    )
     rank_timeout: float | None = knob(
         1500.0,
         "Seconds without progress (a step of the engine, a micro-batch, a reward function's call, an exchange, a stage "
@@ -71,6 +79,9 @@ class StepKnobs(TrainingArguments):
             )
         at_least(self, 1, "num_iterations")
         one_of(self, "overlong_prompts", ("drop", "error"))
+        if self.overlap is False:  # what YAML makes of a bare `off`
+            self.overlap = "off"
+        one_of(self, "overlap", ("auto", "off"))
         if self.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size would cut groups apart: remove it and lower max_tokens_per_microbatch instead."

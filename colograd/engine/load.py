@@ -70,13 +70,24 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
 def stepping(engine: Any, tell: Callable[[int], None]) -> Iterator[None]:
     """While the context lasts, ``tell`` gets after each of the engine's steps how many sequences run, each of which has
     a token more. Who watches already goes on."""
+
+    def look() -> None:
+        if (load := load_of(engine.core)) is not None:
+            tell(load.running)
+
+    with after_each_step(engine, look):
+        yield
+
+
+@contextlib.contextmanager
+def after_each_step(engine: Any, work: Callable[[], None]) -> Iterator[None]:
+    """While the context lasts, ``work`` is called after each of the engine's steps, behind what is called already."""
     before = engine.after_step
 
     def after_step() -> None:
         if before is not None:
             before()
-        if (load := load_of(engine.core)) is not None:
-            tell(load.running)
+        work()
 
     with replaced(engine, "after_step", after_step):
         yield

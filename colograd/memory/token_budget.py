@@ -141,11 +141,11 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """The same step in micro-batches of another budget, with each completion's log-probabilities."""
+    """The same step in micro-batches of another budget, with each completion's log-probabilities; none is trained."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *KINDS):
         rows = _carry_over(name, batch.rows, rows)
-    return dataclasses.replace(batch, rows=rows)
+    return dataclasses.replace(batch, rows=rows, trained=0)
 
 
 def _carry_over(name: str, old: Sequence[PackedRow], new: Sequence[PackedRow]) -> tuple[PackedRow, ...]:

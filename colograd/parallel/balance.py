@@ -110,10 +110,16 @@ def balance(
     else:
         assignment = (plan if between_engines else share_out)(costs, ranks_per_engine)
     me = rank()
+    moved = sum(owner // ranks_per_engine != me // ranks_per_engine for owner, _ in assignment[me])
+    return exchange(groups, assignment), moved
+
+
+def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
+    """This rank's groups in an assignment of all ranks' ``groups``, which is the same on all. A collective."""
+    me = rank()
     if all(owner == train for train, row in enumerate(assignment) for owner, _ in row):
-        return list(groups), 0  # decided alike on all ranks
+        return [groups[index] for _, index in assignment[me]]
     places = {place for train, row in enumerate(assignment) for place in row if place[0] == me != train}
     leaving = {place: groups[place[1]].for_training() for place in sorted(places)}
     moved = {place: group for sent in gather(leaving) for place, group in sent.items()}
-    mine = [groups[index] if owner == me else moved[owner, index] for owner, index in assignment[me]]
-    return mine, sum(owner // ranks_per_engine != me // ranks_per_engine for owner, _ in assignment[me])
+    return [groups[index] if owner == me else moved[owner, index] for owner, index in assignment[me]]

@@ -164,7 +164,7 @@ def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Packed
         PackedGroup((identity,), (rollout,), (advantage,))
         for scored in groups
         for identity, rollout, advantage in zip(
-            scored.group.rollout_ids, scored.group.rollouts, _advantages(scored), strict=True
+            scored.group.rollout_ids, scored.group.rollouts, advantages_of(scored), strict=True
         )
     ]
     rows: list[list[PackedGroup]] = []
@@ -176,7 +176,7 @@ def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[Packed
     return rows
 
 
-def _advantages(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
+def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
     """[G] of each completion's advantage: () or, one per token, [C]."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
@@ -186,7 +186,7 @@ def _advantages(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 
 def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
     """A group as one part, or as several where it is over the budget, or where environments begin differently."""
-    ids, rollouts, advantages = group.group.rollout_ids, group.group.rollouts, _advantages(group)
+    ids, rollouts, advantages = group.group.rollout_ids, group.group.rollouts, advantages_of(group)
     starts, tokens = [0], len(rollouts[0].input)
     for index, rollout in enumerate(rollouts):
         over = tokens + len(rollout.completion_ids) > budget

@@ -91,6 +91,8 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
 
 
 def with_second_logprobs(models: SecondModels, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
-    """The steps of a round with the second models' log-probabilities, from one visit to each."""
-    rows = iter(fill(models, [row for step in steps for row in step.rows], temperature))
-    return [dataclasses.replace(step, rows=tuple(next(rows) for _ in step.rows)) for step in steps]
+    """The steps of a round with the second models' log-probabilities, from one visit to each. Rows that are trained
+    already have them."""
+    rows = iter(fill(models, [row for step in steps for row in step.rows[step.trained :]], temperature))
+    filled = [step.rows[: step.trained] + tuple(next(rows) for _ in step.rows[step.trained :]) for step in steps]
+    return [dataclasses.replace(step, rows=rows_of_step) for step, rows_of_step in zip(steps, filled, strict=True)]

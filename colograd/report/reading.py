@@ -287,10 +287,11 @@ def _memory_row(row: Any) -> dict[str, Any]:
 
 def _rollout(event: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **{name: number(event.get(name)) for name in ("seconds", "preemptions", "tail")},
+        **{name: number(event.get(name)) for name in ("seconds", "preemptions", "tail", "until")},
         **{name: _points(event.get(name)) for name in ("running", "waiting", "kv")},
         "rewards": _calls(event.get("rewards"), 4),
         "tools": _calls(event.get("tools"), 3),
+        "trained": _calls(event.get("trained"), 4),
     }
 
 

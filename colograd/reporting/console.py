@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 # The phases of a step in the order of the line, which leaves the short ones out; the rest of a step is `other`.
 PHASES = (
-    "publish", "wake", "journal", "generate", "reward", "pack", "log", "sleep", "offload", "ref_logprobs",
+    "publish", "wake", "journal", "generate", "reward", "wait", "pack", "log", "sleep", "offload", "ref_logprobs",
     "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 

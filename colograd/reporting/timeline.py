@@ -1,4 +1,4 @@
-"""A rollout on this rank, as lanes over its seconds: the engine's load, rewards, tools.
+"""A rollout on this rank, as lanes over its seconds: the engine's load, rewards, tools, training beside the tail.
 
 Engine, rewards and tools call a hook, which is None if nothing is recorded. A look at the engine costs microseconds,
 and the lanes' size doesn't grow with the rollout.
@@ -18,10 +18,13 @@ KEPT = 4096  # looks until every other one is dropped
 
 
 class Timeline:
-    """Collects between `begin` and `take`."""
+    """Collects between `begin` and `take`; and, until all ranks have sampled, what `take_early` returns."""
 
     def __init__(self) -> None:
         self._began: float | None = None
+        self._last_began: float | None = None  # of the last rollout on this rank
+        self._early: list[tuple[str, float, float, int]] = []
+        self._until: float | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -33,7 +36,8 @@ class Timeline:
 
     def begin(self) -> None:
         self._forget()
-        self._began = time.perf_counter()
+        self._early, self._until = [], None
+        self._began = self._last_began = time.perf_counter()
 
     def look(self, load: Load) -> None:
         """Take the load after a step of the engine."""
@@ -54,6 +58,22 @@ class Timeline:
     def tool(self, name: str, started: float, ended: float) -> None:
         if (began := self._began) is not None:
             self._tools.append((name, started - began, ended - began))
+
+    def early(self, started: float, ended: float, tokens: int) -> None:
+        """Finished groups were trained while other ranks sampled."""
+        if (began := self._last_began) is not None:
+            self._early.append(("train", started - began, ended - began, tokens))
+
+    def all_sampled(self) -> None:
+        """No rank samples any more."""
+        if self._last_began is not None:
+            self._until = time.perf_counter() - self._last_began
+
+    def take_early(self) -> dict[str, Any]:
+        """What followed the rollout until all ranks had sampled, for its event."""
+        trained, self._early = self._early, []
+        until = None if self._until is None else round(self._until, 3)
+        return {"trained": [[n, *_span(a, b), k] for n, a, b, k in merged(trained)], "until": until}
 
     def take(self, preemptions: int | None) -> dict[str, Any]:
         """End the rollout: the contents of its "rollout" event."""

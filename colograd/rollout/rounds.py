@@ -72,6 +72,8 @@ def roll_out(
     if one_call:
         return _first(_scored_together(prompts, stages, times), enough)
     rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they have advantages
+    for recalled in rewarded.values():
+        stages.finished(recalled)
     missing = [prompt for prompt in prompts if prompt.position not in rewarded]
     in_scoring: dict[int, tuple[Group, PendingRewards]] = {}  # by position
     scored: list[ScoredGroup] = []  # the first prompts' groups, without a gap
@@ -104,7 +106,8 @@ def roll_out(
         if missing and signals < enough:
             groups = checked_groups(stages.sample(missing), missing)
             # Closing aborts the requests in flight: when there are enough groups, and when a reward function fails.
-            with times.phase("generate"), contextlib.closing(groups):
+            between_steps = stages.between_steps(take_finished_rewards)
+            with times.phase("generate"), between_steps, contextlib.closing(groups):
                 for group in groups:
                     started = time.perf_counter()
                     in_scoring[group.position] = (group, stages.begin_score([group]))

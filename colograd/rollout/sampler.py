@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,22 +16,24 @@ import torch
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..config import GRPOConfig
 from ..data import PromptDataset, extra_prompts
-from ..engine.load import stepping
+from ..engine.load import after_each_step, stepping
 from ..engine.protocol import Engine
 from ..engine.queue_order import LengthHistory
 from ..engine.sampling import Sampling
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
-from ..parallel.ranks import gather, on_all_ranks
+from ..parallel.ranks import gather, on_all_ranks, world_size
 from ..reporting.completion_log import CompletionLog
 from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rewards import Ready, Scorer, Scoring
 from .failures import Abstaining, has_failed
+from .finished_groups import FinishedGroups
+from .partition import Partition
 from .rounds import roll_out, sample_steps, unscored
 from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import RolloutStatistics, round_statistics
-from .store import RolloutStore
+from .store import RewardedGroup, RolloutStore
 from .tool_format import with_messages
 from .toolbox import Toolbox
 
@@ -64,6 +68,7 @@ class SampledRound:
 
     steps: tuple[SampledStep, ...]
     statistics: tuple[RolloutStatistics, ...]  # of each step
+    partition: Partition | None = None  # of the first step, if it was trained before while ranks sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +101,39 @@ class Sampler:
     times: PhaseTimes
     console: Console
     lengths: LengthHistory = field(default_factory=LengthHistory)
+    finished: FinishedGroups | None = None  # None: nothing is trained while a rank samples (`overlap`)
 
     def __post_init__(self) -> None:
         self.purpose = Purpose.TRAINING
         self._warned_unscored = False
+        self._seconds: dict[str, float] = {}  # of the round's sampling on all ranks, and of it idle on this one
+        self._shared: FinishedGroups | None = None  # of the present round, which other ranks may train
 
     # -- a round, and an evaluation
 
-    def collect(self, prompts: list[list[Prompt]]) -> SampledRound:
+    def collect(
+        self, prompts: list[list[Prompt]], meanwhile: Callable[[FinishedGroups], None] | None = None
+    ) -> SampledRound:
         """Sample and score a round.
 
         Args:
             prompts: this rank's, a list per optimizer step.
+            meanwhile: trains finished groups of the first step when this rank has sampled, until all have.
         """
         self.hooks.begin_records()
-        steps = self._sample(prompts)
+        partition = self._recorded_partition()
+        steps = self._sample(prompts, meanwhile if partition is None else None)
         if self.journal is not None:
             self.times.move("reward", "journal", self.journal.take_seconds())
         steps = scale_over_steps(steps, self.estimator)
         self._log_completions(steps)
-        counts, config = self.take_counts() | self._record_passes(steps), self.config
+        counts, config = self.take_counts() | self._record_passes(steps) | self._seconds, self.config
         with on_all_ranks("the statistics"):
             statistics = round_statistics(
                 steps, counts, self.hooks.combine, config.mask_truncated_completions, config.dynamic_sampling
             )
             self.recorder.note(steps, statistics, self.hooks.combine)
-        return SampledRound(tuple(steps), tuple(statistics))
+        return SampledRound(tuple(steps), tuple(statistics), partition)
 
     def collect_evaluation(
         self, prompts: list[Prompt], name: str, own: OwnEvaluation | None = None
@@ -162,11 +174,48 @@ class Sampler:
         parts = [part for part in (self.scorer, self.toolbox, self.engine, source) if part is not None]
         return {name: number for part in parts for name, number in part.take_counts().items()}
 
-    def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
-        with self.device_turns.sampling(self.hooks.optimizer), on_all_ranks("the rollout"):
-            return self.engine.on_engine_leader(
-                self.recorder.watching(lambda: self._draw(prompts)), others=[SampledStep((), ()) for _ in prompts]
-            )
+    def _sample(
+        self, prompts: list[list[Prompt]], meanwhile: Callable[[FinishedGroups], None] | None
+    ) -> list[SampledStep]:
+        shared = None if meanwhile is None else self.finished
+        began, waited = time.perf_counter(), self.times.seconds["wait"]
+        with on_all_ranks("the rollout"):
+            with self._sharing(shared, prompts[0]), self.device_turns.sampling(self.hooks.optimizer):
+                steps = self.engine.on_engine_leader(
+                    self.recorder.watching(lambda: self._draw(prompts)), others=[SampledStep((), ()) for _ in prompts]
+                )
+            ready = time.perf_counter()
+            if shared is not None and meanwhile is not None:
+                for scored in steps[0].kept:
+                    shared.add(scored)
+                meanwhile(shared)
+                ready = time.perf_counter() - (self.times.seconds["wait"] - waited)
+        self.recorder.lanes.all_sampled()
+        ended = time.perf_counter()
+        if world_size() > 1:
+            self._seconds = {"rollout/seconds": ended - began, "rollout/idle_seconds": ended - ready}
+        return steps
+
+    @contextlib.contextmanager
+    def _sharing(self, shared: FinishedGroups | None, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """While this rank samples, ranks that have sampled may take its finished groups."""
+        if shared is None:
+            yield
+            return
+        self._shared = shared
+        shared.begin(prompt.position for prompt in prompts)
+        try:
+            yield
+        finally:
+            shared.finish()
+            self._shared = None
+
+    def _recorded_partition(self) -> Partition | None:
+        """Of the step that is trained next, if it is recorded: on all ranks the same. A collective."""
+        if world_size() == 1 or not self.config.keeps_journal:
+            return None
+        step, is_main = self.hooks.state.global_step + 1, self.config.layout.is_main
+        return gather(self.journal.partition(step) if is_main and self.journal is not None else None)[0]
 
     def _draw(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
         config = self.config
@@ -189,8 +238,24 @@ class Sampler:
             )
         journal = self.journal if self.hooks.is_in_train else None
         return Stages(
-            self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged, journal
-        )
+            self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged, journal,
+            self._finish_group, self._between_steps,
+        )  # fmt: skip
+
+    def _finish_group(self, recorded: RewardedGroup) -> None:
+        """A group's rewards are there: other ranks may train it from here on."""
+        if self._shared is not None and self._shared.wants(recorded.group.position):
+            self._shared.add(self.add_advantages(recorded.group, recorded.rewards))
+
+    def _between_steps(self, work: Callable[[], None]) -> AbstractContextManager[None]:
+        if (shared := self._shared) is None:
+            return contextlib.nullcontext()
+
+        def serve() -> None:
+            work()
+            shared.serve()
+
+        return after_each_step(self.engine, serve)
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
         """Sample each prompt's group for the present purpose; yield groups as they finish."""

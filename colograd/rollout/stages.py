@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +50,14 @@ def _nothing(position: int) -> Logged:
     return Logged({}, {})
 
 
+def _untold(recorded: RewardedGroup) -> None:
+    pass
+
+
+def _never(work: Callable[[], None]) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Stages:
     """The functions that lead from prompts to scored groups, in training or in an evaluation."""
@@ -57,6 +67,9 @@ class Stages:
     add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
     take_logged: Callable[[int], Logged] = _nothing  # logs of the group at a position, once its rewards are there
     journal: RolloutStore | None = None
+    finished: Callable[[RewardedGroup], None] = _untold  # called with each group whose rewards are there
+    # A context in which the work given to it is done after each step of the engine.
+    between_steps: Callable[[Callable[[], None]], AbstractContextManager[None]] = _never
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """The groups of these prompts that the journal has, by position."""
@@ -80,10 +93,11 @@ class Stages:
         return dataclasses.replace(self.add_advantages(recorded.group, recorded.rewards), logged=recorded.logged)
 
     def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
-        """Write a group with its rewards [G, R] into the journal."""
+        """Write a group with its rewards [G, R] into the journal, and tell that it is finished."""
         recorded = RewardedGroup(group, rewards, self.take_logged(group.position))
         if self.journal is not None:
             self.journal.add(recorded)
+        self.finished(recorded)
         return recorded
 
 

@@ -101,6 +101,9 @@ class RolloutStatistics:
             result["reward"] = float(totals.nanmean())
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
+        seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
+        if seconds:  # of all ranks
+            result["rollout/idle_share"] = idle / seconds
         if "tools/calls" in self.counts:
             calls = self.counts["tools/calls"]
             result["tools/call_frequency"] = calls / max(len(self.lengths), 1)

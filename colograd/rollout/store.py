@@ -8,6 +8,7 @@ and no reward is called again. A file per round, or evaluation, and rank, which 
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore`: groups that are scored again
     RUN/_journal/step-00000012/rank-00000.sessions    an agent's, of groups that aren't whole yet (`session_log`)
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient's norm of the steps trained on it (`figures`)
+    RUN/_journal/step-00000012/partition.jsonl        what ranks trained while others sampled (`partition`)
     RUN/_journal/recipe.yaml                          with which `colograd replay` trains a round again
 
 Resume and replay read the first (`recall`), the report both of them (`group_table`).
@@ -37,6 +38,7 @@ from ..data.images import ImageReader
 from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
+from .partition import Partition, note_partition, read_partition
 from .record_file import Record, RecordFile, read_records
 from .session_log import SessionLog
 
@@ -303,6 +305,17 @@ class RolloutStore:
                 note_figures(self._round, step, figures)
             except OSError as error:
                 self.problem = _problem(self._round, error)
+
+    def note_partition(self, step: int, partition: Partition) -> None:
+        if self._round is not None:
+            try:
+                note_partition(self._round, step, partition)
+            except OSError as error:
+                self.problem = _problem(self._round, error)
+
+    def partition(self, step: int) -> Partition | None:
+        """Of the step that a round begins with; None: nothing of it was trained while ranks sampled."""
+        return read_partition(self._folder_of(step - 1, ""), step)
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0

@@ -215,7 +215,7 @@ class FullySharded(SharedParts):
             if piece.part.grad is None:
                 piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)
 
-    def _sums(self) -> Sequence[torch.Tensor]:
+    def gradients(self) -> Sequence[torch.Tensor]:
         return [piece.part.grad for piece in self._pieces.values() if piece.part.grad is not None]
 
     def _after_step(self) -> None:

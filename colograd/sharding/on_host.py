@@ -44,6 +44,10 @@ class OnHost(ShardingStrategy):
         self.factor = largest / (norm + 1e-6)
         return norm
 
+    def _present(self, names: Sequence[Any]) -> list[torch.Tensor]:
+        """The sums that there are, in host memory."""
+        return [one for name in names if (one := self.sums.get(name)) is not None]
+
     def discard(self) -> None:
         self.sums.discard()
         self.factor = 1.0
@@ -90,8 +94,10 @@ class WholeOnHost(AddedInBackward, WholeCopies):
                 if parameter not in sums:
                     sums.zero(parameter, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
         if world_size() > 1:
-            found = [one for parameter in self.trained if (one := sums.get(parameter)) is not None]
-            self.traffic.reduced += sum_over_ranks(found, sums.device)
+            self.traffic.reduced += sum_over_ranks(self.gradients(), sums.device)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return self._present(self.trained)
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
@@ -121,6 +127,9 @@ class PartsOnHost(OnHost, SharedOptimizer):
     def sum_gradients(self) -> None:
         super().sum_gradients()
         self.sums.settle()
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return self._present(self.buckets)
 
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):

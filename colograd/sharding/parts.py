@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +23,6 @@ class SharedParts(ShardingStrategy):
         self._order: list[str] = []  # the parameters' names as the whole optimizer counts them
 
     @abstractmethod
-    def _sums(self) -> Sequence[torch.Tensor]:
-        """This rank's share of the step's summed gradient; an element that is nobody's is 0."""
-
-    @abstractmethod
     def _after_step(self) -> None:
         """What follows the optimizer's step."""
 
@@ -41,7 +36,7 @@ class SharedParts(ShardingStrategy):
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def clip(self, largest: float) -> float:
-        sums = self._sums()
+        sums = self.gradients()
         total = torch.tensor(squared_norm(sums), dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         norm = float(total) ** 0.5

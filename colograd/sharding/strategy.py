@@ -56,8 +56,8 @@ class Traffic:
 @dataclass
 class ShardingStrategy(ABC):
     """How ranks share out a policy's training. Made once the policy lies where it stays, and before its optimizer. A
-    step is `backward` for each micro-batch, `sum_gradients`, `clip`, and the optimizer's own, after which every rank
-    has the new weights."""
+    step is `backward` for each micro-batch, `sum_gradients`, `divide_gradients`, `clip`, and the optimizer's own, after
+    which every rank has the new weights."""
 
     model: torch.nn.Module
     traffic: Traffic = field(default_factory=Traffic)
@@ -99,6 +99,16 @@ class ShardingStrategy(ABC):
     @abstractmethod
     def sum_gradients(self) -> None:
         """After a step's last backward: what is left to sum over ranks. A missing gradient counts as zeros."""
+
+    @abstractmethod
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """After `sum_gradients`: this rank's share of the summed gradient; an element that is nobody's is 0."""
+
+    @torch.no_grad()
+    def divide_gradients(self, denominator: float) -> None:
+        """Divide the step's summed gradient. The denominator comes last, as backwards may begin before it is known."""
+        if summed := list(self.gradients()):
+            torch._foreach_div_(summed, denominator)
 
     @abstractmethod
     def clip(self, largest: float) -> float:

@@ -28,8 +28,11 @@ class WholeCopies(ShardingStrategy):
             zero_gradients(parameters)
         self.traffic.reduced += sum_gradients(parameters, among=self.among)
 
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
     def clip(self, largest: float) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = self.gradients()
         norm = squared_norm(gradients) ** 0.5
         scale_down(gradients, norm, largest)
         return norm

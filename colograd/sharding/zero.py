@@ -72,7 +72,7 @@ class SharedOptimizer(SharedParts):
         while len(self._under_way) > but:
             self.traffic.reduced += self._under_way.popleft().finish(self._keep)
 
-    def _sums(self) -> Sequence[torch.Tensor]:
+    def gradients(self) -> Sequence[torch.Tensor]:
         return [bucket.sum for bucket in self.buckets if bucket.sum is not None]
 
     @property

@@ -23,19 +23,21 @@ from ..parallel.ranks import on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
 from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
-from ..policy.packing import PackingRules
+from ..policy.packing import PackingRules, plan_rows
 from ..policy.router_replay import replay_figures
 from ..policy.routing import Routing
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import SecondModels, fill, with_second_logprobs
 from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
+from ..rollout.finished_groups import FinishedGroups
 from ..rollout.sampler import SampledRound
 from ..runtime.host_stream import device_bytes
 from ..sharding import ShardingStrategy
 from .evaluation import evaluation_step
 from .loss_pass import loss_pass
-from .step_batches import schedule, step_batch
+from .overlap import EarlyRows, FirstRows, first_rows, train_while_others_sample
+from .step_batches import schedule, step_batch, trainable
 
 AddAdvantages = Callable[[Group, torch.Tensor], ScoredGroup]  # to a group with its rewards [G, R]
 
@@ -45,6 +47,7 @@ class LearnerHooks(Protocol):
 
     state: Any
     optimizer: Any
+    journal: Any
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> LossOutput: ...
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
@@ -54,7 +57,8 @@ class LearnerHooks(Protocol):
 class Learner:
     """Packs scored groups into optimizer steps, sends their rows through the loss, and sums gradients over ranks.
 
-    A step that runs out of memory is packed again in smaller micro-batches, on all ranks, and repeated.
+    A step that runs out of memory is packed again in smaller micro-batches, on all ranks, and repeated. With `overlap`
+    its first rows may be trained before the others are sampled: gradients add up, and the denominator comes last.
     """
 
     hooks: LearnerHooks
@@ -78,13 +82,48 @@ class Learner:
         self.pending: list[StepBatch] = []  # the steps of the present round that aren't trained yet
         self.metrics: dict[str, float] = {}  # of the step that was trained last, over all ranks
         self.figures: dict[str, float] = {}  # of the present step: its loss, its gradient's norm
+        self.early: EarlyRows | None = None  # what was trained of the next step while ranks sampled
+        self._early_metrics: Metrics | None = None  # of a step's first rows, if they are trained
 
     # -- a round
 
+    def train_early(self, finished: FinishedGroups) -> None:
+        """Train finished groups of the next step until all ranks have sampled. No collective."""
+        self.model.train()
+        self.early = train_while_others_sample(finished, self._train_finished, self.rules.max_tokens, self.times)
+        if self.early.groups and not self.early.rows:  # memory ran out
+            self._free_gradients()
+
+    def trains_early(self, scored: ScoredGroup) -> bool:
+        """Whether a group gets a gradient, and from the weights that sampled it."""
+        step = self.hooks.state.global_step
+        return bool(trainable([scored], self.rules)) and all(r.policy_version == step for r in scored.group.rollouts)
+
+    def _train_finished(self, groups: Sequence[ScoredGroup], metrics: Metrics) -> Sequence[PackedRow]:
+        rules = self.rules
+        rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+        if self.second_models:
+            with self.times.phase("ref_logprobs"), self.hooks.compute_loss_context_manager():
+                rows = fill(self.second_models, rows, self.config.temperature)
+        step = StepBatch(rows, 0, 0, {}, (), self.hooks.state.global_step)
+        with self.recorder.trains_early(rows), self.times.phase("train"):
+            self._loss_pass(step, self.sharding, metrics)
+        return rows
+
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack a round, and yield its optimizer steps in the order of their training."""
+        early, self.early = self.early, None
+
+        def divide(groups: Sequence[ScoredGroup]) -> FirstRows:
+            first = first_rows(groups, early, sampled.partition, self.rules)
+            if early is not None and any(first.partition) and self.config.layout.is_main and self.hooks.journal:
+                self.hooks.journal.note_partition(self.hooks.state.global_step + 1, first.partition)
+            self._early_metrics = early.metrics if early is not None and first.trained else None
+            return first
+
+        given = self.rules, self.reward_names, self.times, self.recorder.sampled
         steps = [
-            step_batch(step, found, self.rules, self.reward_names, self.times, self.recorder.sampled)
+            step_batch(step, found, *given, divide if step is sampled.steps[0] else None)
             for step, found in zip(sampled.steps, sampled.statistics, strict=True)
         ]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -127,7 +166,7 @@ class Learner:
             try:
                 step = self._with_constants(step)
                 with on_all_ranks("training"), self.recorder.trains(step), self.times.phase("train"):
-                    metrics = self._loss_pass(step, self.sharding)
+                    metrics = self._loss_pass(step, self.sharding, self._early_metrics if step.trained else None)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
@@ -135,8 +174,10 @@ class Learner:
             step, *self.pending = self._back_off([step, *self.pending], reason)
         with self.times.phase("sync"):
             self.sharding.sum_gradients()
+            denominator = self.objective.denominator(step)
+            self.sharding.divide_gradients(denominator)
             reduced = metrics.reduce(step.counted)
-        loss = self.figures["loss"] = reduced.pop("loss")
+        loss = self.figures["loss"] = reduced.pop("loss") / denominator
         self.entropy.finish(reduced, loss - self.objective.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
         if line := self.mismatch.advice(reduced):
@@ -189,15 +230,13 @@ class Learner:
         timed = self.times.phase("entropies")
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
-    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None) -> Metrics:
-        """This rank's micro-batches through the loss; backward too where a ``sharding`` does it."""
+    def _loss_pass(self, step: StepBatch, sharding: ShardingStrategy | None, metrics: Metrics | None = None) -> Metrics:
+        """This rank's micro-batches through the loss; backward too where a ``sharding`` does it. Their metrics are
+        added to those of rows that are trained."""
         compute_loss: Callable[[MicroBatch], LossOutput] = lambda row: self.hooks.compute_loss(self.model, row)  # noqa: E731
-        denominator = self.objective.denominator(step)
-        bar = self.console.progress(len(step.rows), "train" if sharding else "evaluate", "micro-batch")
+        bar = self.console.progress(len(step.rows) - step.trained, "train" if sharding else "evaluate", "micro-batch")
         with contextlib.closing(bar):
-            return loss_pass(
-                step, compute_loss, denominator, self.hooks.compute_loss_context_manager, sharding, bar.update
-            )
+            return loss_pass(step, compute_loss, self.hooks.compute_loss_context_manager, sharding, bar.update, metrics)
 
     # -- an evaluation
 
@@ -222,6 +261,7 @@ class Learner:
             with on_all_ranks("the evaluation's forward"), torch.no_grad():
                 metrics = self._loss_pass(step, sharding=None)
         reduced = metrics.reduce(step.counted)
+        reduced["loss"] /= self.objective.denominator(step)
         self.entropy.show(reduced, reduced["loss"] - self.objective.router_coef * reduced.get("aux_loss", 0.0))
         self.mismatch.finish(reduced)
         return reduced

@@ -22,39 +22,40 @@ from ..sharding import ShardingStrategy
 def loss_pass(
     step: StepBatch,
     compute_loss: Callable[[MicroBatch], LossOutput],
-    denominator: float,
     autocast: Callable[[], AbstractContextManager],
     sharding: ShardingStrategy | None,
     passed: Callable[[int], None] = lambda tokens: None,
+    metrics: Metrics | None = None,
 ) -> Metrics:
-    """Forward, and backward where asked for, of this rank's micro-batches. Gradients add up in the parameters.
+    """Forward, and backward where asked for, of this rank's micro-batches that haven't been trained yet. Gradients add
+    up in the parameters, of sums that the step's denominator divides at the end.
 
     Args:
-        denominator: what the step's sum is divided by, on all ranks alike.
         sharding: does the backward; None: there is none.
         passed: is called after each micro-batch with its tokens.
+        metrics: of micro-batches before these.
 
     Returns:
-        The loss's metrics, and `loss`, this rank's share of the step's loss.
+        The loss's metrics, and `loss`, the sum over them all.
 
     Raises:
         ValueError: ``compute_loss`` returned something else than a `LossOutput` (see `checked_loss`).
         FloatingPointError: a loss to train on isn't finite.
     """
-    metrics = Metrics()
+    metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
     agree = contextlib.nullcontext if sharding is None else sharding.agree
     losses: list[torch.Tensor] = []  # read once, when all is on its way: the host doesn't wait for any micro-batch
-    for index, row in enumerate(step.rows):
+    for index, row in enumerate(step.rows[step.trained :], start=step.trained):
         watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
         with agree("training"), autocast():
             output = checked_loss(compute_loss(PolicyForward.prepare(row)), differentiable=sharding is not None)
-        loss, output = output.loss / denominator, dataclasses.replace(output, loss=output.loss.detach())
+        loss, output = output.loss.clone(), dataclasses.replace(output, loss=output.loss.detach())
         losses.append(output.loss)
         if sharding is not None:
             with agree("training"):
                 sharding.backward(loss)  # the only name of the graph, which a failed backward drops
-        metrics.total("loss", output.loss / denominator)
+        metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
         passed(row.num_tokens)
     if sharding is not None:
@@ -63,7 +64,7 @@ def loss_pass(
 
 
 def _check_finite(losses: Sequence[torch.Tensor], step: StepBatch) -> None:
-    for index, loss in enumerate(numbers(losses)):
+    for index, loss in enumerate(numbers(losses), start=step.trained):
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"The loss of step {step.version + 1}, micro-batch {index} is {loss}: training stops before the "

@@ -12,13 +12,14 @@ import dataclasses
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from transformers import TrainerCallback
 
-from ..batch import MicroBatch, RolloutId, SampledStep, ScoredGroup, StepBatch
+from ..batch import MicroBatch, PackedRow, RolloutId, SampledStep, ScoredGroup, StepBatch
 from ..engine.load import watched
 from ..losses.advantages import group_std
 from ..memory.shape import Shape
@@ -74,6 +75,7 @@ class Recorder(TrainerCallback):
         self._next = 0  # the step whose statistics come next
         self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # by step, until it is trained
         self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # of the present step
+        self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # of the next step, while ranks still sample
         self._step: dict[str, float] = {}  # the present step's line has these beside its metrics
         self._is_open = False
         self._matrices: Matrices | None = None
@@ -192,6 +194,8 @@ class Recorder(TrainerCallback):
         self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
+        if self._rollout is not None:
+            self._rollout |= self.lanes.take_early()
         for step, found in zip(steps, statistics, strict=True):
             rows = [group_row(scored, combine) for scored in step.sampled]
             found.notes.append({"groups": rows, "rollout": self._rollout})
@@ -250,11 +254,23 @@ class Recorder(TrainerCallback):
             raise
         self._trained()
 
+    @contextlib.contextmanager
+    def trains_early(self, rows: Sequence[PackedRow]) -> Iterator[None]:
+        """Around a loss pass of the next step's first rows, before it is known which of its groups are shown."""
+        self._kept = self._kept_early if self._is_open and self.args.report_groups else None
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._kept = None
+        self.lanes.early(started, time.perf_counter(), sum(row.num_tokens for row in rows))
+
     @_never_fails
     def _begin_step(self, step: StepBatch) -> None:
+        early, self._kept_early = self._kept_early, []
         if not self._is_open:
             return
-        self._kept = [] if step.version + 1 in self._groups else None
+        self._kept = (early if step.trained else []) if step.version + 1 in self._groups else None
         self._step = {}
         if self._matrices is not None:
             self._step["flops"] = self._matrices.flops(Work.of_rows(step.rows))

@@ -157,7 +157,7 @@ def _shown(figures: Mapping[str, float]) -> str:
 class ReplaySampler(Sampler):
     """A `Sampler` of recorded groups only: without an engine or calls of reward functions."""
 
-    def _sample(self, prompts: list[list[Prompt]]) -> list[SampledStep]:
+    def _sample(self, prompts: list[list[Prompt]], meanwhile: Any = None) -> list[SampledStep]:
         with on_all_ranks("the rollout"):
             if self.config.layout.engine_place:  # the first rank of an engine has the groups of all of its ranks
                 return [SampledStep((), ()) for _ in prompts]

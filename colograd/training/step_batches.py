@@ -16,6 +16,7 @@ from ..policy.packing import PackingRules, has_signal, loss_tokens, pack_step
 from ..policy.routing import active_parameters
 from ..reporting.metrics import PhaseTimes
 from ..rollout.statistics import RolloutStatistics
+from .overlap import FirstRows
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
@@ -46,6 +47,7 @@ class _Share(NamedTuple):
     packed_tokens: int  # through the model in one forward
     micro_batches: int
     moved_groups: int  # trained here and sampled by another engine
+    early_tokens: int  # of packed_tokens: trained before all ranks had sampled
 
 
 def step_batch(
@@ -55,23 +57,29 @@ def step_batch(
     reward_names: Sequence[str],
     times: PhaseTimes,
     tell: Callable[[RolloutStatistics], None] | None = None,
+    divide: Callable[[Sequence[ScoredGroup]], FirstRows] | None = None,
 ) -> StepBatch:
     """Balance and pack a step's groups, and count them over all ranks. A collective.
 
     Args:
         statistics: of all that this rank sampled for the step; the step's metrics are made of them.
         tell: is told those of all ranks.
+        divide: this rank's groups, of which some may have rows already.
     """
     with times.phase("pack"):
-        groups, moved = trainable(step.kept, rules), 0
+        groups = trainable(step.kept, rules)
+        first = FirstRows(groups) if divide is None else divide(groups)
+        groups, moved = first.rest, first.moved
         if rules.balance_ranks or rules.ranks_per_engine > 1:
             size, moving = rules.ranks_per_engine, rules.balance_ranks
-            groups, moved = balance(groups, rules.pair_cost, rules.share_prompts, size, moving, rules.together)
-        rows = pack_step(groups, rules)
+            groups, balanced = balance(groups, rules.pair_cost, rules.share_prompts, size, moving, rules.together)
+            moved += balanced
+        rows = first.rows + pack_step(groups, rules)
     counted = not rules.together or rank() % rules.ranks_per_engine == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
+    early = sum(row.num_tokens for row in first.rows) if first.trained else 0
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    work = (sum(row.num_tokens for row in rows), len(rows), moved) if counted else (0, 0, 0)
+    work = (sum(row.num_tokens for row in rows), len(rows), moved, early) if counted else (0, 0, 0, 0)
     share = _Share(in_loss, len(rollouts), *work)
     ranks = gather((share, statistics))
     whole = _Share(*(sum(numbers) for numbers in zip(*(share for share, _ in ranks), strict=True)))
@@ -82,11 +90,14 @@ def step_batch(
         "train/packed_tokens": float(whole.packed_tokens),
         "train/micro_batches": float(whole.micro_batches),
         "train/moved_groups": float(whole.moved_groups),
+        **({"train/early_tokens": float(whole.early_tokens)} if first.partition else {}),
         "train/sampled_tokens": float(sum(sampled.lengths)),
         # TRL's `num_tokens` counts the same: prompts and what the model wrote, not what tools told it.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
-    return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups), counted=counted)
+    trained = len(first.rows) if first.trained else 0
+    groups = [*first.groups, *groups]
+    return StepBatch(rows, whole.loss_tokens, whole.sequences, metrics, tuple(groups), counted=counted, trained=trained)
 
 
 def trainable(groups: Sequence[ScoredGroup], rules: PackingRules) -> list[ScoredGroup]:
@@ -110,7 +121,8 @@ def schedule(
     scheduled = []
     for number in range(len(steps) * iterations):
         place = number % len(steps)
-        step = dataclasses.replace(steps[place], version=version + number)
+        trained = steps[place].trained if number < len(steps) else 0
+        step = dataclasses.replace(steps[place], version=version + number, trained=trained)
         if not step.on_policy:
             if place not in asked:
                 asked[place] = with_old_logprobs(steps[place])

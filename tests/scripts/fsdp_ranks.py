@@ -127,8 +127,9 @@ def backward_pass(
         logprobs, _ = policy_logprobs(model, row, 0.9)
         return LossOutput(-(logprobs * row.advantages).sum(), {}, {}, {})
 
-    loss_pass(step_of(mine, version), compute_loss, 50.0, lambda: torch.autocast("cpu", enabled=False), way)
+    loss_pass(step_of(mine, version), compute_loss, lambda: torch.autocast("cpu", enabled=False), way)
     way.sum_gradients()
+    way.divide_gradients(50.0)
 
 
 def digest(way: ShardingStrategy) -> str:

@@ -196,9 +196,9 @@ def test_a_failed_backward_has_freed_its_graph_before_it_answers_the_others(monk
 
     monkeypatch.setattr(Bucket, "reduce", answer)
     monkeypatch.setattr(loss_pass, "PolicyForward", SimpleNamespace(prepare=lambda row: row))
-    step: Any = SimpleNamespace(rows=[SimpleNamespace(num_tokens=1)], version=0)
+    step: Any = SimpleNamespace(rows=[SimpleNamespace(num_tokens=1)], version=0, trained=0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        loss_pass.loss_pass(step, compute_loss, 1.0, contextlib.nullcontext, sharding)
+        loss_pass.loss_pass(step, compute_loss, contextlib.nullcontext, sharding)
     assert len(alive) == len(sharding.buckets) >= 1 and not any(alive) and len(Keeping.kept) == 1
 
 

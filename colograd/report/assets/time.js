@@ -84,11 +84,11 @@ function meanOf(values) {
 
 // The inside of a round's rollout, a lane per rank.
 function lanes(rollouts) {
-  const longest = Math.max(...rollouts.map((rollout) => Math.max(rollout.seconds || 0, ...rollout.running.map(([t]) => t))), 1e-3);
+  const longest = Math.max(...rollouts.map((rollout) => Math.max(rollout.seconds || 0, rollout.until || 0, ...rollout.running.map(([t]) => t))), 1e-3);
   const most = Math.max(...rollouts.flatMap((rollout) => rollout.running.concat(rollout.waiting).map(([, count]) => count)), 1);
   return rollouts.map((rollout) => {
-    const tools = rollout.tools.length > 0;
-    const left = 54, tall = 96, height = tall + (rollout.rewards.length ? 18 : 0) + (tools ? 18 : 0) + 22;
+    const tools = rollout.tools.length > 0, trained = rollout.trained.length > 0;
+    const left = 54, tall = 96, height = tall + (rollout.rewards.length ? 18 : 0) + (tools ? 18 : 0) + (trained ? 18 : 0) + 22;
     const told = rolloutWords(rollout);
     const drawing = canvas(height, `Rank ${rollout.rank}: ${told}`, (context, width) => {
       const x = (t) => left + (t / longest) * (width - left - 8), y = (share) => 4 + (1 - share) * (tall - 6);
@@ -141,6 +141,7 @@ function lanes(rollouts) {
       };
       if (rollout.rewards.length) spans(rollout.rewards, seriesColour(1), "rewards");
       if (tools) spans(rollout.tools, seriesColour(4), "tools");
+      if (trained) spans(rollout.trained, seriesColour(3), "training");
       context.fillStyle = css("--muted");
       context.textAlign = "right";
       context.fillText(`${most} seq.`, left - 6, 8);
@@ -158,10 +159,13 @@ function rolloutWords(rollout) {
   const busy = (spans) => fmt(spans.reduce((sum, [, from, to]) => sum + Math.max(to - from, 0), 0));
   const kv = Math.max(...rollout.kv.map(([, share]) => share), 0);
   const tail = isNumber(rollout.tail) && rollout.seconds ? `tail from ${fmt(rollout.tail)} s (${percent((rollout.seconds - rollout.tail) / rollout.seconds)} of the time)` : null;
+  const early = rollout.trained.reduce((sum, [, from, to]) => sum + Math.max(to - from, 0), 0);
+  const waited = isNumber(rollout.until) ? rollout.until - rollout.seconds - early : 0;
   return [
     `${fmt(rollout.seconds)} s`, `at most ${peak} sequences`, tail, rollout.kv.length ? `KV cache at most ${percent(kv)} full` : null,
     rollout.preemptions ? plural(rollout.preemptions, "preemption") : null, rollout.rewards.length ? `rewards ${busy(rollout.rewards)} s` : null,
-    rollout.tools.length ? `tools ${busy(rollout.tools)} s` : null,
+    rollout.tools.length ? `tools ${busy(rollout.tools)} s` : null, rollout.trained.length ? `trained ${busy(rollout.trained)} s beside the tail` : null,
+    waited > 0.01 * rollout.until ? `waited ${fmt(waited)} s for other ranks` : null,
   ].filter(Boolean).join(", ") + "."; // prettier-ignore
 }
 

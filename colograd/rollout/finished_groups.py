@@ -1,0 +1,206 @@
+"""Finished groups that ranks train while others still sample: who has sampled, what is finished, who takes which.
+
+A rank that decodes can't take part in an exchange. So ranks leave each other short notes and the bytes of groups in the
+store through which they found each other, and a counter decides who takes a group. Nothing is sent unless a rank has
+sampled and trained its own groups, and looks for more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ..batch import ScoredGroup
+from ..parallel.layout import RankLayout
+
+_numbers = itertools.count(1)  # of the objects of this process: all ranks make theirs in the same order
+EVERY = 0.05  # seconds between two looks for ranks that want groups
+LARGEST = 4 * 2**20  # bytes of a group that is offered: torch's store closes the connection of who sends 8 MiB
+
+
+def tokens_of(scored: ScoredGroup) -> int:
+    """Tokens of a group in a row: its prompt and its completions."""
+    rollouts = scored.group.rollouts
+    return len(rollouts[0].input) + sum(len(rollout.completion_ids) for rollout in rollouts)
+
+
+class FinishedGroups:
+    """The finished groups of the step that is trained next.
+
+    Args:
+        layout: this rank among the others.
+        between_engines: whether a rank may take groups that another engine sampled (`balance_ranks`).
+        accepts: whether a group is trained at all, and may be before all are sampled.
+    """
+
+    def __init__(self, layout: RankLayout, between_engines: bool, accepts: Callable[[ScoredGroup], bool]) -> None:
+        self.layout, self.between_engines, self.accepts = layout, between_engines, accepts
+        engines = range(0, layout.world_size, layout.ranks_per_engine)
+        owners = [*engines] if between_engines else [layout.engine_group[0]]
+        self._others = [owner for owner in owners if owner != layout.rank]  # that may have something for this rank
+        self._wanted = "all" if between_engines else str(layout.data_rank)
+        self._number, self._round = next(_numbers), 0
+
+    def begin(self, positions: Iterable[int]) -> None:
+        """Begin a round; this rank's groups at these ``positions`` are trained next. All ranks begin the same rounds,
+        with an exchange between two of them."""
+        if self._round:
+            self._forget_notes()
+        self._round += 1
+        self._positions = set(positions)
+        self._own: list[ScoredGroup] = []  # in the order in which they finished
+        self._known: set[int] = set()  # positions of the finished ones
+        self._offered = 0  # the first so many of `_own` lie in the store
+        self._sizes: list[int] = []  # of these, in tokens; 0: others can't take it
+        self._left: set[int] = set()  # indices of `_own` that nobody is known to have taken
+        self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
+        self._is_sampled = self._is_hungry = False
+        self._looked = 0.0
+
+    # -- a rank that samples
+
+    def add(self, scored: ScoredGroup) -> None:
+        """A group of this rank is finished."""
+        if self.wants(scored.group.position):
+            self._known.add(scored.group.position)
+            if self.accepts(scored):
+                self._left.add(len(self._own))
+                self._own.append(scored)
+
+    def wants(self, position: int) -> bool:
+        """Whether the group at a position is trained next, and not known yet."""
+        return position in self._positions and position not in self._known
+
+    def serve(self) -> None:
+        """Between two steps of the engine: offer what is finished, if a rank wants it. Mostly looks at a clock."""
+        now = time.monotonic()
+        if now - self._looked < EVERY or self._offered == len(self._own):
+            return
+        self._looked = now
+        if self._count(f"wanted/{self._wanted}", 0):
+            self._offer()
+
+    def _offer(self) -> None:
+        for index, scored in enumerate(self._own[self._offered :], start=self._offered):
+            content = _content(scored) if index in self._left else b""
+            if content:
+                self._store().set(self._key(f"group/{self.layout.rank}/{index}"), content)
+            self._sizes.append(tokens_of(scored) if content else 0)
+        if self._offered < len(self._own):
+            self._offered = len(self._own)
+            self._store().set(self._key(f"sizes/{self.layout.rank}"), json.dumps(self._sizes))
+
+    # -- a rank that has sampled
+
+    def finish(self) -> None:
+        """This rank samples no more, for whatever reason."""
+        if not self._is_sampled:
+            self._is_sampled = True
+            self._count("sampled", 1)
+
+    def all_sampled(self) -> bool:
+        """Whether no rank samples any more."""
+        return self._count("sampled", 0) >= self.layout.world_size
+
+    def take(self, budget: int) -> list[ScoredGroup]:
+        """Groups for a row of ``budget`` tokens, this rank's own first; a larger one alone; none if there are none."""
+        if self._own and (self._is_hungry or self._count(f"wanted/{self._wanted}", 0)):
+            self._offer()
+        taken = self._take_own(budget)
+        if not taken:
+            self._ask()
+            taken = self._take_others(budget)
+        return taken
+
+    def _take_own(self, budget: int) -> list[ScoredGroup]:
+        taken: list[ScoredGroup] = []
+        room = budget
+        for index in sorted(self._left, key=lambda index: -tokens_of(self._own[index])):
+            size = tokens_of(self._own[index])
+            if size > room and taken:
+                continue
+            if index < self._offered and not self._claim(self.layout.rank, index):
+                self._left.discard(index)
+                continue
+            self._left.discard(index)
+            taken.append(self._own[index])
+            room -= size
+            if room <= 0:
+                break
+        return taken
+
+    def _take_others(self, budget: int) -> list[ScoredGroup]:
+        taken: list[ScoredGroup] = []
+        room = budget
+        offers = {owner: self._sizes_of(owner) for owner in self._others}
+        free = {
+            owner: [i for i, size in enumerate(sizes) if size and (owner, i) not in self._gone]
+            for owner, sizes in offers.items()
+        }
+        for owner in sorted(free, key=lambda owner: -len(free[owner])):
+            for index in sorted(free[owner], key=lambda index: -offers[owner][index]):
+                if offers[owner][index] > room and taken:
+                    continue
+                self._gone.add((owner, index))
+                if not self._claim(owner, index):
+                    continue
+                key = self._key(f"group/{owner}/{index}")
+                taken.append(pickle.loads(self._store().get(key)))
+                self._store().delete_key(key)
+                room -= offers[owner][index]
+                if room <= 0:
+                    return taken
+        return taken
+
+    def _ask(self) -> None:
+        if not self._is_hungry and self._others:
+            self._is_hungry = True
+            self._count(f"wanted/{self._wanted}", 1)
+
+    def _claim(self, owner: int, index: int) -> bool:
+        """Whether this rank is the first to take a group that was offered."""
+        return self._count(f"taken/{owner}/{index}", 1) == 1
+
+    def _sizes_of(self, owner: int) -> Sequence[int]:
+        """Tokens of each group that a rank offers; 0: it can't be taken."""
+        key = self._key(f"sizes/{owner}")
+        return json.loads(self._store().get(key)) if self._store().check([key]) else []
+
+    # -- notes
+
+    def _count(self, name: str, more: int) -> int:
+        return int(self._store().add(self._key(name), more))
+
+    def _key(self, name: str) -> str:
+        return f"colograd/finished/{self._number}/{self._round}/{name}"
+
+    def _forget_notes(self) -> None:
+        """Delete this rank's notes of the last round; the first rank also those that are nobody's own."""
+        me = self.layout.rank
+        names = [f"{kind}/{me}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
+        names += [f"sizes/{me}"] if self._offered else []
+        if me == 0:
+            names += ["sampled", "wanted/all"]
+        if not self.layout.engine_place and not self.between_engines:
+            names.append(f"wanted/{self.layout.data_rank}")
+        for name in names:
+            self._store().delete_key(self._key(name))
+
+    @staticmethod
+    def _store() -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+
+def _content(scored: ScoredGroup) -> bytes:
+    """A group's bytes for another rank; empty: it stays, as pictures are too large for the store."""
+    rollouts = scored.group.rollouts
+    if any(rollout.images or rollout.input.images is not None for rollout in rollouts):
+        return b""
+    content = pickle.dumps(scored.for_training())
+    return content if len(content) <= LARGEST else b""

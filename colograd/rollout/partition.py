@@ -1,0 +1,69 @@
+"""Micro-batches of a step that ranks trained while others still sampled, as they are recorded in the round's folder: a
+resumed or replayed step has the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+FILE = "partition.jsonl"
+LARGEST = 2**26  # bytes that are read
+
+Piece = tuple[int, tuple[int, ...]]  # a group's position, and which of its completions
+Row = tuple[Piece, ...]  # a micro-batch
+Partition = tuple[tuple[Row, ...], ...]  # of each rank
+
+
+def note_partition(folder: Path, step: int, partition: Partition) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / FILE, "a", encoding="utf-8") as file:
+        # A torn line of a run that was killed must not take this one with it.
+        file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, "ranks": partition}))
+
+
+def read_partition(folder: Path, step: int) -> Partition | None:
+    """The step's partition when it was trained first; None: nothing was trained early. Torn lines are passed over."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = file.read(LARGEST).splitlines()
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if entry["step"] == step:
+                return tuple(tuple(_row(row) for row in rows) for rows in entry["ranks"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+    return None
+
+
+def _row(pieces: Sequence[Sequence[object]]) -> Row:
+    found = tuple((_number(position), tuple(map(_number, indices))) for position, indices in pieces)  # type: ignore[call-overload]
+    if not all(indices for _, indices in found) or not found:
+        raise ValueError("a micro-batch is empty")
+    return found
+
+
+def _number(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no number")
+    return value
+
+
+def pieces_of(partition: Partition) -> Iterator[Piece]:
+    return (piece for rows in partition for row in rows for piece in row)
+
+
+def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
+    """Whether a step's groups, of which ``sizes`` has the completions by position, can be trained in that partition: no
+    completion twice, and the completions of a group all, on one rank."""
+    for rows in partition:
+        of_rank: dict[int, list[int]] = {}
+        for position, indices in pieces_of((rows,)):
+            of_rank.setdefault(position, []).extend(indices)
+        if any(sorted(indices) != [*range(sizes.get(position, 0))] for position, indices in of_rank.items()):
+            return False
+    positions = [position for rows in partition for position in {piece[0] for piece in pieces_of((rows,))}]
+    return len(positions) == len(set(positions))

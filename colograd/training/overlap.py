@@ -1,0 +1,201 @@
+"""Training beside the tail of sampling: a rank that has sampled its groups trains them while others still decode, and
+takes finished groups from these.
+
+No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
+unnormalised; ranks exchange nothing until all have sampled. What is left then is balanced, packed and trained as ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..batch import PackedGroup, PackedRow, ScoredGroup
+from ..config import GRPOConfig
+from ..losses.advantages import AdvantageEstimator
+from ..losses.objective import Objective
+from ..losses.token_losses import LOSSES
+from ..parallel import watchdog
+from ..parallel.balance import exchange
+from ..parallel.ranks import gather, rank
+from ..policy.packing import PackingRules, advantages_of
+from ..reporting.metrics import Metrics, PhaseTimes
+from ..rollout.finished_groups import FinishedGroups
+from ..rollout.partition import Partition, Row, fits, pieces_of
+from ..sharding import ShardingStrategy
+
+EVERY = 0.01  # seconds between two looks for finished groups
+
+
+@dataclass
+class EarlyRows:
+    """What a rank has trained of a step before all ranks had sampled."""
+
+    groups: list[ScoredGroup] = field(default_factory=list)  # that it took, its own or others'
+    rows: list[PackedRow] = field(default_factory=list)  # of these groups: their gradients are made
+    metrics: Metrics = field(default_factory=Metrics)  # of the rows' losses
+
+
+def train_while_others_sample(
+    finished: FinishedGroups,
+    train: Callable[[Sequence[ScoredGroup], Metrics], Sequence[PackedRow]],
+    budget: int,
+    times: PhaseTimes,
+) -> EarlyRows:
+    """Train finished groups, micro-batch by micro-batch, until no rank samples any more.
+
+    Args:
+        train: forward and backward of some groups, whose losses' metrics it adds; returns their rows.
+        budget: tokens of a micro-batch.
+
+    Returns:
+        What was trained; groups without rows: memory ran out, and all gradients are to be dropped.
+    """
+    early = EarlyRows()
+    while not finished.all_sampled():
+        groups = finished.take(budget)
+        if not groups:
+            with times.phase("wait"):
+                watchdog.progress("waiting for ranks that sample")
+                time.sleep(EVERY)
+            continue
+        early.groups += groups
+        try:
+            early.rows += train(groups, early.metrics)
+            continue
+        except torch.OutOfMemoryError:
+            pass
+        # The exception, whose traceback holds activations, is gone. The others may be told when they have sampled.
+        return EarlyRows(early.groups)
+    return early
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRows:
+    """A step's groups on this rank, divided into those whose rows come first and the rest, which is still to pack."""
+
+    rest: list[ScoredGroup]
+    groups: tuple[ScoredGroup, ...] = ()  # of the rows
+    rows: tuple[PackedRow, ...] = ()
+    trained: bool = False  # whether the rows' gradients are made
+    moved: int = 0  # of the groups: how many another engine sampled
+    partition: Partition = ()  # the first rows of all ranks
+
+
+def first_rows(
+    groups: Sequence[ScoredGroup], early: EarlyRows | None, recorded: Partition | None, rules: PackingRules
+) -> FirstRows:
+    """Divide a step's groups. A collective, unless both ``early`` and ``recorded`` are None.
+
+    Args:
+        groups: this rank's own that are to be packed.
+        early: what this rank has trained.
+        recorded: of all ranks, when the step was trained before; then nothing is trained, and the same rows come first.
+    """
+    if early is None and recorded is None:
+        return FirstRows([*groups])
+    held = gather([(scored.group.position, len(scored.group.rollouts)) for scored in groups])
+    owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
+    if recorded is not None:
+        if len(recorded) != len(held) or not fits(recorded, dict(entry for of_rank in held for entry in of_rank)):
+            return FirstRows([*groups])  # of another number of ranks, say: the update is equal up to rounding
+        early, trained = _as_recorded(groups, recorded, held, rules), False
+    else:
+        assert early is not None
+        trained = bool(early.rows)
+    ranks = gather(([scored.group.position for scored in early.groups], tuple(map(_row_of, early.rows))))
+    taken = {position for positions, _ in ranks for position in positions}
+    rest = [scored for scored in groups if scored.group.position not in taken]
+    partition = tuple(rows for _, rows in ranks)
+    if not early.rows:  # there are none, or memory ran out
+        return FirstRows(rest + early.groups, partition=partition)
+    engine = rank() // rules.ranks_per_engine
+    moved = sum(owners[scored.group.position] // rules.ranks_per_engine != engine for scored in early.groups)
+    return FirstRows(rest, tuple(early.groups), tuple(early.rows), trained, moved, partition)
+
+
+def _as_recorded(
+    groups: Sequence[ScoredGroup], recorded: Partition, held: Sequence[Sequence[tuple[int, int]]], rules: PackingRules
+) -> EarlyRows:
+    """This rank's groups and rows of a recorded partition; they aren't trained yet. A collective.
+
+    Args:
+        held: position and size of each rank's groups.
+    """
+    places = {position: (owner, index) for owner, row in enumerate(held) for index, (position, _) in enumerate(row)}
+    positions = [dict.fromkeys(position for position, _ in pieces_of((rows,))) for rows in recorded]
+    taken = exchange(groups, [[places[position] for position in of_rank] for of_rank in positions])
+    by_position = {scored.group.position: scored for scored in taken}
+    return EarlyRows(taken, [_row_from(row, by_position, rules) for row in recorded[rank()]])
+
+
+def _row_of(row: PackedRow) -> Row:
+    return tuple((part.ids[0].position, tuple(identity.index for identity in part.ids)) for part in row.parts)
+
+
+def _row_from(row: Row, groups: dict[int, ScoredGroup], rules: PackingRules) -> PackedRow:
+    parts = []
+    for position, indices in row:
+        group, advantages = groups[position].group, advantages_of(groups[position])
+        ids = tuple(group.rollout_ids[index] for index in indices)
+        rollouts = tuple(group.rollouts[index] for index in indices)
+        parts.append(PackedGroup(ids, rollouts, tuple(advantages[index] for index in indices)))
+    return PackedRow(tuple(parts), rules.mask_truncated, rules.device)
+
+
+# -- whether a run can
+
+
+def why_not(
+    config: GRPOConfig,
+    objective: Objective,
+    estimator: AdvantageEstimator,
+    sharding: type[ShardingStrategy],
+    replaced: Callable[[str], bool],
+) -> str:
+    """Why all groups of a step wait for the last one; empty: they needn't.
+
+    Args:
+        replaced: whether a subclass of the trainer overrides a stage.
+    """
+    reasons: list[tuple[Any, str]] = [
+        (sharding.meets_in_backward, f"with sharding: {config.sharding} ranks exchange in each backward"),
+        (config.dynamic_sampling, "dynamic_sampling chooses the step's groups among all that were sampled"),
+        (estimator.step_scores is not None, "advantages are divided by a deviation over the step"),
+        (objective.top_entropy_quantile < 1, "top_entropy_quantile is of all the step's tokens"),
+        (objective.entropy_bonus, "the entropy's bonus is a mean over the step"),
+        (objective.router_coef != 0, "the load-balancing loss is weighted by the step's tokens"),
+        (objective.distillation_weight != 0, "a teacher's term isn't trained early"),
+        (type(objective.loss) not in LOSSES.values(), "a loss of your own may read the step's constants"),
+        (replaced("compute_loss"), "a compute_loss of your own may read the step's constants"),
+        (replaced("compute_advantages"), "a compute_advantages of your own is called in the order of the prompts"),
+        (config.offload_reference and not config.on_cpu, "offload_reference has no room beside gradients"),
+        (config.full_determinism, "full_determinism forbids sums whose order depends on clocks"),
+    ]
+    return next((reason for applies, reason in reasons if applies), "")
+
+
+def shared_groups(config: GRPOConfig, why: str, accepts: Callable[[ScoredGroup], bool]) -> FinishedGroups | None:
+    """The finished groups that ranks share; None: they wait for each other, or there is one."""
+    if config.overlap == "off" or config.world_size == 1 or why:
+        return None
+    return FinishedGroups(config.layout, config.balance_ranks and config.layout.data_size > 1, accepts)
+
+
+def describe(config: GRPOConfig, why: str) -> str:
+    """A line for the start of a run; empty: nothing was asked for, or one rank has nobody to wait for."""
+    if config.overlap == "off" or config.world_size == 1:
+        return ""
+    if why:
+        return f"overlap: nothing is trained before all ranks have sampled, as {why}"
+    later = config.round_length > 1
+    return (
+        "overlap: a rank that has sampled trains its groups"
+        + (", and finished ones of other ranks," if config.balance_ranks else "")
+        + " while others sample"
+        + ("; only for the first optimizer step of each round" if later else "")
+    )

@@ -1,0 +1,187 @@
+"""Train the tiny model on ranks of which those of the second engine sample longest, with and without `overlap`.
+
+Started by tests/training/test_overlap.py under torchrun.
+
+    torchrun --nproc-per-node 2 overlapping_ranks.py MODEL FOLDER MODE
+
+MODE: `compare` trains overlapped, not overlapped, and replays the first run; so do `optimizer`, with the optimizer's
+state shared out, `lora`, and `engines`, on four ranks with engines of two. `kill`: a rank is killed while it trains one
+of the second engine's groups in the third step; `resume` goes on after it. `memory`: it runs out of memory there in the
+second step. `reward`: the second engine's reward raises while others train.
+
+Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+import tiny
+import torch
+
+from colograd import GRPOTrainer
+from colograd.batch import Group, Prompt
+from colograd.replayer import Replayer
+from colograd.rollout.partition import read_partition
+from colograd.training.replaying import Replay
+
+RANK = int(os.environ.get("RANK", "0"))
+MODEL, FOLDER, MODE = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+STEPS = 3
+VARIANTS: dict[str, dict[str, Any]] = {
+    "compare": {},
+    "optimizer": {"sharding": "optimizer"},
+    "lora": {},
+    "engines": {"sharding": "optimizer", "vllm_tensor_parallel_size": 2},
+}
+PROMPTS = 8  # of a step: the second half is the second engine's
+IS_LONG = int(os.environ.get("WORLD_SIZE", "1")) // 2 <= RANK
+
+
+class Events:
+    """What happened when, by the clock that all ranks of a machine share."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.kept = run, list[list[Any]]()
+
+    def add(self, step: int, what: str, *positions: int) -> None:
+        self.kept.append([time.monotonic(), RANK, step, what, sorted(positions)])
+
+    def trained_elsewhere(self, step: int) -> Path:
+        return self.run / f"trained-{step}"
+
+
+class OneByOne:
+    """A rollout source that samples one prompt after the other, of 12 tokens in the second engine and else of 3."""
+
+    waits: bool
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Any, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        sampling = dataclasses.replace(sampling, max_tokens=12 if IS_LONG else 3)
+        for index, prompt in enumerate(prompts):
+            if IS_LONG and index + 1 == len(prompts) and self.waits:
+                while not events.trained_elsewhere(version).exists():
+                    time.sleep(0.01)
+                    self.engine.after_step()  # as after a step of the engine that takes as long
+            yield from self.engine.generate([prompt], sampling, version=version, seed=seed, purpose=purpose)
+            events.add(version, "sampled", prompt.position)
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    if MODE == "reward" and IS_LONG and columns["trainer_state"].global_step == 1:
+        raise RuntimeError("the judge of rank 1 is out")
+    return tiny.vowels(completions)
+
+
+SETTINGS: dict[str, Any] = {
+    "prompts_per_step": PROMPTS,
+    "max_steps": STEPS,
+    "journal": "keep",
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "beta": 0.05,
+    "max_tokens_per_microbatch": 120,
+    "lr_scheduler_type": "constant",
+    **VARIANTS.get(MODE, {}),
+}
+
+
+def adapter() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if MODE == "lora" else None
+
+
+def watch(trainer: Any) -> None:
+    """Note what is trained early; fail there if the mode says so."""
+    learner = trainer.learner
+    train, loss_of_row = learner._train_finished, learner.loss_of_row
+
+    def noting(groups: Any, metrics: Any) -> Any:
+        step, positions = trainer.state.global_step, {scored.group.position for scored in groups}
+        foreign = not IS_LONG and any(position % PROMPTS >= PROMPTS // 2 for position in positions)
+        if foreign and MODE == "kill" and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out_of_memory.append(foreign and MODE == "memory" and step == 1)
+        try:
+            rows = train(groups, metrics)
+        finally:
+            out_of_memory.clear()
+            if foreign:
+                events.trained_elsewhere(step).touch()
+        events.add(step, "trained", *positions)
+        return rows
+
+    def loss(*args: Any) -> Any:
+        if any(out_of_memory):
+            raise torch.OutOfMemoryError("rank 0 has no room")
+        return loss_of_row(*args)
+
+    out_of_memory: list[bool] = []
+    learner._train_finished, learner.loss_of_row = noting, loss
+
+
+def trained(run: Path, overlap: str) -> dict[str, Any]:
+    global events
+    events = Events(run)
+    OneByOne.waits = overlap == "auto"
+    args = tiny.config(run, overlap=overlap, **SETTINGS)
+    trainer = GRPOTrainer(MODEL, reward, args, tiny.prompts(16), rollout_func=OneByOne, peft_config=adapter())
+    watch(trainer)
+    trainer.train(resume_from_checkpoint="auto" if MODE == "resume" else None)
+    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    trainer.close()
+    torch.save(weights, FOLDER / f"{run.name}-rank{RANK}.pt")
+    return {
+        "events": events.kept,
+        "steps": steps,
+        "partition": [read_partition(run / "_journal" / f"step-{step:08d}", step + 1) for step in range(STEPS)],
+    }
+
+
+def replayed(run: Path) -> dict[str, Any]:
+    lines: list[str] = []
+    trainer = Replayer(
+        replay=Replay(run, 1, STEPS),
+        model=MODEL,
+        reward_funcs=reward,
+        args=tiny.config(run.with_name("replayed"), **SETTINGS | {"save_strategy": "no", "report": False}),
+        train_dataset=tiny.prompts(16),
+        peft_config=adapter(),
+    )
+    say, trainer.console.say = trainer.console.say, lambda line, *args: (lines.append(line), say(line, *args))
+    trainer.train()
+    trainer.close()
+    return {"lines": lines}
+
+
+events = Events(FOLDER)
+
+
+def main() -> None:
+    run = FOLDER / "overlapped"
+    result = {"overlapped": trained(run, "auto")}
+    if MODE in VARIANTS:
+        result["apart"] = trained(FOLDER / "apart", "off")
+        result["replayed"] = replayed(run)
+    (FOLDER / f"{MODE}-rank{RANK}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""`overlap: auto`: ranks train finished groups while others still sample, and nothing but time is different."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import launcher
+import pytest
+import tiny
+import torch
+from paths import SCRIPTS
+
+from colograd.config import GRPOConfig
+from colograd.losses.advantages import AdvantageEstimator
+from colograd.losses.objective import Objective
+from colograd.report.reading import RecordedRun
+from colograd.reporting.event_log import events_of
+from colograd.rollout.figures import FILE as FIGURES
+from colograd.rollout.partition import FILE as PARTITION
+from colograd.sharding import strategy_of
+from colograd.training.overlap import describe, shared_groups, why_not
+
+STEPS = 3
+# Else MKL's products depend, by their last bits, on where in memory a matrix begins.
+EXACT = tiny.clean_environment() | {"MKL_CBWR": "COMPATIBLE"}
+
+
+def start(model: Path, folder: Path, mode: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return launcher.run(SCRIPTS / "overlapping_ranks.py", model, folder, mode, ranks=ranks, env=EXACT)
+
+
+def results(folder: Path, mode: str) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{mode}-rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
+    """Of a run's end, on both ranks the same."""
+    first, second = (torch.load(folder / f"{run}-rank{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    return first
+
+
+def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    def norm(values: list[torch.Tensor]) -> float:
+        return float(torch.cat([value.double().flatten() for value in values]).norm())
+
+    return norm([mine[name] - theirs[name] for name in mine]) / norm([*theirs.values()])
+
+
+@pytest.fixture(scope="module")
+def compared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("overlap")
+    done = start(tiny_model, folder, "compare")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "overlap: a rank that has sampled trains its groups, and finished ones of other ranks" in done.stdout
+    return folder
+
+
+@pytest.mark.engine
+def test_a_rank_trains_groups_of_another_that_still_samples(compared: Path) -> None:
+    first, second = (rank["overlapped"] for rank in results(compared, "compare"))
+    for step in range(STEPS):
+        mine, theirs = ([e for e in events if e[2] == step] for events in (first["events"], second["events"]))
+        sampled = {position for event in theirs if event[3] == "sampled" for position in event[4]}
+        last = max(event[0] for event in theirs if event[3] == "sampled")
+        early = [event for event in mine if event[3] == "trained" and event[0] < last]
+        assert any(sampled & {*event[4]} for event in early), "before the second rank's last group was sampled"
+        counted = first["steps"][step]
+        assert 0 < counted["train/early_tokens"] < counted["train/packed_tokens"] and counted["train/moved_groups"] > 0
+        assert 0 < counted["rollout/idle_share"] < 1
+
+
+@pytest.mark.engine
+def test_the_report_shows_what_was_trained_beside_the_tail_and_when_all_had_sampled(compared: Path) -> None:
+    run, first = compared / "overlapped", results(compared, "compare")[0]["overlapped"]
+    lanes = [event for event in events_of(run) if event["kind"] == "rollout" and event["rank"] == 0]
+    assert len(lanes) == STEPS
+    for lane, step in zip(lanes, first["steps"], strict=True):
+        assert sum(tokens for *_, tokens in lane["trained"]) == step["train/early_tokens"]
+        assert all(lane["seconds"] - 0.01 <= start <= end <= lane["until"] for _, start, end, _ in lane["trained"])
+    others = [event for event in events_of(run) if event["kind"] == "rollout" and event["rank"] == 1]
+    assert all(lane["trained"] == [] for lane in others)
+    shown = RecordedRun(run)
+    shown.refresh()
+    assert all(lane["trained"] or lane["rank"] for step in range(STEPS) for lane in shown.rollouts_of(step + 1))
+
+
+@pytest.mark.engine
+def test_the_update_is_the_same_up_to_rounding(compared: Path) -> None:
+    first = results(compared, "compare")[0]
+    for mine, theirs in zip(first["overlapped"]["steps"], first["apart"]["steps"], strict=True):
+        assert "train/early_tokens" not in theirs
+        for name in ("loss", "grad_norm", "kl", "entropy", "completions/mean_length", "reward"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+    assert apart(weights(compared, "overlapped"), weights(compared, "apart")) < 1e-6
+
+
+@pytest.mark.engine
+def test_a_replay_trains_the_same_micro_batches_to_the_same_bits(compared: Path) -> None:
+    """Without any overlap, as it samples nothing."""
+    for rank in results(compared, "compare"):
+        assert all(partition and partition[0] for partition in rank["overlapped"]["partition"])
+    lines = results(compared, "compare")[0]["replayed"]["lines"]
+    assert f"replay: {STEPS} of {STEPS} step(s) came out bit for bit as recorded" in lines
+
+
+@pytest.mark.engine
+def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """The run goes on before a step that was trained, which takes the recorded micro-batches, and one that wasn't."""
+    done = start(tiny_model, tmp_path, "kill")
+    assert done.returncode and "Rank 0 ended without a word" in done.stderr, done.stderr[-3000:]
+    run = tmp_path / "overlapped"
+    shutil.rmtree(run / "checkpoint-2")
+    done = start(tiny_model, tmp_path, "resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    second = run / "_journal" / "step-00000001"
+    first_time, again = (second / FIGURES).read_text().splitlines()
+    assert first_time == again and len((second / PARTITION).read_text().splitlines()) == 1
+    assert apart(weights(tmp_path, "overlapped"), weights(compared, "apart")) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_rank_without_memory_for_an_early_micro_batch_trains_it_with_the_others(
+    compared: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    done = start(tiny_model, tmp_path, "memory")
+    assert done.returncode == 0, done.stderr[-3000:]
+    early = [step["train/early_tokens"] for step in results(tmp_path, "memory")[0]["overlapped"]["steps"]]
+    assert early[0] > 0 and early[1] == 0 and early[2] > 0
+    assert apart(weights(tmp_path, "overlapped"), weights(compared, "apart")) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_reward_that_fails_while_another_rank_trains_ends_both(tiny_model: Path, tmp_path: Path) -> None:
+    done = start(tiny_model, tmp_path, "reward")
+    assert done.returncode and "the judge of rank 1 is out" in done.stderr
+    assert "Rank 1 failed in the rollout" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(("mode", "ranks"), [("optimizer", 2), ("lora", 2), ("engines", 4)])
+def test_it_is_so_for(mode: str, ranks: int, tiny_model: Path, tmp_path: Path) -> None:
+    done = start(tiny_model, tmp_path, mode, ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first = results(tmp_path, mode)[0]
+    assert all(step["train/early_tokens"] > 0 for step in first["overlapped"]["steps"])
+    assert apart(weights(tmp_path, "overlapped"), weights(tmp_path, "apart")) < 1e-6
+    lines = first["replayed"]["lines"]
+    assert f"replay: {STEPS} of {STEPS} step(s) came out bit for bit as recorded" in lines
+
+
+# -- which runs overlap
+
+
+def why(changes: dict[str, Any], replaced: Callable[[str], bool] = lambda stage: False) -> str:
+    config = tiny.config("nowhere", **changes)
+    objective, estimator = Objective.from_config(config), AdvantageEstimator.of(config, [1.0])
+    return why_not(config, objective, estimator, strategy_of(config), replaced)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"loss_type": "dr_grpo", "beta": 0.1, "num_iterations": 2}, ""),
+        ({"scale_rewards": "batch"}, "a deviation over the step"),
+        ({"dynamic_sampling": True}, "dynamic_sampling chooses"),
+        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
+        ({"entropy_coef": 0.1}, "the entropy's bonus"),
+        ({"full_determinism": True}, "full_determinism"),
+    ],
+)
+def test_what_needs_the_whole_step_waits_and_says_so(changes: dict[str, Any], reason: str) -> None:
+    found = why(changes)
+    assert (reason in found) and bool(found) == bool(reason)
+    ranks: Any = SimpleNamespace(overlap="auto", world_size=2, round_length=2, balance_ranks=True, layout=None)
+    assert describe(ranks, found).startswith("overlap: nothing is trained" if reason else "overlap: a rank that has")
+    assert not reason or shared_groups(ranks, found, bool) is None
+
+
+@pytest.mark.parametrize("stage", ["compute_loss", "compute_advantages"])
+def test_stages_of_ones_own_wait(stage: str) -> None:
+    assert f"a {stage} of your own" in why({}, lambda name: name == stage)
+
+
+def test_off_is_the_default_and_yaml_s_bare_off_is_it_too(tmp_path: Path) -> None:
+    assert tiny.config(tmp_path).overlap == tiny.config(tmp_path, overlap=False).overlap == "off"
+    with pytest.raises(ValueError, match="overlap 'on' isn't supported: choose one of auto, off"):
+        GRPOConfig(output_dir=str(tmp_path), overlap="on")
