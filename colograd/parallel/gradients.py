@@ -46,7 +46,10 @@ def sum_over_ranks(
         alone = len(bucket) == 1 and bucket[0].is_contiguous()  # the embedding's, say: a copy would take gigabytes
         parts = [gradient.reshape(-1).to(device or gradient.device) for gradient in bucket]
         flat = parts[0] if alone else torch.cat(parts)
-        dist.all_reduce(flat, group=None if among is None else among.group)
+        if among is None:
+            dist.all_reduce(flat)
+        else:
+            among.sum_(flat)
         watchdog.progress()
         moved += flat.nbytes
         if alone and flat.device == bucket[0].device:
