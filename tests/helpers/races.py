@@ -12,14 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 class Races(TorchDispatchMode):
     """Streams that know what they have waited for. An operation whose memory another stream has used, by one that
-    neither its own stream nor the host has waited for, is a race."""
+    neither its own stream nor the host has waited for, is a race, unless both only read it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.present = self.computing = SimpleNamespace(known=set())
-        self.used: list[tuple[int, int, int, Any]] = []  # memory's first and last byte, operation, its stream
+        self.used: list[
+            tuple[int, int, int, Any, bool]
+        ] = []  # first and last byte, operation, stream, whether it wrote
         self.races: list[str] = []
         self.host: set[int] = set()  # operations that the host has waited for
         self.copied: set[int] = set()
@@ -35,14 +41,18 @@ class Races(TorchDispatchMode):
         self.count += 1
         if func is torch.ops.aten.copy_.default and self.present is not self.computing:
             self.copied.add(self.count)
-        for tensor in tree_leaves([args, kwargs, result]):
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs or {}
+        changed = {argument.name for argument in func._schema.arguments if _is_written(argument)}
+        read = [(tensor, name in changed) for name, value in given.items() for tensor in tree_leaves(value)]
+        for tensor, writes in [*read, *((tensor, True) for tensor in tree_leaves(result))]:
             if isinstance(tensor, torch.Tensor) and tensor.nbytes:
                 first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-                for start, stop, operation, stream in self.used:
-                    apart = stop <= first or last <= start or stream is self.present
+                for start, stop, operation, stream, wrote in self.used:
+                    apart = stop <= first or last <= start or stream is self.present or not (writes or wrote)
                     if not apart and operation not in self.present.known | self.host:
                         self.races.append(f"{func} overtakes operation {operation}")
-                self.used.append((first, last, self.count, self.present))
+                self.used.append((first, last, self.count, self.present, writes))
         self.present.known.add(self.count)
         return result
 
