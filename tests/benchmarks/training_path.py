@@ -148,10 +148,10 @@ class Watch:
     def end_training(self) -> None:
         self.processor_s = time.process_time() - self.processor
 
-    def step(self, logs: dict[str, Any]) -> None:
+    def step(self, metrics: dict[str, Any]) -> None:
         """An optimizer step has ended."""
         now = time.perf_counter()
-        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         peaks = {"sampling_peak": self.sampling_peak, "training_peak": self.memory.peak()}
         work = {"tokens": self.work.tokens, "predicted": self.work.predicted, "pairs": self.work.pairs}
         self.steps.append({**numbers, **peaks, **work, "wall": now - self.last, "processor": self.processor_s,
@@ -227,13 +227,13 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
             watch.end_training()
             return loss
 
+        def report_step(self, metrics: Any) -> None:  # a replay logs no step
+            super().report_step(metrics)
+            watch.step({**metrics, **self.learner.figures})
+
     class Steps(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             watch.last = time.perf_counter()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if logs and "step_time" in logs:
-                watch.step(logs)
 
     count = options.prompts_per_step * options.steps
     tokenizer, config = AutoTokenizer.from_pretrained(options.model), make_config(options, folder)
