@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.sharding import TENSOR
 from ..policy.layer_inputs import KEPT
 from .choice import best_plan, fits
 from .description import RunDescription
@@ -66,7 +67,9 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 def cheapest(run: RunDescription, strategy: str) -> dict[str, Any]:
     """What the way that fits with the least over the bus keeps on the host, as fields of a run; {}: nothing, as it
-    fits so, or no way does."""
+    fits so, or no way does, or the strategy has ways of its own."""
+    if strategy == "fsdp" or strategy in TENSOR:
+        return {}
     fitting = [way for way in ways(run, strategy) if way.fits]
     return WAYS[min(fitting, key=lambda way: way.bus.seconds(BUS)).name] if fitting else {}
 
