@@ -118,7 +118,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "rng_state.pth": Rng().read,
     "scheduler.pt": load_scheduler,
     "trainer_state.json": trainer_state,
-    "prompts.json": lambda folder: folders.read_prompts(str(folder)),
+    "prompts.json": lambda folder: folders.read_prompts(str(folder), "wasn't streamed"),
     "lengths_0.json": lambda folder: LengthHistory().load(folder, 0),
     manifest.MANIFEST: check_manifest,
 }

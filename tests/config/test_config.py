@@ -346,6 +346,7 @@ NEW = {
     "max_prompt_tokens",
     "offload_gradients",
     "offload_optimizer",
+    "overlap",
     "offload_reference",
     "offload_teacher",
     "teacher_model_name_or_path",

@@ -1,6 +1,6 @@
 """Six steps with a curriculum, then the last three again from the checkpoint between them.
 
-Started by tests/training/test_curriculum.py.
+Started by tests/training/test_curriculum_resume.py.
 
     python curriculum_ranks.py MODEL FOLDER        (or by torchrun)
 """

@@ -41,7 +41,7 @@ def test_the_first_and_the_last_rank_ask_for_the_same(way: str, ranks: int, step
     assert first["phases"] == last["phases"] and first["traffic"] == last["traffic"]
     for step in (first, last):
         assert step["devices"] == ["cuda"] and step["waits"] == []
-        assert step["flash"] == {"forward": 2 * 3, "backward": 2 * 3}
+        assert step["flash"] == {"forward": 4 * 3, "backward": 4 * 3}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
