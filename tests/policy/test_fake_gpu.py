@@ -120,7 +120,8 @@ def test_gradients_go_to_the_host_while_the_backward_goes_on(name: str, cases: d
     case = found(cases, name)
     assert case["waits"] == [] and case["flash"] == {"forward": 6 * LAYERS, "backward": 6 * LAYERS}
     assert 5 * case["gradients"] <= case["copied"] < 1.01 * 5 * case["gradients"], "out three times, in twice; ids"
-    check_plan(case)
+    # The plan counts gradients on their way beside the largest moment, the head's, when none of them is made yet.
+    assert 1.0 < case["plan"] / case["peak"] < 1.15
     assert case["held"] == 0, "all is given back when the sums are there"
     once, *later = case["locked"]
     assert 0 <= once - case["gradients"] < 4096 * 100 and later == [once, once], "whole pages, locked once"
