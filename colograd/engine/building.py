@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 
-from ..runtime import process
+from ..runtime import cpu_products, process
 from .cpu_layers import mend_cpu_layers
 from .experts import apply_experts
 from .whole_pictures import whole_of_known_features, whole_on_cpu
@@ -269,7 +269,7 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
     from vllm.model_executor.layers import utils
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = cpu_products.linear
 
     return replaced(utils, "dispatch_cpu_unquantized_gemm", keep)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..runtime import cpu_products
 from . import attention
 from .tensor_parallel import VocabularyPart
 
@@ -54,8 +55,10 @@ class Head:
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Of a head's matrix products: autocast's, or its own."""
-    return (None if wide else attention.autocast_dtype(device)) or weight.dtype
+    """Of a head's matrix products: autocast's, or its own; float32 where a CPU has none of 16 bits."""
+    found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
+    slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
+    return torch.float32 if slow else found
 
 
 def logit_transform(model: Any) -> dict[str, Any]:

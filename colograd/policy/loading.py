@@ -24,6 +24,7 @@ from transformers.utils import logging as hf_logging
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..parallel.ranks import world_size
+from ..runtime import cpu_products
 from . import quantized
 from .dropout import disable_dropout, largest_dropout
 from .images import (
@@ -138,6 +139,8 @@ class Policy:
             lines.append(
                 f"policy: text alone is trained; what {kind} sees or hears with is frozen, and not in the engine"
             )
+        if self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and cpu_products.wanted():
+            lines.append("policy: this CPU multiplies no bfloat16, so products are computed in float32 and rounded")
         if self.why_padded:
             lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
         return lines
@@ -188,6 +191,7 @@ def load_policy(
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if adapter is not None and config.checkpointing and reentrant:
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
+    cpu_products.take_over(loaded)
     why_padded = choose_rows(loaded)
     processor = None
     if takes_images(unwrap(loaded).config) and not reads_text_alone(unwrap(loaded)):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from ..runtime.cpu_products import linear
 
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' classes of parameters
 BLOCK = 64  # values that share a scale with 4 bits
@@ -58,7 +59,7 @@ class PackedWeight:
         layer = self.layer
         given = x.to(self.precision(x))
         if self.needs_exact_products:
-            return F.linear(given, self.values(given.dtype)).to(x.dtype)
+            return linear(given, self.values(given.dtype)).to(x.dtype)
         import bitsandbytes
 
         y: torch.Tensor = bitsandbytes.matmul_4bit(given, layer.weight, quant_state=layer.weight.quant_state)
@@ -150,11 +151,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         ctx.packed = packed
-        return F.linear(x, packed.values(x.dtype))
+        return linear(x, packed.values(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient @ ctx.packed.values(gradient.dtype), None
+        return linear(gradient, ctx.packed.values(gradient.dtype).t()), None
 
 
 def is_4bit(settings: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from ..config import GRPOConfig
+from ..runtime import cpu_products
 from . import quantized
 from .frozen import FrozenModel, offloads, values_in_place
 from .head import TeacherHead
@@ -266,6 +267,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
         import peft
 
         model = peft.PeftModel.from_pretrained(model, source.adapter)
+    cpu_products.take_over(model)
     if config.cast_lm_head_to_fp32:
         products_in_float32(model)
     model.requires_grad_(False).eval()

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..parallel.layout import RankLayout
 from ..parallel.ranks import gather
 from ..parallel.shards import RankGroup, Shard, group_of
+from ..runtime import cpu_products
 
 
 class _Enter(torch.autograd.Function):
@@ -132,6 +133,7 @@ def _derived(kind: Any, own: Any) -> Any:
 
 def _become(module: Any, kind: Any, **attributes: Any) -> None:
     own: Any = type(module)
+    cpu_products.give_back(module)
     module.__class__ = _derived(kind, own)
     for name, value in attributes.items():
         setattr(module, name, value)

@@ -1,0 +1,95 @@
+"""Products of bfloat16 matrices on a CPU without instructions for them.
+
+There torch has plain loops, on one thread and 20 to 110 times as slow as float32 products. Here the factors are cast,
+a part of the weight at a time, and the product is rounded once: what a kernel that sums in float32 computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+CAST_ELEMENTS = 2**20  # of a weight at once: 4 MiB in float32, which a core's caches hold
+FEW_ROWS = 4  # fewer cost less in torch's loops than the cast of the weight
+
+
+@functools.cache
+def wanted() -> bool:
+    """Whether this CPU has no bfloat16 products of its own."""
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def take_over(model: torch.nn.Module) -> None:
+    """Have the model's linear layers compute so, where this CPU wants it."""
+    if not wanted():
+        return
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear and "forward" not in layer.__dict__:
+            layer.forward = types.MethodType(_forward, layer)  # a method, so that a copy of the model has its own
+
+
+def give_back(layer: torch.nn.Module) -> None:
+    """Its own forward to a layer that `take_over` may have changed."""
+    if getattr(layer.__dict__.get("forward"), "__func__", None) is _forward:
+        del layer.forward
+
+
+def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, layer.weight, layer.bias)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear`, under autocast too."""
+    if not x.is_cpu or not wanted():
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:
+        x, weight = x.bfloat16(), weight.bfloat16()
+        bias = None if bias is None else bias.bfloat16()
+    if not x.dtype == weight.dtype == torch.bfloat16 or x.numel() < FEW_ROWS * x.shape[-1]:
+        return F.linear(x, weight, bias)
+    found: torch.Tensor = _Linear.apply(x, weight, bias)
+    return found
+
+
+def _parts(weight: torch.Tensor) -> Iterator[slice]:
+    rows = max(1, CAST_ELEMENTS // max(weight.shape[1], 1))
+    return (slice(start, start + rows) for start in range(0, len(weight), rows))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)  # type: ignore[attr-defined]
+        given, exact = x.float(), None if bias is None else bias.float()
+        with torch.autocast("cpu", enabled=False):
+            if weight.numel() <= CAST_ELEMENTS:
+                return F.linear(given, weight.float(), exact).to(x.dtype)
+            found = x.new_empty((*x.shape[:-1], len(weight)))
+            for part in _parts(weight):
+                found[..., part] = F.linear(given, weight[part].float(), None if exact is None else exact[part])
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad  # type: ignore[attr-defined]
+        given = gradient.flatten(0, -2).float()
+        to_x = to_weight = to_bias = None
+        if needs_x:
+            summed = given.new_zeros((len(given), x.shape[-1]))
+            for part in _parts(weight):
+                summed.addmm_(given[:, part], weight[part].float())
+            to_x = summed.to(x.dtype).view_as(x)
+        if needs_weight:
+            to_weight, states = torch.empty_like(weight), x.flatten(0, -2).float()
+            for part in _parts(weight):
+                to_weight[part] = given[:, part].t() @ states
+        if needs_bias:
+            to_bias = given.sum(dim=0).to(bias.dtype)
+        return to_x, to_weight, to_bias
