@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one training; the exit status. Bad input is one line on standard error and status 2."""
-    process.begin_command()
-    argv = list(sys.argv[1:] if argv is None else argv)
-    process.quiet_logs("--verbose" in argv)
+    argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         from colograd.config.parse import flags_help
 

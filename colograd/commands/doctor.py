@@ -16,7 +16,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -56,9 +55,7 @@ class Check:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a recipe; the exit status."""
-    process.begin_command()
-    argv = list(sys.argv[1:] if argv is None else argv)
-    process.quiet_logs("--verbose" in argv)
+    argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0

@@ -44,9 +44,7 @@ SET = ("--report_to", "none", "--report", "false", "--save_strategy", "no", "--v
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Take the exams; the exit status."""
-    process.begin_command()
-    argv = list(sys.argv[1:] if argv is None else argv)
-    process.quiet_logs("--verbose" in argv)
+    argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0

@@ -11,6 +11,7 @@ from ..batch import Group
 from ..parallel import watchdog
 from ..runtime import process
 from ..runtime.importing import find_object
+from ..usercode.calls import PendingCalls
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from .exam import Exam
 
@@ -54,18 +55,12 @@ class Checker:
         self._pool.close()
 
 
-class Checking:
+class Checking(PendingCalls[WorkerCall]):
     """The verdicts on some completions on their way: `PendingRewards` of rollout/stages.py."""
 
     def __init__(self, checker: Checker, calls: Sequence[WorkerCall]) -> None:
-        self._checker, self._calls = checker, calls
-
-    def done(self) -> bool:
-        return all(call.done() for call in self._calls)
-
-    def cancel(self) -> None:
-        for call in self._calls:
-            call.cancel()
+        super().__init__(calls)
+        self._checker = checker
 
     def result(self) -> torch.Tensor:
         """Wait for the verdicts, [completions, 1] float32."""

@@ -44,32 +44,23 @@ MATH500 = Exam(
     n=4,
     **REASONING,
 )
+AIME: dict[str, Any] = {
+    "config": None, "split": "train", "columns": ("problem", "answer"), "ask": ask, "check": CHECK, "source": LIGHTEVAL,
+    "n": 64, **REASONING,
+}  # fmt: skip
 AIME24 = Exam(
     name="aime24",
     path="HuggingFaceH4/aime_2024",
-    config=None,
-    split="train",
-    columns=("problem", "answer"),
-    ask=ask,
-    check=CHECK,
-    source=LIGHTEVAL,
     published=(
         Published("DeepSeek-R1-Distill-Qwen-1.5B", 30.7, OPEN_R1, "DeepSeek reports 28.9"),
         Published("DeepSeek-R1-Distill-Qwen-7B", 50.8, OPEN_R1, "DeepSeek reports 55.5"),
         Published("DeepScaleR-1.5B-Preview", 43.1, "https://ollama.com/library/deepscaler", "16 completions"),
     ),
-    n=64,
-    **REASONING,
+    **AIME,
 )
 AIME25 = Exam(
     name="aime25",
     path="yentinglin/aime_2025",
-    config=None,
-    split="train",
-    columns=("problem", "answer"),
-    ask=ask,
-    check=CHECK,
-    source=LIGHTEVAL,
     published=(
         Published(
             "DeepSeek-R1-Distill-Qwen-32B",
@@ -79,6 +70,5 @@ AIME25 = Exam(
         ),
         Published("Qwen3-30B-A3B", 70.9, "https://qwenlm.github.io/blog/qwen3/", "thinking; another question"),
     ),
-    n=64,
-    **REASONING,
+    **AIME,
 )

@@ -32,6 +32,7 @@ from ..usercode.calls import (
     GRACE,
     Late,
     Outcome,
+    PendingCalls,
     awaited_outcome,
     event_loop,
     place_in,
@@ -49,23 +50,15 @@ MOST_WORKERS = 4  # where nothing is said
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # what was a message
 
 
-class Scoring:
+class Scoring(PendingCalls[Future[Outcome]]):
     """The rewards of some groups on their way: `PendingRewards` of rollout/stages.py."""
 
     def __init__(self, scorer: Scorer, groups: Sequence[Group], calls: Sequence[Future[Outcome]]) -> None:
-        self._scorer, self._calls = scorer, calls  # [R]
+        super().__init__(calls)  # [R]
+        self._scorer = scorer
         self._first = groups[0]
         self._sizes = {group.position: len(group.rollouts) for group in groups}
         self._size = sum(self._sizes.values())
-
-    def done(self) -> bool:
-        """Whether `result` wouldn't have to wait."""
-        return all(call.done() for call in self._calls)
-
-    def cancel(self) -> None:
-        """Nobody asks for the result: what hasn't begun never does, and what runs keeps nobody waiting."""
-        for call in self._calls:
-            call.cancel()
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, [completions, R] float32, NaN where a function abstained.

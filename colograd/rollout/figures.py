@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+
+from .step_lines import add_step, steps_in
 
 FILE = "steps.jsonl"
 LARGEST = 2**24  # bytes that are read
 
 
 def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / FILE, "a", encoding="utf-8") as file:
-        # A torn line of a run that was killed must not take this one with it.
-        file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, **figures}))
+    add_step(folder / FILE, step, figures)
 
 
 def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """step -> its figures, of the first time that it was trained. Torn lines are passed over."""
-    path, found = folder / FILE, dict[int, dict[str, float]]()
-    if not path.is_file():
-        return found
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = file.read(LARGEST).splitlines()
-    for line in lines:
+    """step -> its figures, of the first time that it was trained."""
+    found = dict[int, dict[str, float]]()
+    for step, entry in steps_in(folder / FILE, LARGEST):
         try:
-            entry = json.loads(line)
-            step = entry.pop("step")
             figures = {str(name): float(value) for name, value in entry.items()}
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+        except (ValueError, TypeError, OverflowError):
             continue
-        if type(step) is int:
-            found.setdefault(step, figures)
+        found.setdefault(step, figures)
     return found

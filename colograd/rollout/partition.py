@@ -3,9 +3,10 @@ resumed or replayed step has the same bits."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from .step_lines import add_step, steps_in
 
 FILE = "partition.jsonl"
 LARGEST = 2**26  # bytes that are read
@@ -16,25 +17,16 @@ Partition = tuple[tuple[Row, ...], ...]  # of each rank
 
 
 def note_partition(folder: Path, step: int, partition: Partition) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / FILE, "a", encoding="utf-8") as file:
-        # A torn line of a run that was killed must not take this one with it.
-        file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, "ranks": partition}))
+    add_step(folder / FILE, step, {"ranks": partition})
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
-    """The step's partition when it was trained first; None: nothing was trained early. Torn lines are passed over."""
-    path = folder / FILE
-    if not path.is_file():
-        return None
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = file.read(LARGEST).splitlines()
-    for line in lines:
+    """The step's partition when it was trained first; None: nothing was trained early."""
+    for found, entry in steps_in(folder / FILE, LARGEST):
         try:
-            entry = json.loads(line)
-            if entry["step"] == step:
+            if found == step:
                 return tuple(tuple(_row(row) for row in rows) for rows in entry["ranks"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             continue
     return None
 

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from . import gpus
@@ -34,6 +34,14 @@ def begin_command() -> None:
     """Start the clock of the command: its first trainer prints how long the start took, with imports."""
     global _command_began
     _command_began = time.perf_counter()
+
+
+def command_arguments(argv: Sequence[str] | None) -> list[str]:
+    """Begin the command, quietly unless it is `--verbose`; its arguments, the process's own if none are given."""
+    begin_command()
+    found = list(sys.argv[1:] if argv is None else argv)
+    quiet_logs("--verbose" in found)
+    return found
 
 
 def command_began() -> float | None:

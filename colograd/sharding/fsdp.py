@@ -25,7 +25,7 @@ from .blocks import Blocks, Exchange, cut, whole_parameters
 from .parts import SharedParts
 from .rows import Cut, cuts_of, gathered
 from .strategy import Owned, drop_graph
-from .weight_files import WeightFiles, saved_names
+from .weight_files import WeightFiles, all_names, completed
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -240,25 +240,16 @@ class FullySharded(SharedParts):
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        names = {id(p): name for name, p in self.model.named_parameters()}
         whole = {one.name: torch.empty(one.shape, dtype=one.local.dtype) for one in self.cuts if keep}
         for rows in gathered(cuts_of(self.model), self._device):
             if keep:
                 whole[rows.name][rows.first : rows.first + len(rows.values)].copy_(rows.values)
-        if not keep:
-            return {}
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            name: whole[names[id(parameters[name])]] if name in parameters else value.to("cpu", copy=True)
-            for name, value in self.model.state_dict().items()
-        }
+        return completed(whole, self.model) if keep else {}
 
     def load_weights(self, folder: Path) -> bool:
-        files, aliases, saved = WeightFiles(folder), dict[int, list[str]](), saved_names(self.model)
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
+        files, names = WeightFiles(folder), all_names(self.model)
         for one in cuts_of(self.model):
-            files.read(aliases[id(self.model.get_parameter(one.name))], one)
+            files.read(names[id(self.model.get_parameter(one.name))], one)
         return True
 
 

@@ -25,7 +25,7 @@ from ..policy.tensor_parallel import TensorParts, parts_of
 from ..runtime.process import forget_frames
 from . import optimizer_state
 from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph, scale_down, squared_norm
-from .weight_files import WeightFiles, saved_names
+from .weight_files import WeightFiles, all_names, completed
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
@@ -136,8 +136,6 @@ class TensorStrategy(ShardingStrategy):
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
         cut, whole = self.cut, dict[str, torch.Tensor]()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             if keep:
                 whole[name] = torch.empty(cut.shards[name].shape, dtype=parameter.dtype)
@@ -151,19 +149,12 @@ class TensorStrategy(ShardingStrategy):
                 if keep:
                     part.write(values.cpu(), whole[name])
             watchdog.progress()
-        if not keep:
-            return {}
-        return {
-            name: whole[names[id(parameters[name])]] if name in parameters else value.to("cpu", copy=True)
-            for name, value in self.model.state_dict().items()
-        }
+        return completed(whole, self.model) if keep else {}
 
     def load_weights(self, folder: Path) -> bool:
-        files, aliases, saved = WeightFiles(folder), dict[int, list[str]](), saved_names(self.model)
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
+        files, names = WeightFiles(folder), all_names(self.model)
         for name, parameter in self.model.named_parameters():
-            files.copy_part(aliases[id(parameter)], parameter.detach(), self.cut.shards[name])
+            files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
         return True
 
 

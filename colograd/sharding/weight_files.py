@@ -133,6 +133,24 @@ def saved_names(model: Any) -> dict[str, str]:
     return found
 
 
+def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
+    """What each parameter, by its id, may be called in files."""
+    found, saved = dict[int, list[str]](), saved_names(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
+    return found
+
+
+def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's `state_dict` in host memory, from its ``whole`` parameters: tied ones and buffers beside them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: whole[names[id(parameters[name])]] if name in parameters else value.to("cpu", copy=True)
+        for name, value in model.state_dict().items()
+    }
+
+
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
     """Give a whole model that transformers saves under other names, experts one by one, what a folder has for its
     parameters, in place. False: files have its own names.

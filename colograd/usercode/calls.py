@@ -13,12 +13,14 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .worker_process import COLOGRAD, line_and_traceback
+
+C = TypeVar("C", bound=Any)  # a call: `done` and `cancel`
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
@@ -33,6 +35,22 @@ class Outcome:
     value: Any  # the return value; (line, traceback) of the exception; the exit status of the process that died
     seconds: float  # in the function
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # columns and metrics, see `CallLog`
+
+
+class PendingCalls(Generic[C]):
+    """Calls whose results make one."""
+
+    def __init__(self, calls: Sequence[C]) -> None:
+        self._calls = calls
+
+    def done(self) -> bool:
+        """Whether the result wouldn't have to be waited for."""
+        return all(call.done() for call in self._calls)
+
+    def cancel(self) -> None:
+        """Nobody asks for the result: what hasn't begun never does, and what runs keeps nobody waiting."""
+        for call in self._calls:
+            call.cancel()
 
 
 def raised_outcome(error: BaseException) -> Outcome:
