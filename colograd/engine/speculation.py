@@ -95,8 +95,18 @@ class SeededSpeculation(RejectionSampler):
 
 
 def sample_as_without_drafts(runner: Any) -> SeededSpeculation | None:
-    """Give vLLM's model runner a `SeededSpeculation`; None: it drafts nothing, or has Model Runner V2's own sampler."""
-    if not isinstance(getattr(runner, "rejection_sampler", None), RejectionSampler):
+    """Give vLLM's model runner a `SeededSpeculation`; None: it drafts nothing.
+
+    Raises:
+        ValueError: it drafts with Model Runner V2, whose tokens depend on the drafts.
+    """
+    theirs = getattr(runner, "rejection_sampler", None)
+    if theirs is None:
         return None
+    if not isinstance(theirs, RejectionSampler):
+        raise ValueError(
+            "vllm_engine_kwargs has a speculative_config for which this vLLM takes Model Runner V2, where tokens "
+            "depend on the drafts: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove it."
+        )
     runner.rejection_sampler = SeededSpeculation(runner.sampler, runner.speculative_config, runner.device)
     return runner.rejection_sampler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,12 +66,27 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
             yield Way(name, plan, fits(changed, strategy), bus_bytes(changed, plan.tokens))
 
 
-def cheapest(run: RunDescription, strategy: str) -> dict[str, Any]:
+def host_bytes(run: RunDescription, tokens: int) -> int:
+    """What a rank keeps in page-locked host memory, in micro-batches of ``tokens``."""
+    inputs = again(run.shape, run.checkpointing) * tokens * run.shape.hidden * run.sizes.itemsize
+    optimizer, gradients = run.sizes.optimizer * run.streams, run.sizes.gradients * run.offloads_gradients
+    return optimizer + gradients + inputs * run.offloads_activations
+
+
+def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
     """What the way that fits with the least over the bus keeps on the host, as fields of a run; {}: nothing, as it
-    fits so, or no way does, or the strategy has ways of its own."""
+    fits so, or no way does, or the strategy has ways of its own.
+
+    Args:
+        host: bytes of host memory that a rank may take.
+    """
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
-    fitting = [way for way in ways(run, strategy) if way.fits]
+    fitting = [
+        way
+        for way in ways(run, strategy)
+        if way.fits and host_bytes(dataclasses.replace(run, **WAYS[way.name]), way.plan.tokens) <= host
+    ]
     return WAYS[min(fitting, key=lambda way: way.bus.seconds(BUS)).name] if fitting else {}
 
 

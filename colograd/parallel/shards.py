@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +93,7 @@ class RankGroup:
     place: int  # of this rank among them
     group: Any
     on_host: Any = None  # the same ranks over gloo, where they are to meet
+    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # sums and maxima asked for so far
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
         return self
@@ -111,16 +112,21 @@ class RankGroup:
     def _reduce_(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
         if self.size > 1:
             dist.all_reduce(tensor, operation, group=self.group)
+            self.exchanged[0] += 1
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Whether all of them come here within so many seconds."""
+        """Whether all of them come here within so many seconds, after as many exchanges: NCCL's are queued, and one
+        that is left would pair with others' next."""
+        counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
-                dist.barrier(self.on_host, async_op=True).wait(timedelta(seconds=seconds))
+                work = dist.all_reduce(counted, dist.ReduceOp.MAX, group=self.on_host, async_op=True)
+                work.wait(timedelta(seconds=seconds))
         except RuntimeError:
             return False
-        return True
+        most, least = counted.tolist()
+        return most == -least
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The tensor of the rank at place ``source``, into all the others'."""

@@ -282,6 +282,7 @@ def _flash_takes(query: torch.Tensor) -> bool:
         query.is_cuda
         and query.dtype in FLASH_DTYPES
         and query.shape[-1] <= FLASH_HEAD
+        and query.shape[-1] % HEAD_STEP == 0
         and _capability(query.device) >= FLASH_CAPABILITY
     )
 
@@ -317,7 +318,7 @@ def keys_in_place_from(tokens: int) -> Iterator[None]:
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
     """Those of the fused kernels that take such a row; empty: none does."""
-    if _flash_takes(query):
+    if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # narrower values are padded
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
         return ()

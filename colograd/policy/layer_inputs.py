@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from ..runtime import process
 from ..runtime.page_locked import host_empty
 
 KEPT = 2  # inputs on the device: on their way out, or the next ones in
@@ -34,6 +36,9 @@ class LayerInputs:
         self._largest = 0  # bytes
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
         self._last: Callable[[], _Input | None] = lambda: None
+
+    def __deepcopy__(self, memo: Any) -> LayerInputs:
+        return self  # a copy of the model shares the host memory
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """torch's, whose saved inputs are kept on the host."""
@@ -70,6 +75,8 @@ class LayerInputs:
             if place.nbytes >= nbytes:
                 return place, read
             read.synchronize()
+        if self._largest > psutil.virtual_memory().available // process.local_world_size():
+            raise torch.OutOfMemoryError(f"no host memory for the {self._largest:,} bytes of a layer's input")
         return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
 
     def send(self, place: torch.Tensor, tensor: torch.Tensor, readable: Any) -> Any:
@@ -96,9 +103,9 @@ class LayerInputs:
         event.record(stream)
         return event
 
-    def let_wait(self, event: Any) -> None:
-        """The present stream goes on after ``event``."""
-        event.wait(self._torch.current_stream())
+    def stream(self) -> Any:
+        """The present one."""
+        return self._torch.current_stream()
 
     def give_back(self, place: torch.Tensor, read: Any) -> None:
         self._free.append((place, read))
@@ -110,6 +117,7 @@ class _Input:
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: _Input | None) -> None:
         self.owner, self.shape, self.dtype, self.nbytes = owner, tensor.shape, tensor.dtype, tensor.nbytes
         self.tensor: torch.Tensor | None = tensor.contiguous()
+        self.stream = owner.stream()  # which its memory belongs to, whichever thread frees it
         self.before: Callable[[], _Input | None] = (lambda: None) if before is None else weakref.ref(before)
         self.place, readable = owner.take_place(tensor.nbytes)
         self.sent = owner.send(self.place[: self.nbytes], _bytes(self.tensor), readable)
@@ -117,7 +125,7 @@ class _Input:
 
     def leave(self) -> None:
         """Free it on the device."""
-        self.owner.let_wait(self.sent)
+        self.sent.wait(self.owner.stream())
         self.tensor = None
 
     def fetch(self) -> None:
@@ -130,13 +138,13 @@ class _Input:
         """It, on the device, for the present stream."""
         self.fetch()
         assert self.tensor is not None
-        self.owner.let_wait(self.sent if self.come is None else self.come)
+        (self.come or self.sent).wait(self.owner.stream())
         return self.tensor
 
     def __del__(self) -> None:
         """The graph is gone: before others get the memory of its tensor and its place, copies have ended."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
-            self.owner.let_wait(last)
+            last.wait(self.stream)
             self.owner.give_back(self.place, last)
 
 
@@ -165,3 +173,7 @@ def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
         yield
     finally:
         del model._set_gradient_checkpointing
+        for module in model.modules() if inputs is not None else ():
+            own: Any = getattr(module, "_gradient_checkpointing_func", None)
+            if inputs is not None and getattr(own, "func", None) == inputs.checkpoint:
+                module._gradient_checkpointing_func = functools.partial(checkpoint, **own.keywords)

@@ -62,6 +62,8 @@ def _choose_rows(model: Any, device: torch.device, why: str, asked: Sequence[Mod
         error = _difference(model, own, device, asked, share_prompts=False)
         said = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
         fault = said if error else ""
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
         fault = str(refusal).splitlines()[0]
     if fault:
@@ -104,7 +106,7 @@ def _packed_fault(model: Any, own: str, device: torch.device, asked: Sequence[Mo
     try:
         with attention.watch_windows() as windows:
             error = _difference(model, own, device, asked, share_prompts=True)
-    except NotCompiled:
+    except (NotCompiled, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError, RuntimeError) as refusal:
         return f"{name}: {str(refusal).splitlines()[0]}"

@@ -50,8 +50,7 @@ class FinishedGroups:
     def begin(self, positions: Iterable[int]) -> None:
         """Begin a round; this rank's groups at these ``positions`` are trained next. All ranks begin the same rounds,
         with an exchange between two of them."""
-        if self._round:
-            self._forget_notes()
+        notes = self._notes() if self._round else []
         self._round += 1
         self._positions = set(positions)
         self._own: list[ScoredGroup] = []  # in the order in which they finished
@@ -62,6 +61,8 @@ class FinishedGroups:
         self._gone: set[tuple[int, int]] = set()  # others' groups that were taken: (owner, index)
         self._is_sampled = self._is_hungry = False
         self._looked = 0.0
+        for note in notes:
+            self._store().delete_key(note)
 
     # -- a rank that samples
 
@@ -180,8 +181,8 @@ class FinishedGroups:
     def _key(self, name: str) -> str:
         return f"colograd/finished/{self._number}/{self._round}/{name}"
 
-    def _forget_notes(self) -> None:
-        """Delete this rank's notes of the last round; the first rank also those that are nobody's own."""
+    def _notes(self) -> list[str]:
+        """Keys of this rank's notes of the round; the first rank's also of those that are nobody's own."""
         me = self.layout.rank
         names = [f"{kind}/{me}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
         names += [f"sizes/{me}"] if self._offered else []
@@ -189,8 +190,7 @@ class FinishedGroups:
             names += ["sampled", "wanted/all"]
         if not self.layout.engine_place and not self.between_engines:
             names.append(f"wanted/{self.layout.data_rank}")
-        for name in names:
-            self._store().delete_key(self._key(name))
+        return [*map(self._key, names)]
 
     @staticmethod
     def _store() -> Any:

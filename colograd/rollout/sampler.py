@@ -202,9 +202,9 @@ class Sampler:
         if shared is None:
             yield
             return
-        self._shared = shared
-        shared.begin(prompt.position for prompt in prompts)
         try:
+            shared.begin(prompt.position for prompt in prompts)
+            self._shared = shared
             yield
         finally:
             shared.finish()

@@ -214,7 +214,8 @@ def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> N
         config.resolve_sharding(auto(replace(run, strategies=able)))
     if config.offload_optimizer == "auto":
         name = strategy_name(config)
-        kept = {} if config.on_cpu else cheapest(read_run(config, task, config.token_budget), name)
+        host = psutil.virtual_memory().available // process.local_world_size()
+        kept = {} if config.on_cpu else cheapest(read_run(config, task, config.token_budget), name, host)
         config.resolve_offload(
             "streams" in kept,
             "offloads_gradients" in kept,

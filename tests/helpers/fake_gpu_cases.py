@@ -175,9 +175,10 @@ def inputs_on_the_host(gpu: FakeGPU) -> dict[str, Any]:
         found, locked = step(gpu, model), gpu.locked
         step(gpu, model, [(PROMPT, [COMPLETION] * (GROUP // 2))])
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        again = gpu.locked
     inputs = 8 * TOKENS * SHAPE["hidden_size"] * 2
     return found | {
-        "locked": [locked, gpu.locked], "inputs": inputs, "plan": plan(model, 1, on_host=True),
+        "locked": [locked, again, gpu.locked], "inputs": inputs, "plan": plan(model, 1, on_host=True),
         "plan_without": plan(model, 1),
     }  # fmt: skip
 

@@ -4,6 +4,8 @@ copies that overtake none."""
 from __future__ import annotations
 
 import contextlib
+import copy
+import types
 from typing import Any
 
 import pytest
@@ -110,3 +112,19 @@ def test_a_few_inputs_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(inputs._on_way) == KEPT
     loss.backward()
     assert len(brought) == 6 - KEPT
+
+
+def test_a_model_can_be_copied_and_keeps_no_host_memory_afterwards() -> None:
+    model = row_cases.make(BUILD["llama"])
+    with inputs_on_host(model, LayerInputs(CPU)):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        copy.deepcopy(model)
+    left = [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()]
+    assert {function.func for function in left if function is not None} == {checkpoint}
+
+
+def test_a_host_without_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    none_left = types.SimpleNamespace(virtual_memory=lambda: types.SimpleNamespace(available=100))
+    monkeypatch.setattr(layer_inputs, "psutil", none_left)
+    with pytest.raises(torch.OutOfMemoryError, match="no host memory for the 101 bytes of a layer's input"):
+        LayerInputs(CPU).take_place(101)
