@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sitting = prepare(options, flags, closing)
             sitting.take(options)
             leave_ranks()
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             if "--verbose" in argv:
                 raise
             print(f"colograd eval: error: {error}", file=sys.stderr)
@@ -95,8 +95,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError("--on is missing, but names the exams: --on gsm8k math500.")
     for name, least in (("n", 1), ("limit", 1), ("max_tokens", 1), ("temperature", 0.0)):
         value = getattr(options, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # NaN too
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise ValueError(f"--top-p is {options.top_p}, but must be in (0, 1].")
+    for path in filter(None, (options.json, options.completions)):  # before hours are spent
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: name a file.")
     return options, flags
 
 
@@ -108,9 +113,8 @@ def specs_of(options: argparse.Namespace) -> dict[str, ExamSpec]:
     changes = {name: getattr(options, name) for name in ("n", "temperature", "top_p", "max_tokens")}
     changes = {name: value for name, value in changes.items() if value is not None}
     found = {}
-    for name, spec in parse_specs(options.on, EXAMS).items():
-        limit = spec.limit if options.limit is None else options.limit
-        found[name] = dataclasses.replace(spec, exam=dataclasses.replace(spec.exam, **changes), limit=limit)
+    for name, spec in parse_specs(options.on, EXAMS, **changes).items():
+        found[name] = spec if options.limit is None else dataclasses.replace(spec, limit=options.limit)
     return found
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 from .knob import knob
@@ -35,7 +37,7 @@ class Schedule:
             raise ValueError(
                 f"{name} is {value!r}, but must be a number, or numbers by optimizer step: {{0: 1.0, 200: 0.2}}."
             ) from None
-        if any(step < 0 or number != number for step, number in points):
+        if any(step < 0 or math.isnan(number) for step, number in points):
             raise ValueError(f"{name} is {value!r}, but its steps must be at least 0, and its values numbers.")
         return cls(tuple(points))
 
@@ -49,6 +51,10 @@ class Schedule:
             return low
         after, high = self.points[place]
         return low + (high - low) * (step - before) / (after - before)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,8 @@ class Curriculum:
             raise ValueError(f"curriculum has the key {unknown[0]!r}, but knows {', '.join(known)}: {EXAMPLE}.")
         found: dict[str, Any] = dict(given)
         for name in ("pass_threshold", "solved_at", "revisit_after"):
-            if isinstance(found.get(name), str | bool) or (found.get(name, 0.0) is None and name != "solved_at"):
+            value = found.get(name, 0.0)
+            if not (_is_number(value) or (value is None and name == "solved_at")):
                 raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number.")
         if (shares := found.get("shares")) is not None:
             if not isinstance(shares, Mapping) or not shares:
@@ -101,8 +108,8 @@ class Curriculum:
         if self.column is not None and self.shares is None:
             raise ValueError(f"curriculum: column is {self.column!r}, but nothing shares out its values: set shares.")
         if self.shares is not None:
-            if any(value < 0 for share in self.shares.values() for _, value in share.points):
-                raise ValueError("curriculum: a share is negative, but shares are at least 0.")
+            if any(not 0 <= value < math.inf for share in self.shares.values() for _, value in share.points):
+                raise ValueError("curriculum: a share is negative or infinite, but shares are numbers from 0 on.")
             if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
                 raise ValueError(
                     f"curriculum: shares has the pool {other[0]!r}, but without a column the pools are "

@@ -12,6 +12,13 @@ from typing import Any
 SPEC = re.compile(r"(?P<name>[\w-]+)(\[:(?P<limit>\d+)\])?(@(?P<n>\d+))?(=(?P<data>.+))?")
 
 
+def after_thinking(text: str) -> str:
+    """A completion without a reasoning model's ``<think>`` block; empty where the block has no end. (Where a template
+    begins it in the prompt, a completion that was cut off in it is taken for the answer.)"""
+    _, end, answer = text.rpartition("</think>")
+    return answer if end or "<think>" not in text else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Published:
     """An accuracy that was published, to compare with."""
@@ -73,8 +80,11 @@ class ExamSpec:
     data: str | None = None  # a file or folder with the dataset's columns, in place of the Hub's dataset
 
     @classmethod
-    def parse(cls, text: str, exams: Mapping[str, Exam]) -> ExamSpec:
+    def parse(cls, text: str, exams: Mapping[str, Exam], **changes: Any) -> ExamSpec:
         """Read ``gsm8k``, ``math500[:100]``, ``aime24@16``, ``gsm8k=test.jsonl`` or a mixture of these.
+
+        Args:
+            changes: of the exam's fields, beside what the text says.
 
         Raises:
             ValueError: no such exam, or another form.
@@ -92,17 +102,15 @@ class ExamSpec:
             )
         if match["limit"] == "0" or match["n"] == "0":
             raise ValueError(f"The exam {text!r} asks for 0 rows or completions, but both are at least 1.")
-        exam = exams[name]
-        if match["n"]:
-            exam = dataclasses.replace(exam, n=int(match["n"]))
+        exam = dataclasses.replace(exams[name], **({"n": int(match["n"])} if match["n"] else {}) | changes)
         return cls(exam, None if match["limit"] is None else int(match["limit"]), match["data"])
 
 
-def parse_specs(texts: Sequence[str], exams: Mapping[str, Exam]) -> dict[str, ExamSpec]:
+def parse_specs(texts: Sequence[str], exams: Mapping[str, Exam], **changes: Any) -> dict[str, ExamSpec]:
     """Several specs by their exams' names. Raises ValueError for a bad one, or an exam that is named twice."""
     found: dict[str, ExamSpec] = {}
     for text in texts:
-        spec = ExamSpec.parse(text, exams)
+        spec = ExamSpec.parse(text, exams, **changes)
         if spec.exam.name in found:
             raise ValueError(f"The exam {spec.exam.name!r} is named twice: name it once.")
         found[spec.exam.name] = spec

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .competition_math import OPEN_R1, REASONING
-from .exam import Exam, Published, Question
+from .exam import Exam, Published, Question, after_thinking
 
 PROMPT = (
     "Answer the following multiple choice question. The last line of your response should be of the following format: "
@@ -33,7 +33,7 @@ def ask(row: Mapping[str, Any], number: int) -> Question:
 
 def check(text: str, answer: str) -> bool:
     """Whether the last ``Answer: LETTER`` names the right choice."""
-    found = ANSWER.findall(text.rpartition("</think>")[2].replace("*", ""))  # **Answer: B**
+    found = ANSWER.findall(after_thinking(text).replace("*", ""))  # **Answer: B**
     return bool(found) and found[-1] == answer
 
 

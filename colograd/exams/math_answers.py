@@ -9,20 +9,29 @@ try:
 except ImportError as error:
     raise ImportError(f"these exams are checked by math-verify ({error}): pip install math-verify") from error
 
+from .exam import after_thinking
+
 SECONDS = 20  # that math-verify may take to read or to compare an expression
 IN_ANSWER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
+
+
+class UnreadableAnswer(ValueError):
+    """The dataset's answer isn't one that can be compared."""
 
 
 def check(text: str, answer: str) -> bool:
     """Whether the last boxed expression (else other LaTeX, else a bare number) equals the answer, which is LaTeX.
 
-    What stands in a reasoning model's ``<think>`` block is no answer.
+    What stands in a reasoning model's ``<think>`` block is no answer (`exam.after_thinking`).
+
+    Raises:
+        UnreadableAnswer: math-verify can't read the right answer.
     """
     gold = parse(f"${answer}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=SECONDS)
     gold = gold or parse(answer, parsing_timeout=SECONDS)
     if not gold:
-        raise ValueError(f"math-verify can't read the right answer {answer!r}")
-    given = parse(text.rpartition("</think>")[2], extraction_config=IN_ANSWER, parsing_timeout=SECONDS)
+        raise UnreadableAnswer(f"math-verify can't read the right answer {answer!r}")
+    given = parse(after_thinking(text), extraction_config=IN_ANSWER, parsing_timeout=SECONDS)
     return bool(verify(gold, given, float_rounding=5, timeout_seconds=SECONDS))
 
 
@@ -33,6 +42,6 @@ def reward(completions: list[Any], expected_answer: list[Any], **kwargs: Any) ->
         try:
             text = completion if isinstance(completion, str) else completion[-1]["content"]
             rewards.append(float(check(text, str(answer))))
-        except ValueError:
+        except UnreadableAnswer:
             rewards.append(None)
     return rewards

@@ -60,6 +60,7 @@ def test_mathematics_is_judged_as_math_verify_publishes_it(answer: str, text: st
 
 def test_an_answer_counts_behind_the_reasoning_alone_and_a_box_before_all_else() -> None:
     assert not math_answers.check("<think> \\boxed{204} </think> I don't know.", "204")
+    assert not math_answers.check("<think> \\boxed{204} or, wait,", "204"), "cut off in its reasoning"
     assert math_answers.check("<think> 3 </think> Therefore $5 = 5$, \\boxed{204}. I hope it is correct, 7", "204")
     with pytest.raises(ValueError, match="can't read the right answer"):
         math_answers.check("1", "")

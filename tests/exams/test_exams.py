@@ -35,6 +35,7 @@ def test_an_exam_is_named_with_rows_completions_and_data() -> None:
     spec = ExamSpec.parse("math500[:100]@16=some/file.jsonl", EXAMS)
     assert (spec.exam.name, spec.limit, spec.exam.n, spec.data) == ("math500", 100, 16, "some/file.jsonl")
     assert ExamSpec.parse("gsm8k", EXAMS) == ExamSpec(EXAMS["gsm8k"])
+    assert ExamSpec.parse("gsm8k@4", EXAMS, temperature=0.7).exam.n == 4, "at 0 all would be equal"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ PACKED = ("gemma3_vl", "idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_5
 
 def needs(*libraries: str) -> Any:
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"the family's processor needs {' and '.join(missing)}")
+    return pytest.mark.skipif(bool(missing), reason=f"it needs {' and '.join(missing)}")
 
 
 def groups_of(model: Any, family: str, completions: int = 3) -> list[ScoredGroup]:

@@ -22,6 +22,7 @@ import torch
 import transformers as hf
 from conversation_cases import written
 from engine_ranks import TWO, run
+from image_cases import needs
 from row_cases import PACKED, SHAPE, make, make_groups
 
 from colograd import GRPOTrainer
@@ -364,7 +365,9 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=needs("torchvision")) if f == "qwen3_5_moe_text" else f for f in OTHERS]
+)
 def test_other_families_replay_what_their_engine_chose(family: str, tmp_path: Path, closing) -> None:
     """Those with a state in bfloat16, the only dtype that vLLM's kernel of it has on a CPU."""
     rounded = family.startswith("qwen")
