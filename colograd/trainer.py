@@ -115,6 +115,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         )  # fmt: skip
         task = prepare(given, args, self.closing)
         self.policy, self.rewards, self.toolbox = task.policy, task.rewards, task.toolbox
+        self.agent = task.agent
         self.train_prompts, self.eval_prompts = task.train_prompts, task.eval_prompts
         super().__init__(
             model=task.policy.model,
@@ -147,7 +148,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if args.log_completions:
             images = task.policy.processor is not None
             self.completion_log = CompletionLog(args, names, self.recorder.trackers, images)
-        self.journal = store_of(args, task.rewards, image_reader_of(task.policy))
+        self.journal = store_of(args, task.rewards, task.agent, image_reader_of(task.policy))
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         if self.journal is not None:
