@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
+from .agents.turn_rewards import with_turn_rewards
 from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .config import GRPOConfig
 from .data import PromptLoader, StreamLoader
@@ -223,9 +224,10 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Advantages of one group: [G], or one per completion token ([sum of lengths]).
 
-        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards.
+        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. An
+        agent's `turn_rewards` add to those of their tokens.
         """
-        return self.estimator.of_group(rewards)
+        return with_turn_rewards(self.estimator.of_group(rewards), group, self.estimator)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective's sum over one micro-batch, before the step's denominator divides it."""

@@ -36,9 +36,10 @@ from .decoding import Decoder, WorkQueue
 from .endpoint import Endpoint
 from .server import served
 from .session import Limits, Session
+from .turn_rewards import SESSION, problem_with
 
 POLL = 0.05  # seconds between two looks at the clock while no session asks anything
-REWARD, SESSION = "agent_reward", "session"  # columns of a rollout
+REWARD = "agent_reward"  # a column of a rollout
 GIVEN = ("base_url", "api_key", "model", "row")  # what a function may take
 
 
@@ -242,6 +243,7 @@ class _RunningSessions:
             self.counts["agent/timeouts"] += 1
         each.program.stop()  # what a command has left behind, too
         columns, failure = returned(outcome)
+        failure = failure or problem_with(columns, len(session.turns))
         self.counts["agent/sessions"] += 1
         self.counts["agent/requests"] += len(session.turns)
         self.counts["agent/seconds"] += time.perf_counter() - session.began

@@ -68,6 +68,26 @@ def test_the_trainer_gives_a_sessions_tree_the_samplers_log_probabilities(traine
     assert {r.columns["agent_reward"] for r in sessions_of(groups)} == {None}
 
 
+def test_each_answer_may_have_a_reward_of_its_own(trained: Any) -> None:
+    trainer, _ = trained
+
+    def rewarded(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> dict[str, Any]:
+        agent_cases.compacting(base_url, api_key, model, row)
+        return {"reward": 1.0, "turn_rewards": [1.0, 0.0, 0.5]}
+
+    (group,) = run(trainer, rewarded)
+    advantages = trainer.compute_advantages(group, torch.ones(2, 1))
+    for rollout, of_tokens in zip(
+        group.rollouts, advantages.split([len(r.completion_ids) for r in group.rollouts]), strict=True
+    ):
+        turns, sampled = rollout.columns["session"], rollout.sampled.tolist()
+        for turn, sign in zip(turns, (1, -1, 0), strict=True):
+            of_turn = slice(turn["at"], turn["at"] + turn["tokens"])
+            assert of_tokens[of_turn].sign().unique().tolist() == [sign] and all(sampled[of_turn])
+    (group,) = run(trainer, lambda row: {"reward": 1.0, "turn_rewards": [1.0]}, raises=False)
+    assert all("one for each of its 0 answers" in rollout.columns["agent_failure"] for rollout in group.rollouts)
+
+
 def test_what_is_sampled_depends_on_the_session_and_not_on_time(trained: Any) -> None:
     trainer, _ = trained
 
