@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
+from .agents.turn_rewards import with_turn_rewards
 from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .config import GRPOConfig
 from .data import PromptLoader, StreamLoader
@@ -115,6 +116,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         )  # fmt: skip
         task = prepare(given, args, self.closing)
         self.policy, self.rewards, self.toolbox = task.policy, task.rewards, task.toolbox
+        self.agent = task.agent
         self.train_prompts, self.eval_prompts = task.train_prompts, task.eval_prompts
         super().__init__(
             model=task.policy.model,
@@ -147,7 +149,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         if args.log_completions:
             images = task.policy.processor is not None
             self.completion_log = CompletionLog(args, names, self.recorder.trackers, images)
-        self.journal = store_of(args, task.rewards, image_reader_of(task.policy))
+        self.journal = store_of(args, task.rewards, task.agent, image_reader_of(task.policy))
         if self.completion_log is not None:
             self.closing.callback(self.completion_log.close)
         if self.journal is not None:
@@ -222,9 +224,10 @@ class GRPOTrainer(TRLNames, SeamTrainer):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Advantages of one group: [G], or one per completion token ([sum of lengths]).
 
-        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards.
+        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. An
+        agent's `turn_rewards` add to those of their tokens.
         """
-        return self.estimator.of_group(rewards)
+        return with_turn_rewards(self.estimator.of_group(rewards), group, self.estimator)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective's sum over one micro-batch, before the step's denominator divides it."""

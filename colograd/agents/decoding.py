@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..engine.chat_api import BadRequest
@@ -14,15 +14,23 @@ from ..engine.sampling import Sampling
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A request of a session. Its ``future`` belongs to the endpoint's event loop."""
+    """A request of a session. Its ``future`` belongs to the endpoint's event loop.
+
+    ``more``, if it is there, is called in that loop with all tokens so far, as they come.
+    """
 
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
+    more: Callable[[list[int]], object] | None = None
     future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def finish(self, samples: list[Sampled]) -> None:
         self._tell(lambda: None if self.future.done() else self.future.set_result(samples))
+
+    def go_on(self, ids: list[int]) -> None:
+        if (more := self.more) is not None:
+            self._tell(lambda: more(ids))
 
     def fail(self, error: BaseException) -> None:
         self._tell(lambda: None if self.future.done() else self.future.set_exception(error))
@@ -88,13 +96,18 @@ class Decoder:
             self.engine.abort(gone)
         for work in new:
             try:
-                self._running[self.engine.submit(work.prompt, work.sampling, work.seed)] = work
+                name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
+                self._running[name] = work
             except Exception as error:  # vLLM's validation errors are no ValueErrors in every version
                 work.fail(BadRequest(f"the engine refuses the request: {error}"))
         if not self._running:
             self.queue.wait(idle_seconds)
             return
-        for name, samples in self.engine.advance():
+        finished_requests = self.engine.advance()
+        for name, ids in self.engine.written():
+            if (running := self._running.get(name)) is not None:
+                running.go_on(list(ids))
+        for name, samples in finished_requests:
             if (finished := self._running.pop(name, None)) is not None:
                 finished.finish(samples)
 

@@ -1,35 +1,51 @@
 """The endpoint that programs call: OpenAI's chat completions, completions and models, and Anthropic's messages.
 
-A session's key says whose a request is. A stream's events are sent when all of the answer is there.
+A session's key says whose a request is. A stream of one answer is sent as its tokens come; of several, at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ..batch import FinishReason
 from ..engine.chat_api import BadRequest, Call, ChatAPI, Choice
+from ..engine.chat_stream import Stream
 from ..engine.protocol import Sampled
 from ..engine.sampling import Sampling, request_seed
 from .context import Context, UnreadableMessages
 from .decoding import Work, WorkQueue
 from .session import Session
 
+T = TypeVar("T")
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
 
 
 class ClientGone(Exception):
     """The program has closed the connection."""
+
+
+class _Events(StreamingResponse):
+    """Server-sent events; however their sending ends, ``closing`` is closed."""
+
+    def __init__(self, events: Iterable[str] | AsyncIterator[str], closing: contextlib.ExitStack) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._closing = closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._closing:
+            await super().__call__(scope, receive, send)
 
 
 class Endpoint:
@@ -108,20 +124,52 @@ class Endpoint:
             raise BadRequest(_why_refused(call, self.sampling), 400, "sampling_settings")
         count = call.n * max(len(call.prompts), 1)
         session.begin(count)
-        try:
+        with contextlib.ExitStack() as closing:
+            closing.callback(session.end, count)
             contexts = self._contexts(session, call)
             works = [self._work(session, call, ids) for ids, _ in contexts]
-            choices: list[Choice] = []
-            for (ids, context), samples in zip(contexts, await self._decoded(session, works, request), strict=True):
-                found = [self._choice(call, sample, session) for sample in samples]
-                session.record(call, context, ids, samples, found, began)
-                choices += found
-        finally:
-            session.end(count)
-        read = sum(len(ids) for ids, _ in contexts)
-        if call.stream:
-            return StreamingResponse(iter([*self.api.events(call, choices, read)]), media_type="text/event-stream")
-        return JSONResponse(self.api.response(call, choices, read))
+            news: asyncio.Queue[list[int] | None] = asyncio.Queue()  # None: the answer is there, or has failed
+            if call.stream and count == 1:
+                works[0].more = news.put_nowait
+            closing.enter_context(self._in_the_queue(session, works))
+            done = asyncio.gather(*(work.future for work in works))
+            done.add_done_callback(lambda _: news.put_nowait(None))
+            first = await _unless_gone(request, news.get())
+            read = sum(len(ids) for ids, _ in contexts)
+
+            def choices() -> list[Choice]:
+                found: list[Choice] = []
+                for (ids, context), samples in zip(contexts, done.result(), strict=True):
+                    own = [self._choice(call, sample, session) for sample in samples]
+                    session.record(call, context, ids, samples, own, began)
+                    found += own
+                return found
+
+            if first is None and not call.stream:
+                return JSONResponse(self.api.response(call, choices(), read))
+            if first is None:
+                stream = Stream(self.api, call, read)
+                return _Events([*stream.begin(), *stream.end(choices())], closing.pop_all())
+            return _Events(self._streamed(Stream(self.api, call, read), first, news, choices), closing.pop_all())
+
+    async def _streamed(
+        self, stream: Stream, first: list[int], news: asyncio.Queue[list[int] | None],
+        choices: Callable[[], list[Choice]],
+    ) -> AsyncIterator[str]:  # fmt: skip
+        """An answer's events as its tokens come."""
+        ids: list[int] | None = first
+        for event in stream.begin():
+            yield event
+        while ids is not None:
+            for event in stream.more(ids):
+                yield event
+            ids = await news.get()
+        try:
+            for event in stream.end(choices()):
+                yield event
+        except BadRequest as error:  # the session has ended
+            told = self.api.error(stream.call.api, error.status, error.code, str(error))
+            yield f"event: error\ndata: {json.dumps(told)}\n\n"
 
     # -- a request
 
@@ -161,26 +209,15 @@ class Endpoint:
         )
         return Work(ids, sampling, seed)
 
-    async def _decoded(self, session: Session, works: list[Work], request: Request) -> list[list[Sampled]]:
-        """The samples of each work.
-
-        Raises:
-            ClientGone: the program doesn't wait for them.
-            BadRequest: the engine refuses one, or the session has ended.
-        """
-        gone = asyncio.ensure_future(_disconnected(request))
+    @contextlib.contextmanager
+    def _in_the_queue(self, session: Session, works: list[Work]) -> Iterator[None]:
+        """In the body the engine works; it drops what isn't done at the body's end."""
         session.working.update(works)
         for work in works:
             self.queue.put(work)
-        all_done: asyncio.Future[list[list[Sampled]]] = asyncio.gather(*(work.future for work in works))
-        both: list[asyncio.Future[Any]] = [gone, all_done]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not all_done.done():
-                raise ClientGone
-            return list(all_done.result())
+            yield
         finally:
-            gone.cancel()
             session.working.difference_update(works)
             for work in works:
                 if not work.future.done():
@@ -214,6 +251,24 @@ async def _body(request: Request, most: int) -> Any:
         return json.loads(bytes(found))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body isn't JSON: {error}") from None
+
+
+async def _unless_gone(request: Request, found: Coroutine[Any, Any, T]) -> T:
+    """What comes.
+
+    Raises:
+        ClientGone: the program doesn't wait for it.
+    """
+    gone, coming = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(found)
+    both: list[asyncio.Future[Any]] = [gone, coming]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done():
+            raise ClientGone
+        return coming.result()
+    finally:
+        gone.cancel()
+        coming.cancel()
 
 
 async def _disconnected(request: Request) -> None:

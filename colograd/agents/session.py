@@ -172,10 +172,13 @@ class Session:
         """All that the session's requests read and wrote, as a tree; without any, a token that isn't trained."""
         tree = TokenTree(self._first or [])
         # A context is longer than those that it goes on from. So the order doesn't depend on what came first.
-        for each in sorted(self._samples, key=lambda s: (len(s.read), s.read, list(s.wrote.ids))):
-            tree.add(each.read, each.wrote.ids, each.wrote.logprobs, each.trained)
+        numbered = enumerate(self._samples)
+        for number, each in sorted(numbered, key=lambda s: (len(s[1].read), s[1].read, list(s[1].wrote.ids))):
+            tree.add(each.read, each.wrote.ids, each.wrote.logprobs, each.trained, number)
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         reason = FinishReason.LENGTH if truncated else FinishReason.STOP
         further: dict[str, Any] = {"messages": self.messages(), "columns": columns}
         found = tree.rollout(version, reason, **further)
+        for number, turn in enumerate(self.turns):
+            turn["at"] = tree.places.get(number, 0)  # an answer of no tokens has no place
         return found or tree.nothing(version, self.prompt.input, min(self.form.ends, default=0), **further)

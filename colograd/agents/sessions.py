@@ -6,6 +6,7 @@ decode in one batch, for what they ask goes into the engine's one queue.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import numbers
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..batch import Group, Prompt, Rollout
@@ -24,6 +26,7 @@ from ..engine.chat_api import ChatAPI
 from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
 from ..parallel import watchdog
+from ..rewards.functions import code_digest
 from ..rollout.failures import FAILURE
 from ..rollout.session_log import SessionLog
 from ..usercode.calls import Outcome, place_in
@@ -33,9 +36,10 @@ from .decoding import Decoder, WorkQueue
 from .endpoint import Endpoint
 from .server import served
 from .session import Limits, Session
+from .turn_rewards import SESSION, problem_with
 
 POLL = 0.05  # seconds between two looks at the clock while no session asks anything
-REWARD, SESSION = "agent_reward", "session"  # columns of a rollout
+REWARD = "agent_reward"  # a column of a rollout
 GIVEN = ("base_url", "api_key", "model", "row")  # what a function may take
 
 
@@ -74,6 +78,16 @@ class Agent:
                 "rename the parameter, or give it a default (the dataset's columns are in `row`)."
             )
         return cls(getattr(given, "__name__", type(given).__name__), given)
+
+    def digest(self) -> str:
+        """Of its source, as of a reward function's; of a command the words, and the files that they name."""
+        if self.function is not None:
+            return code_digest(self.function)
+        found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
+        for word in self.command[1:]:
+            if os.path.isfile(word):
+                found.update(Path(word).read_bytes())
+        return found.hexdigest()
 
     def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> Program:
         """Run the program once."""
@@ -229,6 +243,7 @@ class _RunningSessions:
             self.counts["agent/timeouts"] += 1
         each.program.stop()  # what a command has left behind, too
         columns, failure = returned(outcome)
+        failure = failure or problem_with(columns, len(session.turns))
         self.counts["agent/sessions"] += 1
         self.counts["agent/requests"] += len(session.turns)
         self.counts["agent/seconds"] += time.perf_counter() - session.began

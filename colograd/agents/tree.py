@@ -27,6 +27,7 @@ class Node:
     logprobs: array[float] | None  # None: the model read them
     trained: bool  # sampled with the run's settings
     children: list[Node] = field(default_factory=list)
+    number: int | None = None  # of the request that began it by being answered
 
     def cut(self, length: int) -> None:
         """Keep the first tokens; the others become the only child, with the children so far."""
@@ -44,20 +45,25 @@ class TokenTree:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
+        self.places: dict[int, int] = {}  # of a numbered answer in the rollout: where it begins in the completion
         self._roots: list[Node] = []
         self._prompt = array("i", prompt)
         self._read(self._prompt)
 
-    def add(self, read: Sequence[int], wrote: Sequence[int], logprobs: Sequence[float], trained: bool = True) -> None:
+    def add(
+        self, read: Sequence[int], wrote: Sequence[int], logprobs: Sequence[float], trained: bool = True,
+        number: int | None = None,
+    ) -> None:  # fmt: skip
         """Add a request's tokens, after those of all requests that it goes on from. What it read joins what is there
         already; what the model wrote never does: two samples of equal tokens are two, and each is trained.
 
         Args:
             logprobs: of the tokens that it wrote, in nats.
+            number: by which `places` has the answer.
         """
         children = self._read(array("i", read))
         if len(wrote):
-            children.append(Node(array("i", wrote), array("f", logprobs), trained))
+            children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
 
     def _read(self, ids: array[int]) -> list[Node]:
         """Follow or add the tokens of a context; returns what follows it."""
@@ -80,6 +86,8 @@ class TokenTree:
 
         def take(run: Sequence[Node], after: int | None, seen: int) -> int:
             for node in run:
+                if node.number is not None:
+                    self.places[node.number] = len(ids)
                 ids.extend(node.ids)
                 logprobs.extend(node.logprobs if node.logprobs is not None else [0.0] * len(node.ids))
                 sampled.extend([node.trained] * len(node.ids))

@@ -142,6 +142,9 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     """The dataset with its prompts in ``prompt``, behind the system prompt if there is one."""
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
+    asked_elsewhere = script.agent or script.environment_factory  # by a program or an environment, of rows without one
+    if asked_elsewhere and column == "prompt" and column not in present and script.system_prompt is None:
+        return dataset
     if column not in present:
         raise ValueError(
             f"{name} has no column {column!r}; it has {listed(present)}. Set dataset_prompt_column to the one that "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
 )  # fmt: skip
+MARKERS = "<[{|"  # with which calls and special tokens begin
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of a character whose tokens aren't all there yet
 REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen3"), ("<think>", "deepseek_r1"))
 
 
@@ -229,9 +231,7 @@ class ChatAPI:
             ends: ids that end a turn.
         """
         own = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
-        keeps = bool(call.arguments.get("tools")) or bool(self.reasoning_parser)
-        text = self.tokenizer.decode([*own], skip_special_tokens=not keeps or call.api == "completions")
-        stop = None
+        text, stop = self._text(call, own), None
         if not length:
             found = [(text.find(part), part) for part in call.options.get("stop", ()) if part in text]
             if found:
@@ -247,6 +247,22 @@ class ChatAPI:
             if message.get("tool_calls") and not length:
                 reason = "tool_calls"
         return Choice(message, reason, stop, ids, logprobs, tokens)
+
+    def readable(self, call: Call, ids: Sequence[int]) -> dict[str, str]:
+        """The beginnings of an answer's ``reasoning`` and ``content`` that won't change, of its tokens so far."""
+        text = self._text(call, ids)
+        if stops := call.options.get("stop"):
+            text = text[: max(0, len(text) - max(map(len, stops)) + 1)]
+        if call.api == "completions" or self._parser is None:
+            return {"content": text.rstrip(REPLACEMENT)}
+        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # of which some parsers decode the ids themselves
+        found = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
+        last = "content" if found["content"] else "reasoning"
+        return found | {last: _unambiguous(found[last])}
+
+    def _text(self, call: Call, ids: Sequence[int]) -> str:
+        keeps = bool(call.arguments.get("tools")) or bool(self.reasoning_parser)
+        return str(self.tokenizer.decode([*ids], skip_special_tokens=not keeps or call.api == "completions"))
 
     def _parsed(self, call: Call, text: str, ids: Sequence[int]) -> dict[str, Any]:
         try:
@@ -302,35 +318,6 @@ class ChatAPI:
         whole = ChatCompletionResponse.model_validate({"model": self.model, "choices": found, "usage": usage})
         return _anthropic(_plain(whole)) if call.api == "messages" else _plain(whole)
 
-    def events(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> Iterator[str]:
-        """The response as server-sent events, once all of it is there."""
-        whole = self.response(call, choices, prompt_tokens)
-        if call.api == "messages":
-            yield from _anthropic_events(whole)
-            return
-        shared = {name: whole[name] for name in ("id", "created", "model")}
-        kind = "chat.completion.chunk" if call.api == "chat" else "text_completion"
-        for index, choice in enumerate(whole["choices"]):
-            if call.api == "completions":
-                parts = [choice]
-            else:
-                message = choice["message"]
-                calls = [{**each, "index": i} for i, each in enumerate(message.get("tool_calls") or ())]
-                deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-                deltas += [{"reasoning": message["reasoning"]}] if message.get("reasoning") else []
-                deltas += [{"content": message["content"]}] if message.get("content") else []
-                deltas += [{"tool_calls": [each]} for each in calls]
-                parts = [{"index": index, "delta": delta, "finish_reason": None} for delta in deltas]
-                parts[-1]["logprobs"] = choice["logprobs"]
-                end = {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}
-                parts.append(end | {"stop_reason": choice["stop_reason"]})
-            for part in parts:
-                yield f"data: {json.dumps(shared | {'object': kind, 'choices': [part]})}\n\n"
-        options = call.request.stream_options
-        if options is not None and options.include_usage:
-            yield f"data: {json.dumps(shared | {'object': kind, 'choices': [], 'usage': whole['usage']})}\n\n"
-        yield "data: [DONE]\n\n"
-
     def models(self, context: int) -> dict[str, Any]:
         card = {"id": self.model, "object": "model", "created": 0, "owned_by": "colograd", "max_model_len": context}
         return {"object": "list", "data": [card]}
@@ -342,6 +329,12 @@ class ChatAPI:
             kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
             return {"type": "error", "error": {"type": kind or "invalid_request_error", "message": message}}
         return {"error": {"message": message, "type": code, "param": None, "code": code}}
+
+
+def _unambiguous(text: str) -> str:
+    """Up to where a parser may find something yet: a call, a special token, or whitespace that it leaves out."""
+    at = min((place for mark in MARKERS if (place := text.find(mark)) >= 0), default=len(text))
+    return "" if text[:1].isspace() else text[:at].rstrip()
 
 
 def _plain(model: Any) -> dict[str, Any]:
@@ -440,31 +433,3 @@ def _object(arguments: str) -> dict[str, Any]:
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}
-
-
-def _anthropic_events(whole: Mapping[str, Any]) -> Iterator[str]:
-    def event(kind: str, **content: Any) -> str:
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
-
-    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    yield event("message_start", message={**begun, "usage": {**whole["usage"], "output_tokens": 0}})
-    for index, block in enumerate(whole["content"]):
-        empty: dict[str, Any]
-        if block["type"] == "text":
-            empty, deltas = {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-        elif block["type"] == "thinking":
-            empty = {"type": "thinking", "thinking": "", "signature": ""}
-            deltas = [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": block["signature"]},
-            ]
-        else:
-            empty = {**block, "input": {}}
-            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
-        yield event("content_block_start", index=index, content_block=empty)
-        for delta in deltas:
-            yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
-    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-    yield event("message_delta", delta=delta, usage=whole["usage"])
-    yield event("message_stop")

@@ -112,18 +112,24 @@ class Engine(Protocol):
     # requests
 
     def submit(
-        self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0
-    ) -> str:
+        self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
+        spent: int = 0, streams: bool = False,
+    ) -> str:  # fmt: skip
         """Queue a request; returns its name.
 
         Args:
             seed: of the first completion; the i-th draws with seed + i.
             n: completions; default ``sampling.n``.
             spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
+            streams: `written` has its tokens after each step; of one completion.
         """
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         """Run one step; returns the requests that it finished, each with its n completions."""
+
+    def written(self) -> list[tuple[str, Sequence[int]]]:
+        """Requests that stream and that the last step has added to, without finishing them, with all tokens so far; the
+        next step may append to them."""
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop requests that are in flight."""

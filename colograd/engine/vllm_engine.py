@@ -75,6 +75,7 @@ class VLLMEngine:
         self._adapter: Any = None  # the LoRARequest that every request carries
         self._requests = 0  # so far
         self._open: dict[str, tuple[int, ...]] = {}  # requests in flight, and what they read
+        self._written: list[tuple[str, Sequence[int]]] = []
         self.after_step: Callable[[], None] | None = None  # somebody watches: see `load.watched`
         self.layout = config.layout
         ranks = self.layout.ranks_per_engine
@@ -328,10 +329,16 @@ class VLLMEngine:
             )
 
     def submit(
-        self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None, spent: int = 0
-    ) -> str:
+        self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
+        spent: int = 0, streams: bool = False,
+    ) -> str:  # fmt: skip
+        from vllm.sampling_params import RequestOutputKind
+
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
-        return self._enqueue(prompt, self.parameters(prompt.ids, sampling, seed, n or sampling.n, spent))
+        params = self.parameters(prompt.ids, sampling, seed, n or sampling.n, spent)
+        if streams:
+            params.output_kind = RequestOutputKind.CUMULATIVE
+        return self._enqueue(prompt, params)
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
         """Give vLLM a request. Returns its name."""
@@ -366,11 +373,16 @@ class VLLMEngine:
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         watchdog.progress("a step of the engine")
-        finished = [output for output in self.core.step() if output.finished]
+        outputs = self.core.step()
+        finished = [output for output in outputs if output.finished]
+        self._written = [(each.request_id, each.outputs[0].token_ids) for each in outputs if not each.finished]
         watchdog.progress("what follows a step of the engine")
         if self.after_step is not None:
             self.after_step()
         return [(output.request_id, self._sampled(output)) for output in finished]
+
+    def written(self) -> list[tuple[str, Sequence[int]]]:
+        return self._written
 
     def _sampled(self, output: Any) -> list[Sampled]:
         """vLLM's finished request -> its completions."""

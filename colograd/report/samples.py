@@ -27,6 +27,7 @@ STORE = "_journal"
 STORED = ("rank-00000.shown", "rank-00000.records")  # the main process takes notes; the later file counts
 LONGEST = 200_000  # characters of a completion or a prompt
 MOST_TOKENS = 4096  # of a completion
+MOST_TURNS = 1024  # answers of an agent's session
 MILLI = 1000  # log-probabilities are sent as thousandths
 # A line's step is read from its beginning, where no text can pretend to be it.
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
@@ -199,6 +200,7 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
         "mask": _bits(entry.get("mask"), many),
         "sampled": _bits(entry.get("sampled"), many),
         "messages": _prompt(entry.get("messages")) if isinstance(entry.get("messages"), list) else None,
+        "session": _session(entry.get("session")),
         "cut": True if entry.get("cut") is True else None,
     }
     return {
@@ -241,6 +243,25 @@ def _prompt(value: Any) -> Any:
         for message in items(value)[:256]
         if isinstance(message, dict)
     ]
+
+
+def _session(value: Any) -> list[dict[str, Any]] | None:
+    """An agent's answers, each with its number of the answer that it comes after (null: none)."""
+    turns = [mapping(turn) for turn in items(value)[:MOST_TURNS]]
+    found = []
+    for number_of_turn, turn in enumerate(turns):
+        after = whole(turn.get("after"))
+        found.append(
+            {
+                "after": after if after is not None and after < number_of_turn else None,
+                "messages": _prompt(turn.get("messages") or []),
+                "reply": _prompt([turn.get("reply")]),
+                "finish": text(turn.get("finish"), 20),
+                "trained": turn.get("trained") is not False,
+                **{name: number(turn.get(name)) for name in ("prompt_tokens", "tokens", "began", "seconds")},
+            }
+        )
+    return found or None
 
 
 def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:

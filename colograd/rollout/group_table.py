@@ -99,7 +99,7 @@ def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[d
         rows = _first_tokens(groups[noted["position"]], notes["tokens"]).to_pylist()
         logged = json.loads(rows[0]["logged"])["columns"]
         for index, (row, own) in enumerate(zip(rows, noted["completions"], strict=True)):
-            messages = json.loads(row["messages"])
+            messages, session = json.loads(row["messages"]), json.loads(row["columns"]).get("session")
             yield {
                 "step": notes["step"],
                 "purpose": notes["purpose"],
@@ -113,5 +113,6 @@ def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[d
                 "finish": row["finish_reason"],
                 "extra": {name: values[index] for name, values in logged.items()},
                 **({"messages": messages} if messages else {}),
+                **({"session": session} if session else {}),
                 **own,
             }

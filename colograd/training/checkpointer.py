@@ -133,7 +133,9 @@ class Checkpointer(TrainerCallback):
         Raises:
             ValueError: one can't be applied.
         """
-        changed = folders.changed_settings(checkpoint, run_settings(self.args, self.trainer.rewards))
+        changed = folders.changed_settings(
+            checkpoint, run_settings(self.args, self.trainer.rewards, self.trainer.agent)
+        )
         kind = str(self.args.lr_scheduler_type)
         if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
             was, now = changed["learning_rate"]
@@ -289,7 +291,7 @@ class Checkpointer(TrainerCallback):
         state.save_to_json(str(folder / STATE_FILE))
         if names := self._weight_names(folder):
             folders.write_index(folder, names)
-        folders.write_settings(folder, run_settings(self.args, trainer.rewards))
+        folders.write_settings(folder, run_settings(self.args, trainer.rewards, trainer.agent))
         if isinstance(trainer.train_prompts, PromptStream):
             folders.write_prompts(folder, trainer.train_prompts.state)
         elif trainer.train_prompts.curriculum is not None:

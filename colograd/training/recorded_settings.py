@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..agents.sessions import Agent
 from ..config import GRPOConfig
 from ..config.distillation import DistillationKnobs
 from ..config.objective import AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs
@@ -15,6 +16,7 @@ from ..data.images import ImageReader
 from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
+AGENT_CODE = "agent_code"  # likewise of an agent's program
 # A run with other values of these is another run: settings of a round's groups, and of the updates from them.
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
@@ -35,20 +37,22 @@ OF_GROUPS = frozenset(
 
 
 def store_of(
-    args: GRPOConfig, rewards: Sequence[RewardFunction], reader: ImageReader | None = None
+    args: GRPOConfig, rewards: Sequence[RewardFunction], agent: Agent | None, reader: ImageReader | None = None
 ) -> RolloutStore | None:
     """This rank's store; None without a journal, and on ranks that follow another one's engine."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
-    return RolloutStore(
-        str(args.output_dir), args.layout.rank, run_settings(args, rewards), reader, OF_GROUPS - {REWARD_FUNCS}
-    )
+    settings = run_settings(args, rewards, agent)
+    of_samples = (OF_GROUPS | {AGENT_CODE}) - {REWARD_FUNCS}
+    return RolloutStore(str(args.output_dir), args.layout.rank, settings, reader, of_samples)
 
 
-def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction]) -> dict[str, Any]:
-    """The settings of a run, as JSON has them, with the digests of its reward functions."""
+def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], agent: Agent | None) -> dict[str, Any]:
+    """The settings of a run, as JSON has them, with the digests of its reward functions and its agent."""
     settings = settings_of(args, [reward.name for reward in rewards])
     settings[REWARD_CODE] = {reward.name: code_digest(reward.function) for reward in rewards}
+    if agent is not None:
+        settings[AGENT_CODE] = agent.digest()
     return dict(json.loads(json.dumps(settings, default=str)))
 
 

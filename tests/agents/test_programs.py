@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
-from colograd.agents.sessions import returned
+from colograd.agents.sessions import Agent, returned
+from colograd.agents.tree import TokenTree
+from colograd.batch import Group, Logged, ModelInput
+from colograd.rollout.group_records import RewardedGroup
+from colograd.training.recorded_settings import run_settings, store_of
 from colograd.training.task import agent_of
 from colograd.usercode.calls import Outcome
 from colograd.usercode.programs import CommandProgram, FunctionProgram
@@ -23,6 +28,10 @@ from colograd.usercode.programs import CommandProgram, FunctionProgram
 
 def run(base_url: str, api_key: str) -> float:
     return 1.0
+
+
+def another(base_url: str, api_key: str) -> float:
+    return 2.0
 
 
 @pytest.mark.parametrize(
@@ -40,6 +49,28 @@ def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, 
     args: Any = SimpleNamespace(router_replay=replay)
     with pytest.raises(ValueError, match=said):
         agent_of(agent, None, tools, args)
+
+
+def test_a_program_that_has_changed_is_told_from_the_old_one(tmp_path: Path) -> None:
+    script = tmp_path / "agent.js"
+    script.write_text("one")
+    command = Agent.of(f"node {script}")
+    before = command.digest()
+    assert Agent.of(f"node {script}").digest() == before != Agent.of(f"node {script} --fast").digest()
+    script.write_text("two")
+    assert command.digest() != before
+    assert Agent.of(run).digest() == Agent.of(run).digest() != Agent.of(another).digest()
+    config = tiny.config(tmp_path, journal="keep")
+    old = store_of(config, [], Agent.of(run))
+    assert old is not None and "agent_code" in old.of_samples and "agent_code" not in run_settings(config, [], None)
+    old.begin(0, "weights")
+    group = Group({}, (TokenTree.nothing(0, ModelInput((1,)), 2, columns={}),), 0)
+    old.add(RewardedGroup(group, torch.zeros(1, 1), Logged({}, {})))
+    old.close()
+    new = store_of(config, [], command)
+    assert new is not None
+    (line,) = new.start(0, is_writer=True)
+    assert "agent_code" in line and "are sampled anew" in line
 
 
 @pytest.mark.parametrize(

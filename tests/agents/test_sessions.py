@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,72 +17,23 @@ import httpx
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+from agent_cases import run
 
-from colograd import GRPOTrainer
 from colograd.agents import sessions
 from colograd.agents.session import Limits
-from colograd.agents.sessions import Agent, AgentSessions
-from colograd.batch import Group, Prompt, Rollout, ScoredGroup
-from colograd.engine.sampling import Sampling
+from colograd.batch import Group, Rollout, ScoredGroup
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
-
-CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
-
-
-def rows(size: int = 4) -> Dataset:
-    return Dataset.from_list([{"question": f"what is {i}?"} for i in range(size)])
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two steps with an agent whose model is made to call its tool in every turn."""
-    folder = tmp_path_factory.mktemp("run")
-    model = tiny.make_model(folder / "model", context=1024)
-    template = folder / "tools.jinja"
-    template.write_text(tiny.TOOL_TEMPLATE)
-    config = tiny.config(
-        folder,
-        max_completion_length=80,
-        max_steps=2,
-        prompts_per_step=2,
-        chat_template_path=str(template),
-        vllm_structured_outputs_regex=CALL,
-        vllm_importance_sampling_correction=False,
-        agent_tool_parser="hermes",
-        log_completions=True,
-    )
-    trainer = GRPOTrainer(str(model), None, config, rows(), agent=agent_cases.calculator)
+    trainer = agent_cases.trainer(tmp_path_factory.mktemp("run"))
     seen = tiny.remembered_groups(trainer)
     trainer.train()
     yield trainer, seen
     trainer.close()
-
-
-def run(
-    trainer: Any, agent: Any, prompts: int = 1, size: int = 2, each: Callable[[Group], Any] = id, **settings: Any
-) -> list[Group]:
-    """An agent's sessions with the trainer's engine, which samples freely.
-
-    Args:
-        each: is called with each group when it is whole.
-    """
-    own: AgentSessions = trainer.sampler.source
-    source = AgentSessions(
-        trainer.engine, Agent.of(agent), own.api, own.form, dataclasses.replace(own.settings, **settings)
-    )
-    asked = [Prompt({"prompt": "", "question": f"what is {i}?"}, (1, 2), i) for i in range(prompts)]
-    trainer.engine.stamp(77)
-    groups = []
-    try:
-        for group in source.generate(asked, Sampling(size, 40, 1.0, {}), version=77, seed=1):
-            each(group)
-            groups.append(group)
-    finally:
-        trainer.engine.version = None
-    assert not trainer.engine.core.has_unfinished_requests()
-    return sorted(groups, key=lambda group: group.position)
 
 
 def sessions_of(groups: list[Group]) -> list[Rollout]:
@@ -118,6 +68,26 @@ def test_the_trainer_gives_a_sessions_tree_the_samplers_log_probabilities(traine
     assert {r.columns["agent_reward"] for r in sessions_of(groups)} == {None}
 
 
+def test_each_answer_may_have_a_reward_of_its_own(trained: Any) -> None:
+    trainer, _ = trained
+
+    def rewarded(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> dict[str, Any]:
+        agent_cases.compacting(base_url, api_key, model, row)
+        return {"reward": 1.0, "turn_rewards": [1.0, 0.0, 0.5]}
+
+    (group,) = run(trainer, rewarded)
+    advantages = trainer.compute_advantages(group, torch.ones(2, 1))
+    for rollout, of_tokens in zip(
+        group.rollouts, advantages.split([len(r.completion_ids) for r in group.rollouts]), strict=True
+    ):
+        turns, sampled = rollout.columns["session"], rollout.sampled.tolist()
+        for turn, sign in zip(turns, (1, -1, 0), strict=True):
+            of_turn = slice(turn["at"], turn["at"] + turn["tokens"])
+            assert of_tokens[of_turn].sign().unique().tolist() == [sign] and all(sampled[of_turn])
+    (group,) = run(trainer, lambda row: {"reward": 1.0, "turn_rewards": [1.0]}, raises=False)
+    assert all("one for each of its 0 answers" in rollout.columns["agent_failure"] for rollout in group.rollouts)
+
+
 def test_what_is_sampled_depends_on_the_session_and_not_on_time(trained: Any) -> None:
     trainer, _ = trained
 
@@ -144,7 +114,7 @@ def test_the_clients_of_openai_and_anthropic_are_answered(trained: Any) -> None:
             chat = openai.chat.completions
             told["two"] = await chat.create(model=model, messages=asked, n=2, logprobs=True, max_tokens=4, stop=["q"])
             stream = await chat.create(
-                model=model, messages=asked, stream=True, max_tokens=4, stream_options={"include_usage": True}
+                model=model, messages=asked, stream=True, max_tokens=12, stream_options={"include_usage": True}
             )
             told["stream"] = [chunk async for chunk in stream]
             schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -176,7 +146,8 @@ def test_the_clients_of_openai_and_anthropic_are_answered(trained: Any) -> None:
     assert [choice.index for choice in told["two"].choices] == [0, 1]
     assert told["two"].usage.completion_tokens == sum(len(c.logprobs.content) for c in told["two"].choices)
     chunks = told["stream"]
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens <= 4
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens <= 12
+    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 1, "as tokens come"
     assert chunks[-2].choices[0].finish_reason in ("stop", "length")
     if told["json"].choices[0].finish_reason == "stop":
         assert isinstance(json.loads(told["json"].choices[0].message.content)["a"], int)
@@ -317,6 +288,24 @@ def test_a_session_that_hangs_dies_floods_or_calls_late_disturbs_no_other(
         ask(*late[0], {"model": "m"})  # the endpoint is there for a generation only
     with pytest.raises(RuntimeError, match=r"agent 'faulty', prompt 2, session \d: it raised SystemExit"):
         run(trainer, faulty, prompts=3)  # what hangs holds up nobody
+
+
+def test_who_leaves_a_stream_frees_its_place(trained: Any) -> None:
+    trainer, _ = trained
+    body = {"model": "m", "messages": [{"role": "user", "content": "so"}], "max_tokens": 40, "stream": True}
+
+    def leaves(base_url: str, api_key: str) -> float:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        with httpx.stream("POST", f"{base_url}/chat/completions", json=body, headers=headers) as answer:
+            next(answer.iter_lines())
+        while (status := ask(base_url, api_key, {**body, "stream": False}).status_code) == 429:
+            time.sleep(0.01)  # the endpoint doesn't know yet
+        return float(status)
+
+    (group,) = run(trainer, leaves, size=1, limits=Limits(1000, 1))
+    (rollout,) = group.rollouts
+    assert rollout.columns["agent_reward"] == 200
+    assert len(rollout.columns["session"]) in (1, 2), "2: the stream's answer was there before it was left"
 
 
 def test_a_failed_sessions_group_is_scored_by_nobody(trained: Any) -> None:

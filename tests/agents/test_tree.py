@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from tree_cases import sequences
 
 from colograd.agents.tree import TokenTree
+from colograd.agents.turn_rewards import problem_with, with_turn_rewards
 from colograd.batch import Branch, FinishReason, Group, Rollout, ScoredGroup
+from colograd.losses.advantages import AdvantageEstimator
 from colograd.policy.attention import keys_in_place_from
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
@@ -20,13 +24,17 @@ from colograd.policy.row_proof import choose_rows
 CPU = torch.device("cpu")
 
 
-def made(*requests: tuple[list[int], list[int]]) -> Rollout:
+def made(*requests: tuple[list[int], list[int]], **columns: Any) -> Rollout:
     tree = TokenTree(requests[0][0])
-    for read, wrote in requests:
-        tree.add(read, wrote, [-0.5] * len(wrote))
+    for number, (read, wrote) in enumerate(requests):
+        tree.add(read, wrote, [-0.5] * len(wrote), number=number)
     rollout = tree.rollout(0, FinishReason.STOP)
     assert rollout is not None
-    return rollout
+    for number, (_, wrote) in enumerate(requests):
+        at = tree.places[number]
+        assert list(rollout.completion_ids[at : at + len(wrote)]) == wrote
+    session = [{"at": at, "tokens": len(requests[number][1])} for number, at in sorted(tree.places.items())]
+    return dataclasses.replace(rollout, columns={"session": session, **columns})
 
 
 def test_the_example_of_the_types_token_by_token() -> None:
@@ -53,6 +61,30 @@ def test_equal_samples_are_two_and_a_context_that_shares_nothing_sees_nothing() 
     rollout = made(([1, 2], [3, 4]), ([1, 2], [3, 4]), ([9, 8], [7]))
     assert list(rollout.completion_ids) == [3, 4, 3, 4, 9, 8, 7] and int(rollout.sampled.sum()) == 5
     assert rollout.branches == (Branch(2, None, 2), Branch(2, None, 2), Branch(3, None, 0))
+
+
+def test_rewards_of_answers_add_to_the_advantages_of_their_tokens() -> None:
+    # The second context goes on from the middle of the first answer, so that the answer is cut in two.
+    one = made(([1], [2, 3]), ([1, 2, 9], [4]), turn_rewards=[1.0, 0.0])
+    other = made(([1], [5]), ([1, 5, 6], [7, 8]), turn_rewards=[0.0, 1.0])
+    rewards = torch.tensor([[1.0], [0.0]])
+    estimator = AdvantageEstimator("none", "sum_then_normalize", "mean", (1.0,))
+    found = with_turn_rewards(estimator.of_group(rewards), Group({}, (one, other), 0), estimator)
+    assert list(one.completion_ids) == [2, 3, 9, 4] and list(other.completion_ids) == [5, 6, 7, 8]
+    assert found.tolist() == [1.0, 1.0, 0.5, 0.0, -1.0, -0.5, 0.0, 0.0]
+    (row,) = pack([ScoredGroup(Group({}, (one, other), 0), rewards, found)], 100, False, CPU)
+    of_token = dict(zip(row.labels.tolist(), row.advantages.tolist(), strict=True))
+    assert of_token == {2: 1.0, 3: 1.0, 9: 0.5, 4: 0.0, 5: -1.0, 6: -0.5, 7: 0.0, 8: 0.0}
+    failed = made(([1], [5]), agent_failure="it fell")
+    plain = estimator.of_group(rewards)
+    assert with_turn_rewards(plain, Group({}, (one, failed), 0), estimator) is plain
+    assert with_turn_rewards(plain, Group({}, (made(([1], [5])), made(([1], [6]))), 0), estimator) is plain
+
+
+@pytest.mark.parametrize("given", [[1.0], "ab", [1.0, math.nan], 3, [1.0, None]])
+def test_turn_rewards_that_are_none_fail_the_session(given: Any) -> None:
+    assert "one for each of its 2 answers" in problem_with({"turn_rewards": given}, 2)
+    assert problem_with({"turn_rewards": [1, 0.5]}, 2) == problem_with({}, 2) == ""
 
 
 def a_tree(draw: random.Random, vocabulary: int, prompt: list[int]) -> tuple[Rollout, list[list[int]]]:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # scripts set threads before torch is imported
+    from colograd.batch import Group
+
+CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
 TOOLS = [
     {
         "type": "function",
@@ -62,3 +69,65 @@ def compacting(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> 
             asked += [reply.choices[0].message, {"role": "user", "content": question}]
         short = [asked[0], {"role": "user", "content": "in short"}, *asked[-2:]]
         openai.chat.completions.create(model=model, messages=short, max_tokens=6)
+
+
+def trainer(folder: Path) -> Any:
+    """A trainer of `calculator`, whose model is made to call its tool in every turn."""
+    import tiny
+    from datasets import Dataset
+
+    from colograd import GRPOTrainer
+
+    model = tiny.make_model(folder / "model", context=1024)
+    template = folder / "tools.jinja"
+    template.write_text(tiny.TOOL_TEMPLATE)
+    config = tiny.config(
+        folder,
+        max_completion_length=80,
+        max_steps=2,
+        prompts_per_step=2,
+        chat_template_path=str(template),
+        vllm_structured_outputs_regex=CALL,
+        vllm_importance_sampling_correction=False,
+        agent_tool_parser="hermes",
+        log_completions=True,
+    )
+    rows = Dataset.from_list([{"question": f"what is {i}?"} for i in range(4)])
+    return GRPOTrainer(str(model), None, config, rows, agent=calculator)
+
+
+def run(
+    trainer: Any, agent: Any, prompts: int = 1, size: int = 2, each: Callable[[Group], Any] = id,
+    columns: dict[str, Any] | None = None, calls: bool = False, **settings: Any,
+) -> list[Group]:  # fmt: skip
+    """An agent's sessions with the trainer's engine.
+
+    Args:
+        each: is called with each group when it is whole.
+        columns: of each row, beside its question.
+        calls: the model is made to call `add` in every turn; False: it samples freely.
+        settings: of `AgentSettings`.
+    """
+    from colograd.agents.sessions import Agent, AgentSessions
+    from colograd.batch import Prompt
+    from colograd.engine.sampling import Sampling
+
+    own: AgentSessions = trainer.sampler.source
+    source = AgentSessions(
+        trainer.engine, Agent.of(agent), own.api, own.form, dataclasses.replace(own.settings, **settings)
+    )
+    sampling = Sampling(size, 40, 1.0, {})
+    if calls:
+        sampling = dataclasses.replace(Sampling.for_training(trainer.args), n=size)
+    rows = [{"prompt": "", "question": f"what is {i}?", **(columns or {})} for i in range(prompts)]
+    asked = [Prompt(row, (1, 2), i) for i, row in enumerate(rows)]
+    trainer.engine.stamp(77)
+    groups = []
+    try:
+        for group in source.generate(asked, sampling, version=77, seed=1):
+            each(group)
+            groups.append(group)
+    finally:
+        trainer.engine.version = None
+    assert not trainer.engine.core.has_unfinished_requests()
+    return sorted(groups, key=lambda group: group.position)

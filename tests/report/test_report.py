@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -19,15 +20,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from made_up_run import HOSTILE, WRONG, WRONG_SAMPLES, MadeUp
 from paths import ROOT
 
+from colograd.agents.tree import TokenTree
+from colograd.batch import Group, Logged, ModelInput
 from colograd.commands.cli import main
-from colograd.report import page, write_report
+from colograd.report import page, samples, write_report
 from colograd.report.payload import _half, of_step, overview, spread_out
 from colograd.report.reading import RecordedRun
 from colograd.report.untrusted import Tail, open_inside, parse
 from colograd.reporting.completions import FIXED, CompletionRow, write_log
+from colograd.rollout.group_records import RewardedGroup, group_bytes
+from colograd.rollout.group_table import entries
 
 
 def read(folder: Path) -> RecordedRun:
@@ -429,3 +435,44 @@ def test_a_built_package_has_what_the_page_needs() -> None:
     assert "colograd.report =\n    assets/*\n    assets/uplot/*\n" in settings
     depth = {len(path.relative_to(page.ASSETS).parts) for path in page.ASSETS.rglob("*") if path.is_file()}
     assert depth == {1, 2} and all((page.ASSETS / name).is_file() for name in (*page.SCRIPTS, *page.STYLES))
+
+
+def test_an_agents_session_is_a_tree_of_its_answers() -> None:
+    say = {"role": "user", "content": "so?"}
+    reply = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    turn = {"messages": [say], "reply": reply, "finish": "tool_calls", "prompt_tokens": 9, "tokens": 3, "seconds": 0.5}
+    session = [{**turn, "after": after} for after in (None, 0, 1, 0, None)]
+    rollout = TokenTree.nothing(0, ModelInput((1,)), 2, columns={"session": session})
+    recorded = RewardedGroup(Group({}, (rollout,), 4), torch.zeros(1, 1), Logged({}, {}))
+    noted = {"position": 4, "prompt": "", "completions": [{}]}
+    notes = {"step": 1, "purpose": "train", "tokens": 9, "texts": {}, "rewards": ["one"], "groups": [noted]}
+    (entry,) = entries(notes, {4: group_bytes(recorded)})
+    found = samples._recorded(entry)
+    assert found is not None
+    assert [each["after"] for each in found["session"]] == [None, 0, 1, 0, None]
+    assert found["session"][0]["reply"][0]["tool_calls"][0]["function"]["name"] == "add"
+    if (node := shutil.which("node")) is None:
+        pytest.skip("the page's own code wants node")
+    shim = """class Node {
+      constructor(tag) { Object.assign(this, { tag, children: [] }); }
+      append(child) { this.children.push(child); }
+      addEventListener() {}
+      setAttribute() {}
+    }
+    const document = { createElement: (tag) => new Node(tag) };
+    const words = (node) => (node.tag ? node.children.map(words).join("") : node);
+    const below = (list) => list.children.map((line) => outline(line.children[0]));
+    const outline = (node) => (node.tag === "ol" ? below(node) : words(node.children[0]));
+    """
+    base, data, tokens = (
+        (ROOT / "colograd/report/assets" / f"{name}.js").read_text() for name in ("base", "data", "tokens")
+    )
+    (message_text,) = re.findall(r"^const messageText = .*$", data, re.MULTILINE)
+    shown = f"console.log(JSON.stringify(outline(sessionTree({json.dumps(found['session'])}))));"
+    parts = [shim, base.split("const css")[0], message_text, tokens, shown]
+    done = subprocess.run([node, "-e", "\n".join(parts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    tree = json.loads(done.stdout)
+    numbers = json.loads(re.sub(r'"answer (\d+) [^"]*"', r"\1", done.stdout))
+    assert numbers == [[1, [2, 3], [4]], [5]]
+    assert tree[1][0].startswith("answer 5 · 3 tokens · 9 read · 0.5 s · at – s · tool_calls · calls add")

@@ -229,7 +229,8 @@ const completionsView = {
       el("dl.chips", {}, facts.map(([name, fact]) => el("div", {}, el("dt", {}, name), el("dd", {}, fact)))),
       completion.images && el("p", {}, completion.images.map((image) => el("img", { src: image, alt: "An image of the prompt or of a tool's answer" }))),
       el("details", {}, el("summary", {}, "Prompt: ", short(promptText(completion.promptValue), 90)), prompt),
-      completion.messages && el("details", { open: true }, el("summary", {}, plural(completion.messages.length, "message")), turns(completion.messages)),
+      completion.session && el("details", { open: true }, el("summary", {}, "Session: ", plural(completion.session.length, "answer")), sessionTree(completion.session)),
+      completion.messages && el("details", { open: !completion.session }, el("summary", {}, plural(completion.messages.length, "message")), turns(completion.messages)),
       completion.messages && el("h4", {}, "Tokens"),
       tokens,
     );

@@ -111,6 +111,33 @@ function turns(messages) {
   );
 }
 
+// An agent's session: its answers in lines, with a list inside a list where several go on from the same one.
+function sessionTree(session) {
+  const after = new Map([[null, []]]);
+  session.forEach((turn, number) => {
+    after.set(number, []);
+    after.get(turn.after).push(number);
+  });
+  const list = (begun) => {
+    const lines = [];
+    let next = begun;
+    while (next.length === 1) {
+      lines.push(el("li", {}, answer(session[next[0]], next[0])));
+      next = after.get(next[0]);
+    }
+    return el("ol.session", {}, lines, next.map((number) => el("li", {}, list([number]))));
+  };
+  return list(after.get(null));
+}
+
+function answer(turn, number) {
+  const calls = turn.reply.flatMap((message) => (Array.isArray(message.tool_calls) ? message.tool_calls : []));
+  const names = calls.map((call) => (call && call.function && call.function.name) || "?");
+  const said = turn.reply.map((message) => messageText(message)).join(" ");
+  const facts = [`answer ${number + 1}`, plural(turn.tokens ?? 0, "token"), `${turn.prompt_tokens ?? "–"} read`, `${fmt(turn.seconds)} s`, `at ${fmt(turn.began)} s`, turn.finish, ...names.map((name) => `calls ${name}`), !turn.trained && "not trained", !names.length && short(said, 60)]; // prettier-ignore
+  return el("details", {}, el("summary", {}, facts.filter(Boolean).join(" · ")), turns([...turn.messages, ...turn.reply]));
+}
+
 function callText(call) {
   const made = (call && call.function) || call || {};
   const given = typeof made.arguments === "string" ? made.arguments : JSON.stringify(made.arguments ?? {});
