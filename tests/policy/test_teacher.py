@@ -381,7 +381,7 @@ def test_distillation_closes_most_of_the_divergence(tiny_model, tmp_path, closin
     history = trainer.state.log_history
     closed = [entry["eval_teacher_kl"] for entry in history if "eval_teacher_kl" in entry]
     steps = [entry["teacher_kl"] for entry in history if "teacher_kl" in entry]
-    assert closed[0] > 1 and closed[-1] < 0.2 * closed[0], (closed, steps)
+    assert closed[0] > 0.3 and closed[-1] < 0.2 * closed[0], (closed, steps)
     assert not any("reward" in entry or "frac_reward_zero_std" in entry for entry in history)
     final = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-20"))
