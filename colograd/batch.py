@@ -155,6 +155,8 @@ class Prompt(_Asked):
     position: int
 
 
+TEACHER = "teacher"  # the dataset's column that names a prompt's teacher, where there are several
+UNTAUGHT = float("inf")  # in the place of a teacher's log-probability: the prompt names none
 UNKNOWN = -1  # in the place of an expert: the engine didn't tell which it was
 
 
@@ -168,6 +170,30 @@ class RoutedExperts:
 
     prompt: torch.Tensor  # [P, L, K], of a group's rollouts one tensor
     completion: torch.Tensor  # [C, L, K]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptTokens:
+    """Which tokens top-k, top-p and min-p had left when each of N tokens was drawn: the places' ids one after another.
+
+    Of the second completion, whose 23 was drawn from the whole vocabulary, as a 0 says:
+
+        completion_ids   22          23  24        2
+        ids              22 27 29        24 12     2
+        counts           3           0   2         1
+    """
+
+    ids: torch.Tensor  # [sum counts] int32
+    counts: torch.Tensor  # [N] int32; 0: all
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[KeptTokens | None, int]]) -> KeptTokens | None:
+        """Those of several sequences one after another, each with its length; None: all were drawn from the whole."""
+        if all(kept is None for kept, _ in parts):
+            return None
+        none = torch.empty(0, dtype=torch.int32)
+        counts = [none.new_zeros(length) if kept is None else kept.counts for kept, length in parts]
+        return cls(torch.cat([none if kept is None else kept.ids for kept, _ in parts]), torch.cat(counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +233,7 @@ class Rollout(_Asked):
     messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
     columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
     experts: RoutedExperts | None = None  # with `router_replay`
+    kept: KeptTokens | None = None  # of its tokens, where the sampler's distribution was truncated and that is recorded
     images: tuple[Images, ...] = ()  # of tools' answers, with places in the completion
     branches: tuple[Branch, ...] = ()  # of a tree; (): each token sees the prompt and all before it
 
@@ -293,7 +320,8 @@ class ScoredGroup:
             )
             for rollout in self.group.rollouts
         )
-        group = dataclasses.replace(self.group, example={}, rollouts=rollouts)
+        kept = {name: value for name, value in self.group.example.items() if name == TEACHER}
+        group = dataclasses.replace(self.group, example=kept, rollouts=rollouts)
         # Clones, because a view of a larger tensor is sent with all of it.
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
 
@@ -370,6 +398,7 @@ class PackedGroup:
     ids: tuple[RolloutId, ...]
     rollouts: tuple[Rollout, ...]
     advantages: tuple[torch.Tensor, ...]  # per rollout: () or [C]
+    teacher: str = ""  # by which these are scored, where there are several
 
     @property
     def num_tokens(self) -> int:
@@ -450,6 +479,7 @@ class MicroBatch:
     in_loss: bool = True  # whether any token counts in the loss: known without asking the device
     completion_lengths: tuple[int, ...] = ()  # tokens of each completion
     experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
+    kept: KeptTokens | None = None  # of the labels, in host memory; every model's distribution is that over them
     images: Mapping[int, tuple[Images, ...]] | None = None  # by their segment, with places in it; None: there are none
 
     @property

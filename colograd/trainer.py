@@ -21,6 +21,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from .agents.turn_rewards import with_turn_rewards
 from .batch import Group, LossOutput, MicroBatch, Prompt, StepBatch
 from .config import GRPOConfig
+from .config.policy import KEEPS_MASTER
 from .data import PromptLoader, StreamLoader
 from .engine.arguments import compiles
 from .loop import Loop
@@ -39,10 +40,11 @@ from .rollout.sampler import Purpose, Sampler
 from .runtime import process
 from .runtime.closing import closes_if_it_fails
 from .sharding import strategy_of
-from .training.adamw_split import accumulate_in_float32, optimizer_class
+from .training.adamw_split import accumulate_in_float32
 from .training.assembly import Assembly, assemble, choose_kernels, resolve_by_memory, rollout_source
 from .training.evaluation import evaluate_prompts
 from .training.learner import Learner
+from .training.muon_split import optimizer_of
 from .training.overlap import describe as describe_overlap
 from .training.overlap import shared_groups, why_not
 from .training.prompts import eval_prompts_of, image_reader_of, loader_of, train_prompts_of
@@ -127,7 +129,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             processing_class=task.policy.processor or task.policy.tokenizer,
             callbacks=[*(callbacks or []), task.entropy],
             optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_class(args) if optimizers[0] is None else None,
+            optimizer_cls_and_kwargs=optimizer_of(args, task.policy.model) if optimizers[0] is None else None,
         )
         # Callbacks look at the datasets as they were given.
         self.train_dataset = task.train_prompts.dataset if train_dataset is None else train_dataset
@@ -141,7 +143,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         args: GRPOConfig = self.args
         self.closing.callback(self.checkpointer.stop_signal.remove)
         self.closing.callback(self.checkpointer.finish_alone)
-        if args.optim == "adamw_split" and self.optimizer is None:
+        if args.optim in KEEPS_MASTER and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
         names = [reward.name for reward in task.rewards]
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in task.rewards])

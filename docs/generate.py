@@ -101,6 +101,13 @@ exact float32 master, kept as the bfloat16 parameter and a 16-bit remainder. Gra
 `dtype: float32`, which another optimizer has by default, the forward is bfloat16 by autocast, or float32 with
 `bf16: false`.
 
+`optim: muon` is [Muon](https://kellerjordan.github.io/posts/muon/) for the matrices of the decoder's layers, on the
+same kind of master: torch's own step on the joined float32 matrix, bit for bit, with momentum 0.95 and its size matched
+to AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so that `learning_rate` is one for all. Embedding,
+head, norms, biases and stacked experts have `adamw_split`. A matrix has 6 bytes of state per element, where AdamW has
+10. It needs whole matrices: any `sharding` but `none` is an error (several ranks of whole policies work), and so are
+adapters, `offload_gradients` and `offload_optimizer: stream`.
+
 ## Memory
 
 A run starts with a table of what each rank's device will hold while it samples and while it trains. On a GPU the KV
@@ -176,10 +183,11 @@ Recipes of TRL's `grpo` script are read with the same keys. What differs without
   `vllm_enable_sleep_mode` gives the KV cache back while training, and leaves the weights where they are.
 - **`evaluate` computes a loss**, as TRL's does, unless `loss_eval: false` saves its forward, or `temperature_eval`
   differs from `temperature`. `temperature_eval` and `max_completion_length_eval` are its own, and it reports pass@k.
-- **Sampling settings that bend the distribution** (`top_p`, `top_k`, `min_p`, `repetition_penalty`, and what
-  constrains it, as `vllm_structured_outputs_regex` does) turn `vllm_importance_sampling_correction` off, and a line at
-  start says so: the ratio would be biased, as the sampler's probabilities are those of the tokens that it kept. TRL
-  leaves it on.
+- **Sampling settings that bend the distribution** (`repetition_penalty`, what constrains it, as
+  `vllm_structured_outputs_regex` does, and `top_p` or `min_p` without `top_k`) turn
+  `vllm_importance_sampling_correction` off, and a line at start says so: the ratio would be of two distributions. With
+  `top_k`, and `top_p` or `min_p` beside it, what they left is recorded, and the loss is of the distribution over that
+  ([losses.md](losses.md#truncated-sampling)). TRL leaves the correction on in all cases.
 - **`loss_type: vespo`** wants `vllm_importance_sampling_mode: token_truncate` or `token_mask`, or no correction; the
   default mode is an error. That is TRL's rule for generation with vLLM, which here is always.
 - **`generation_kwargs`** has vLLM's names. Those of transformers (`do_sample: true`, `num_beams: 1`, `max_new_tokens`

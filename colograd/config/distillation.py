@@ -12,10 +12,11 @@ from .knob import knob, one_of
 class DistillationKnobs:
     """Distillation."""
 
-    teacher_model_name_or_path: str | None = knob(
+    teacher_model_name_or_path: dict[str, Any] | str | None = knob(
         None,
         "A model (a Hub id, a folder, or an adapter's folder) towards which the policy is trained on its own "
-        "completions; reward functions are optional then. See docs/guide/distillation.md.",
+        "completions; reward functions are optional then. Or a mapping of names to such models, of which the dataset's "
+        "column `teacher` names each prompt's. See docs/guide/distillation.md.",
     )
     teacher_model_revision: str | None = knob(None, "Branch, tag or commit of a teacher from the Hub.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = knob(
@@ -44,6 +45,9 @@ class DistillationKnobs:
                         f"or remove {name}."
                     )
             return
+        given = self.teacher_model_name_or_path
+        if isinstance(given, dict):
+            self._check_teachers(given)
         if not self.distillation_weight > 0:
             raise ValueError(
                 f"distillation_weight is {self.distillation_weight}, but must be positive: raise it, or remove "
@@ -57,6 +61,35 @@ class DistillationKnobs:
                     f"{name} is {value!r} and distillation_kl 'sampled', but with one ratio per completion no token "
                     f"answers for its own advantage: set distillation_kl: exact, or another {name}."
                 )
+
+    def _check_teachers(self, given: dict[str, Any]) -> None:
+        bad = [name for name, path in given.items() if not (name and isinstance(name, str) and isinstance(path, str))]
+        if not given or bad:
+            raise ValueError(
+                f"teacher_model_name_or_path is {given!r}, but must map a teacher's name to a model: "
+                "{math: Qwen/Qwen3-8B, code: ./my_coder}, say."
+            )
+        if self.distillation_kl == "exact":
+            raise ValueError(
+                "teacher_model_name_or_path names several teachers and distillation_kl is 'exact', which computes one "
+                "head's logits beside the policy's: set distillation_kl: sampled, or choose one teacher."
+            )
+        if getattr(self, "cuts_weights", False) and not self.offload_teacher:
+            raise ValueError(
+                "teacher_model_name_or_path names several teachers, which sharding: fsdp can't cut, as a rank may have "
+                "no prompt of one that others ask: set offload_teacher: true, or sharding: gradients."
+            )
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The models by their names; a single one's is empty."""
+        given = self.teacher_model_name_or_path
+        return {} if given is None else given if isinstance(given, dict) else {"": given}
+
+    @property
+    def names_teachers(self) -> bool:
+        """Whether there are several, of which the dataset names each prompt's."""
+        return isinstance(self.teacher_model_name_or_path, dict)
 
     @property
     def distils(self) -> bool:

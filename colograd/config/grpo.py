@@ -59,6 +59,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
+        "teacher_model_name_or_path",
         "teacher_model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
@@ -95,7 +96,8 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         "auto",
         "`auto`: `adamw_split` for a bfloat16 policy, `adamw_torch` otherwise. `adamw_split`: AdamW on an exact "
         "float32 master kept as the bfloat16 parameter and a 16-bit remainder; `optim_args: compiled=true` (or "
-        "`false`) makes it one compiled pass, the default on a GPU. Or any optimizer name of transformers.",
+        "`false`) makes it one compiled pass, the default on a GPU. `muon`: Muon for the matrices of the layers, on "
+        "such a master too, and `adamw_split` for the rest. Or any optimizer name of transformers.",
     )
     torch_compile: bool = knob(
         False,

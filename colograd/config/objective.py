@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..runtime.importing import is_import_path
 from .knob import at_least, knob, one_of
-from .sampling import SamplingKnobs, shaping
+from .sampling import TRUNCATING, SamplingKnobs, shaping
 
 
 @dataclass
@@ -180,12 +180,26 @@ class ObjectiveKnobs(SamplingKnobs):
         bent = shaping(vars(self))
         if not bent or not self.vllm_importance_sampling_correction:
             return []
-        self.vllm_importance_sampling_correction = False
         named = ", ".join(f"{name} {value!r}" for name, value in bent.items())
+        drafts = "speculative_config" in dict(vars(self).get("vllm_engine_kwargs") or {})
+        if "top_k" in bent and {*bent} <= {*TRUNCATING} and not drafts:
+            return [
+                f"config: {named} truncates the sampler's distribution: the tokens that are left are recorded, and the "
+                "loss is of the distribution over them"
+            ]
+        self.vllm_importance_sampling_correction = False
+        reason = ", as drafts don't tell which tokens are left" if drafts else ""
+        if not drafts and {*bent} <= {*TRUNCATING}:
+            reason = " (with a top_k, of 1024 say, which bounds what is recorded, it can stay)"
         return [
             f"config: {named} changes the distribution that the sampler draws from, which would bias its correction: "
-            "vllm_importance_sampling_correction is off"
+            f"vllm_importance_sampling_correction is off{reason}"
         ]
+
+    @property
+    def replays_truncation(self) -> bool:
+        """Whether the tokens that truncated sampling leaves are recorded, for every model's distribution over them."""
+        return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 
 
 @dataclass

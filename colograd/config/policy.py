@@ -20,9 +20,12 @@ COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
+KEEPS_MASTER = ("adamw_split", "muon")  # optimizers with an exact float32 master of a bfloat16 policy
+
+
 def default_dtype(optim: str) -> str:
     """The policy's dtype where none is set: `bfloat16`, or TRL's `float32` if ``optim`` keeps no float32 master."""
-    return "bfloat16" if optim in ("auto", "adamw_split") else "float32"
+    return "bfloat16" if optim in ("auto", *KEEPS_MASTER) else "float32"
 
 
 def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:

@@ -16,6 +16,7 @@ SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
 )  # fmt: skip
+TRUNCATING = ("top_p", "top_k", "min_p")  # of which vLLM can tell, for each token, what they had left
 # Parameters of transformers' generation, and the values that ask for what is done anyway. (`n` is 1 in TRL's requests,
 # each of which has a copy of the prompt.)
 ANYWAY: dict[str, tuple[Any, ...]] = {

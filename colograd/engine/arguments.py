@@ -11,6 +11,7 @@ import torch
 from ..config import GRPOConfig
 from ..policy.lora import Adapter
 from .images import find_gemma3
+from .kept_tokens import TELLS_KEPT
 
 CPU_BLOCK = 32  # tokens of a KV block: a group shares its prompt's whole ones, of which with vLLM's 128 most have none
 MOST_SEQUENCES = 1024  # decoded at once: vLLM's own number on the largest GPUs
@@ -22,7 +23,7 @@ TELLS_EXPERTS = "enable_return_routed_experts"  # with each completion the exper
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
     "max_cpu_loras", "max_lora_rank", "lora_target_modules", "moe_backend",
-    TELLS_EXPERTS,
+    TELLS_EXPERTS, TELLS_KEPT,
 )  # fmt: skip
 
 TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # of vLLM's own groups of ranks
@@ -84,6 +85,13 @@ def engine_kwargs(
             kwargs |= _batch_kwargs(config, sequences)
     if config.router_replay and _runs_v2(config):
         kwargs |= _experts_told(given)
+    if config.replays_truncation and _runs_v2(config):
+        if not _accepted(TELLS_KEPT):
+            raise RuntimeError(
+                "top_k truncates the sampler's distribution, but this vLLM doesn't tell which tokens were left: "
+                "install 0.31, or set vllm_importance_sampling_correction: false."
+            )
+        kwargs[TELLS_KEPT] = True
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
 

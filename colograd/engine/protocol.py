@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout, RoutedExperts
+from ..batch import FinishReason, Group, KeptTokens, ModelInput, Prompt, Rollout, RoutedExperts
 from ..parallel.layout import RankLayout
 from ..policy.quantized_layers import PackedWeight
 from .sampling import Sampling
@@ -32,6 +32,7 @@ class Sampled:
     logprobs: array[float]  # [C] "f", nats
     finish_reason: FinishReason
     experts: RoutedExperts | None = None  # of prompt and completion, with `router_replay`
+    kept: KeptTokens | None = None  # where the distribution was truncated and that is recorded
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
         """The rollout of a completion that was sampled in one go behind ``prompt``."""
@@ -43,6 +44,7 @@ class Sampled:
             finish_reason=self.finish_reason,
             policy_version=version,
             experts=self.experts,
+            kept=self.kept,
         )
 
 

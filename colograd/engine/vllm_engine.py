@@ -25,6 +25,7 @@ from . import images
 from .arguments import TELLS_EXPERTS, blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
+from .kept_tokens import TELLS_KEPT, kept_of, tell_kept_tokens
 from .leading import follow, leading
 from .per_layer_inputs import computed_per_layer_inputs
 from .protocol import EngineTensors, Sampled, StaleWeights, T
@@ -111,6 +112,8 @@ class VLLMEngine:
             leads = self._lockstep is None or self._lockstep.leads
             tells = TELLS_EXPERTS in kwargs
             self._routed = RouterLog(self.core, tells) if config.router_replay and leads else None
+            if config.replays_truncation:
+                tell_kept_tokens(self.core, self._runner, TELLS_KEPT in kwargs)
             if tells and not leads:
                 expect_no_experts(self.core)
             from .speculation import sample_as_without_drafts
@@ -392,7 +395,8 @@ class VLLMEngine:
         for completion in sorted(output.outputs, key=lambda c: c.index):
             ids = array("i", completion.token_ids)
             experts = None if self._routed is None else self._routed.take(request, completion, read, ids)
-            found.append(Sampled(ids, _logprobs(completion), FinishReason(completion.finish_reason), experts))
+            kept = kept_of(completion, self.vocab_size)
+            found.append(Sampled(ids, _logprobs(completion), FinishReason(completion.finish_reason), experts, kept))
         if self._routed is not None:
             self._routed.drop(request)
         return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..batch import LossOutput, MicroBatch, StepBatch
+from ..batch import UNTAUGHT, LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
 from ..policy.routing import Routing
 from .mismatch import Bounds, observe
@@ -52,6 +52,12 @@ class SamplerCorrection:
 def known(difference: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """(N,) differences from the sampler's log-probabilities; 0 outside the loss, and where it gave none (NaN)."""
     return difference.where(batch.loss_mask > 0, 0.0).nan_to_num(nan=0.0)
+
+
+def _taught(batch: MicroBatch) -> torch.Tensor:
+    """(N,) 1 for the tokens in the loss that a teacher has scored, else 0."""
+    assert batch.teacher_logprobs is not None
+    return batch.loss_mask * (batch.teacher_logprobs != UNTAUGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +192,7 @@ class Objective:
         samples, minus the token's reverse KL divergence to the teacher (MiniLLM, arXiv 2306.08543, eq. 3, without the
         later tokens' part)."""
         assert batch.teacher_logprobs is not None, "with a teacher every micro-batch has its log-probabilities"
-        gain = (batch.teacher_logprobs - old).where(batch.loss_mask > 0, 0.0)
+        gain = (batch.teacher_logprobs - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.distillation_weight * gain)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -231,7 +237,8 @@ class Objective:
         if kl is not None:
             sums["kl"] = ((kl * mask).sum(), count)
         if batch.teacher_logprobs is not None:
-            sums["teacher_kl"] = ((old - batch.teacher_logprobs).where(mask > 0, 0.0).sum(), count)
+            taught = _taught(batch)
+            sums["teacher_kl"] = ((old - batch.teacher_logprobs).where(taught > 0, 0.0).sum(), taught.sum())
         if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)

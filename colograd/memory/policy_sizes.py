@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..config.policy import KEEPS_MASTER
 from ..policy.quantized_layers import packed_weights
 
 
@@ -83,9 +84,9 @@ class PolicySizes:
 
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
-    """Bytes of all gradients: `adamw_split` accumulates them in float32."""
+    """Bytes of all gradients: of optimizers that keep a float32 master they accumulate in float32."""
     trained = (p for p in model.parameters() if p.requires_grad)
-    if optim == "adamw_split":
+    if optim in KEEPS_MASTER:
         return sum(4 * p.numel() for p in trained)
     return sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
 
@@ -99,10 +100,11 @@ def state_itemsize(dtype: torch.dtype, optim: str) -> int:
     """Bytes of state per parameter.
 
     `adamw_split` keeps 10 for a bfloat16 parameter (two float32 moments, 16 bits of remainder) and 8 for a float32
-    one; torch's AdamW keeps two moments in the parameter's dtype; optimizers named 8bit one byte per moment.
+    one; `muon` four less for a matrix, where its own temporaries then are; torch's AdamW keeps two moments in the
+    parameter's dtype; optimizers named 8bit one byte per moment.
     """
     if optim == "sgd":
         return 0
-    if optim == "adamw_split":
+    if optim in KEEPS_MASTER:
         return 10 if dtype == torch.bfloat16 else 8
     return 2 * (1 if "8bit" in optim else dtype.itemsize)

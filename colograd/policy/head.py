@@ -7,11 +7,41 @@ from typing import Any
 
 import torch
 
+from ..batch import KeptTokens
 from ..runtime import cpu_products
 from . import attention
+from .sending import to_device_async
 from .tensor_parallel import VocabularyPart
 
+HIDDEN = -1e30  # the logit of a token that wasn't kept: probability 0, and no infinity in any product
 FLOAT32_PRODUCTS = "colograd_float32_products"  # an attribute of a head: see `cast_lm_head_to_fp32`
+
+
+class Kept:
+    """Which tokens a head's N labels were drawn from, as a tile of the logits needs it.
+
+    Args:
+        kept: of the labels.
+        first: token of the head's first row, where ranks share out the vocabulary.
+    """
+
+    def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
+        counts = kept.counts.long()
+        self.ends = [0, *counts.cumsum(0).tolist()]  # on the host: no tile waits for the device
+        self.ids = to_device_async(kept.ids.long() - first, device)
+        self.labels = to_device_async(torch.arange(len(counts)).repeat_interleave(counts), device)
+        self.all = to_device_async(counts == 0, device)
+
+    def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
+        """(n, c) True: the label wasn't drawn from a set with this token."""
+        here = slice(self.ends[row.start], self.ends[row.stop])
+        shape = row.stop - row.start, vocabulary.stop - vocabulary.start
+        columns = self.ids[here] - vocabulary.start
+        inside = (columns >= 0) & (columns < shape[1])
+        places = ((self.labels[here] - row.start) * shape[1] + columns).where(inside, shape[0] * shape[1])
+        found = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
+        found[places] = False  # the last entry: all that lie in other tiles
+        return found[:-1].view(shape) & ~self.all[row, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +54,7 @@ class Head:
     dtype: torch.dtype  # of the matrix products
     wide: bool = False  # the logits come out of their product in `exact`
     part: VocabularyPart | None = None  # the weight's rows, where ranks share out the vocabulary
+    kept: Kept | None = None  # what the labels were drawn from; None: the whole vocabulary
 
     @property
     def exact(self) -> torch.dtype:
@@ -52,6 +83,10 @@ class Head:
         """From what `cap_` (or, without a cap, `logits`) left to the logits that are sampled from, in place."""
         factor = (self.softcap or 1.0) / self.temperature
         return tile if factor == 1.0 else tile.mul_(factor)
+
+    def hide_(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
+        """The finished tile of these labels and columns with `HIDDEN` for all that wasn't kept, in place."""
+        return tile if self.kept is None else tile.masked_fill_(self.kept.hidden(row, vocabulary), HIDDEN)
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
@@ -105,12 +140,13 @@ class TeacherHead:
         """Of its products, and so of the states that it is given."""
         return product_dtype(self.weight, device, self.wide)
 
-    def logits(self, states: torch.Tensor, temperature: float) -> TeacherLogits:
+    def logits(self, states: torch.Tensor, temperature: float, kept: Kept | None = None) -> TeacherLogits:
         """
         Args:
             states: (N, hidden) its model's last hidden states, on the head's device.
+            kept: what the labels were drawn from.
         """
-        head = Head(temperature, dtype=self.dtype(states.device), wide=self.wide, **self.transform)
+        head = Head(temperature, dtype=self.dtype(states.device), wide=self.wide, kept=kept, **self.transform)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
 
@@ -127,7 +163,8 @@ class TeacherLogits:
         """(n, c) as the teacher would sample from them."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
-        return self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
+        tile = self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
+        return self.head.hide_(tile, row, vocabulary)
 
 
 class DivergenceSums:

@@ -23,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from ..batch import ModelInput
 from ..config import GRPOConfig
+from ..config.policy import KEEPS_MASTER
 from ..parallel.ranks import world_size
 from ..runtime import cpu_products
 from . import quantized
@@ -148,7 +149,7 @@ class Policy:
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
         """What TRL does and isn't done here, or rarely does what was meant, in lines."""
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
-        if rounded and config.optim != "adamw_split":
+        if rounded and config.optim not in KEEPS_MASTER:
             yield f"optimizer: {config.optim} rounds updates to bfloat16 and loses small ones; `adamw_split` doesn't"
         if (dropout := largest_dropout(self.model)) > 0:
             yield (

@@ -21,8 +21,10 @@ from ..parallel import watchdog
 from . import attention, images, padded, router_replay, tensor_parallel
 from .head import (
     FLOAT32_PRODUCTS,
+    HIDDEN,
     DivergenceSums,
     Head,
+    Kept,
     TeacherHead,
     TeacherLogits,
     cast,
@@ -123,11 +125,13 @@ class PolicyForward:
             bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
             part: VocabularyPart | None = getattr(head, "vocabulary", None)
             at, transform = self.temperature, {**logit_transform(model), "part": part}
+            if micro_batch.kept is not None:
+                transform["kept"] = Kept(micro_batch.kept, hidden.device, 0 if part is None else part.start)
             given = hidden, head.weight, bias, micro_batch.labels
             if self.teacher is None:
                 return label_logprobs(*given, at, transform, self.entropy_gradient, wide)
             assert micro_batch.teacher_states is not None, "the teacher has read every row that is trained on"
-            logits = self.teacher.logits(micro_batch.teacher_states, at)
+            logits = self.teacher.logits(micro_batch.teacher_states, at, transform.get("kept"))
             of_policy = Head(at, dtype=product_dtype(head.weight, hidden.device, wide), wide=wide, **transform)
             return label_divergences(*given, of_policy, logits, self.entropy_gradient)
 
@@ -283,10 +287,10 @@ class _LabelLogprobs(torch.autograd.Function):
             part, part_bias = cast(weight, bias, vocabulary, head.dtype)
             for row in _parts(len(labels), rows):
                 tile = head.logits(states[row], part, part_bias)
-                tile = head.finish_(head.cap_(tile) if head.softcap else tile)
-                index, inside = _place(labels[row], vocabulary)
+                tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)
+                place = _Place.of(labels, row, vocabulary)
                 gaps = None if sums is None else sums.gaps(tile, row, vocabulary)
-                label_logit[row] += tile.gather(1, index).squeeze(1).where(inside, 0.0)
+                label_logit[row] += tile.gather(1, place.index).squeeze(1).where(place.inside, 0.0)
                 # Running sums of e^(x - max) and of e^(x - max) (x - max), moved whenever the maximum rises.
                 largest = torch.maximum(maximum[row], tile.amax(dim=1))
                 fall = maximum[row] - largest
@@ -339,7 +343,7 @@ class _LabelLogprobs(torch.autograd.Function):
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in _parts(len(labels), rows):
-                    place = _place(labels[row], vocabulary)
+                    place = _Place.of(labels, row, vocabulary, head)
                     spread = None if entropy is None else _Spread.of_entropy(of_entropy[row], entropy[row])
                     if teacher is not None and of_divergence is not None:
                         logq = teacher.tile(row, vocabulary).sub_(of_teacher[row, None])
@@ -389,7 +393,7 @@ def _tile_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    place: tuple[torch.Tensor, torch.Tensor],
+    place: _Place,
     normaliser: torch.Tensor,
     gradient: torch.Tensor,
     spread: _Spread | None,
@@ -406,7 +410,10 @@ def _tile_gradient(
     if head.softcap:
         capped = head.cap_(tile)
         tile = tile.clone()
-    head.finish_(tile).sub_(normaliser[:, None])
+    head.finish_(tile)
+    if place.hidden is not None:
+        tile.masked_fill_(place.hidden, HIDDEN)
+    tile.sub_(normaliser[:, None])
     if spread is None:
         tile.exp_().mul_(-gradient[:, None])
     else:  # p (slope log p - constant - logq - gradient)
@@ -416,8 +423,7 @@ def _tile_gradient(
             tile.sub_(spread.logq, alpha=chain)
         tile.mul_(power)
         del power
-    index, inside = place
-    tile.scatter_add_(1, index, gradient.where(inside, 0.0)[:, None])
+    tile.scatter_add_(1, place.index, gradient.where(place.inside, 0.0)[:, None])
     if capped is not None:
         tile.addcmul_(tile, capped.square_(), value=-1.0)
     return tile
@@ -428,10 +434,21 @@ def _plus(total: torch.Tensor | None, term: torch.Tensor, dtype: torch.dtype) ->
     return term if total is None else total.to(dtype).add_(term)
 
 
-def _place(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each label: its column in the tile (n, 1), and whether it lies there (n,); else the column is any."""
-    inside = (labels >= vocabulary.start) & (labels < vocabulary.stop)
-    return (labels - vocabulary.start).where(inside, 0)[:, None], inside
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in a tile the labels of its rows are."""
+
+    index: torch.Tensor  # (n, 1) the column, any where it lies in another tile
+    inside: torch.Tensor  # (n,) whether it lies there
+    hidden: torch.Tensor | None = None  # (n, c) whether the token is one that wasn't kept
+
+    @classmethod
+    def of(cls, labels: torch.Tensor, row: slice, vocabulary: slice, head: Head | None = None) -> _Place:
+        """With what is hidden, for a head."""
+        own = labels[row]
+        inside = (own >= vocabulary.start) & (own < vocabulary.stop)
+        hidden = None if head is None or head.kept is None else head.kept.hidden(row, vocabulary)
+        return cls((own - vocabulary.start).where(inside, 0)[:, None], inside, hidden)
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:

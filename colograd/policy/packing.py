@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 
 from ..batch import (
+    TEACHER,
     Branch,
     FinishReason,
     Images,
+    KeptTokens,
     MicroBatch,
     ModelInput,
     PackedGroup,
@@ -161,7 +163,7 @@ def plan_rows(
 def _padded_rows(groups: Sequence[ScoredGroup], budget: int) -> list[list[PackedGroup]]:
     """Sequences of similar length together: as many as the budget has room for at the length of the longest."""
     parts = [
-        PackedGroup((identity,), (rollout,), (advantage,))
+        PackedGroup((identity,), (rollout,), (advantage,), teacher_named(scored))
         for scored in groups
         for identity, rollout, advantage in zip(
             scored.group.rollout_ids, scored.group.rollouts, advantages_of(scored), strict=True
@@ -184,6 +186,11 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
     return group.advantages.split([len(r.completion_ids) for r in rollouts])
 
 
+def teacher_named(group: ScoredGroup) -> str:
+    """In the column for it; empty: there is none."""
+    return str(group.group.example.get(TEACHER) or "")
+
+
 def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
     """A group as one part, or as several where it is over the budget, or where environments begin differently."""
     ids, rollouts, advantages = group.group.rollout_ids, group.group.rollouts, advantages_of(group)
@@ -195,7 +202,7 @@ def _parts(group: ScoredGroup, budget: int) -> list[PackedGroup]:
             tokens = len(rollout.input)
         tokens += len(rollout.completion_ids)
     cuts = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(rollouts)], strict=True)]
-    return [PackedGroup(ids[cut], rollouts[cut], advantages[cut]) for cut in cuts]
+    return [PackedGroup(ids[cut], rollouts[cut], advantages[cut], teacher_named(group)) for cut in cuts]
 
 
 class _End(NamedTuple):
@@ -291,5 +298,6 @@ def collate(row: PackedRow) -> MicroBatch:
         completion_lengths=tuple(map(len, labels)),
         step_constants=row.step_constants,
         experts=None if experts is None else to_device_async(experts, device),
+        kept=KeptTokens.joined([(rollout.kept, len(rollout.completion_ids)) for rollout in rollouts]),
         images=images or None,
     )

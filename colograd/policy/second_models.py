@@ -7,7 +7,7 @@ KINDS, a field of `PackedRow` and `MicroBatch`, and a term of the objective.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors.torch import save_file
 
-from ..batch import MicroBatch, PackedRow, StepBatch
+from ..batch import UNTAUGHT, MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
 from .head import TeacherHead
 from .loading import Policy
 from .logprobs import PolicyForward, policy_logprobs
 from .reference import reference_bytes, reference_of
-from .teacher import teacher_bytes, teacher_of
+from .teacher import config_of, teacher_bytes, teacher_of
 
 
 class SecondModel(Protocol):
@@ -66,28 +66,65 @@ KINDS = {  # by the rows' field that it fills
     "teacher_states": Kind("teacher", teacher_of, teacher_bytes, _states),
 }
 
-SecondModels = dict[str, SecondModel]
+OF = " of "  # between a field and the name of a teacher, where there are several
+SecondModels = dict[str, SecondModel]  # by the rows' field that each fills, with its name where several fill one
 
 
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
     """The second models that an objective `needs`, by the rows' field that each fills."""
-    return {field: KINDS[field].make(config, policy) for field in needs}
+    return {key: kind.make(each, policy) for key, kind, each in _asked(needs, config)}
+
+
+def _asked(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind, GRPOConfig]]:
+    """Each second model's key, its kind, and the configuration as if it were the only one of its kind."""
+    for field in needs:
+        several = config.teachers if KINDS[field].name == "teacher" else {"": ""}
+        for name in several:
+            yield f"{field}{OF}{name}" if name else field, KINDS[field], config_of(config, name)
 
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
     """Bytes that the second models will hold on the policy's device before they are cut, by the names of a plan."""
-    return {KINDS[field].name: KINDS[field].nbytes(config, policy) for field in needs}
+    found: dict[str, int] = {}
+    for _, kind, each in _asked(needs, config):
+        found[kind.name] = found.get(kind.name, 0) + kind.nbytes(each, policy)
+    return found
 
 
 @torch.no_grad()
 def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) -> tuple[PackedRow, ...]:
-    """The rows with what each second model says of them; its own routers choose its experts."""
-    for field, second in models.items() if rows else ():
+    """The rows with what each second model says of them; its own routers choose its experts. Of several teachers each
+    reads the groups that name it."""
+    for key, second in models.items() if rows else ():
+        field, _, name = key.partition(OF)
         with second.present() as model:
-            batches = (dataclasses.replace(PolicyForward.prepare(row), experts=None) for row in rows)
-            found = [KINDS[field].read(model, batch, temperature) for batch in batches]
+
+            def read(row: PackedRow, model: Any = model, field: str = field) -> torch.Tensor:
+                batch = dataclasses.replace(PolicyForward.prepare(row), experts=None)
+                return KINDS[field].read(model, batch, temperature)
+
+            found = [_of_one(row, field, name, read) if name else read(row) for row in rows]
         rows = [dataclasses.replace(row, **{field: values}) for row, values in zip(rows, found, strict=True)]
     return tuple(rows)
+
+
+def _of_one(row: PackedRow, field: str, name: str, read: Callable[[PackedRow], torch.Tensor]) -> torch.Tensor:
+    """(N,) what the row has of others, else UNTAUGHT, and of the groups that name this one what it says."""
+    lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
+    values = getattr(row, field)
+    values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
+    own = [part.teacher == name for part in row.parts]
+    if any(own):
+        parts = tuple(part for part, mine in zip(row.parts, own, strict=True) if mine)
+        places = values.split(lengths)  # views
+        said = read(PackedRow(parts, row.mask_truncated, row.device))
+        for place, of_part in zip(
+            (place for place, mine in zip(places, own, strict=True) if mine),
+            said.split([n for n, mine in zip(lengths, own, strict=True) if mine]),
+            strict=True,
+        ):
+            place.copy_(of_part)
+    return values
 
 
 def with_second_logprobs(models: SecondModels, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:

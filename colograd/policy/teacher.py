@@ -131,7 +131,7 @@ class _Source:
         return bool(given.get("trust_remote_code", self.loading.trust_remote_code))
 
 
-_outline = functools.lru_cache(maxsize=1)(outline)
+_outline = functools.lru_cache(maxsize=8)(outline)
 
 
 def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
@@ -159,13 +159,25 @@ def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
 
 
 def check_teacher(config: GRPOConfig, policy: Policy) -> None:
-    """Refuse a teacher that can't score what the policy samples. Its weights aren't read yet.
+    """Refuse teachers that can't score what the policy samples. Their weights aren't read yet.
 
     Raises:
         ValueError: the value, the rule and the remedy.
     """
-    if not config.distils:
-        return
+    for name in config.teachers:
+        _check_one(config_of(config, name), policy)
+
+
+def config_of(config: GRPOConfig, name: str) -> GRPOConfig:
+    """The configuration with one of several teachers alone; itself without a name."""
+    if not name:
+        return config
+    own = copy.copy(config)
+    own.teacher_model_name_or_path = config.teachers[name]
+    return own
+
+
+def _check_one(config: GRPOConfig, policy: Policy) -> None:
     source = _source_of(config, policy)
     found = source.outline()
     _check_tokens(source, found, policy)
@@ -191,8 +203,11 @@ def check_teacher(config: GRPOConfig, policy: Policy) -> None:
 
 def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
     """Raise a ValueError if a sequence may be longer than the teacher reads."""
-    if not config.distils:
-        return
+    for name in config.teachers:
+        _check_context(config_of(config, name), policy, tokens)
+
+
+def _check_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
     source = _source_of(config, policy)
     most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
     if most is not None and tokens > most:

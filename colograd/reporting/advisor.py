@@ -270,7 +270,7 @@ def gradient_spike(history: History) -> Seen | None:
 @rule
 def sampler_trainer_gap(history: History) -> Seen | None:
     name = "sampling/sampling_logp_difference/mean"
-    if shaping(history.settings):
+    if shaping(history.settings) and not history.settings.get("vllm_importance_sampling_correction"):
         return None  # the sampler's are of the tokens that it kept, so the difference has another cause
     before, now = history.at_first(name), history.recently(name)
     if before is None or now is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, Group, Images, ModelInput, Prompt, Rollout, RoutedExperts
+from ..batch import FinishReason, Group, Images, KeptTokens, ModelInput, Prompt, Rollout, RoutedExperts
 from ..data.images import REFUSALS, images_of, with_own_images
 from ..data.prompts import COLUMNS, PromptRules
 from ..engine.protocol import Engine, Sampled
@@ -45,6 +45,7 @@ class Conversation:
     turns: int = 0
     finish_reason: FinishReason | None = None  # None: it goes on
     experts: RoutedExperts | None = None  # of all tokens up to the last turn's end
+    kept: list[tuple[KeptTokens | None, int]] = field(default_factory=list)  # of parts of the ids, and their lengths
     images: list[Images] = field(default_factory=list)  # of tools' answers, with places among the ids
 
     def begin(self, asked: ModelInput) -> None:
@@ -55,6 +56,7 @@ class Conversation:
         self.read = self.read.followed_by(turn.ids)
         self.ids.extend(turn.ids)
         self.logprobs.extend(turn.logprobs)
+        self.kept.append((turn.kept, len(turn.ids)))
         self.sampled += [True] * len(turn.ids)
 
     def add_answer(self, answer: ModelInput) -> None:
@@ -65,6 +67,7 @@ class Conversation:
             self.images.append(dataclasses.replace(images, places=places))
         self.ids.extend(answer.ids)
         self.logprobs.extend([0.0] * len(answer))
+        self.kept.append((None, len(answer)))
         self.sampled += [False] * len(answer)
 
     def rollout(self, version: int) -> Rollout:
@@ -82,6 +85,7 @@ class Conversation:
             messages=tuple(self.messages),
             columns=columns,
             experts=None if self.experts is None else as_written(self.experts, len(self.input), len(self.ids)),
+            kept=KeptTokens.joined(self.kept),
             images=tuple(self.images),
         )
 

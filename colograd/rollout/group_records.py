@@ -1,4 +1,5 @@
-"""A group as the bytes of a record, and back: a table of its completions, routed experts and pictures behind it."""
+"""A group as the bytes of a record, and back: a table of its completions, and behind it routed experts, what truncated
+sampling had left, and pictures."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import torch
 from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts
 from ..data.images import ImageReader
 from .group_table import TABLE
+from .kept_record import at_kept, kept_bytes, with_kept
 from .pictures import at_pictures, pictures_bytes, with_pictures
 
 # Errors that reading bytes of another origin may raise.
@@ -76,7 +78,7 @@ def group_bytes(recorded: RewardedGroup) -> bytes:
         pa.array([_json(_of_group(logged, rollouts)), *[""] * (len(rollouts) - 1)]),
     ]
     table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
-    return table + _experts_bytes(rollouts) + pictures_bytes(rollouts)
+    return table + _experts_bytes(rollouts) + kept_bytes(rollouts) + pictures_bytes(rollouts)
 
 
 def _of_group(logged: Logged, rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    if reader.tell() == reader.size() or at_pictures(reader):
+    if reader.tell() == reader.size() or at_kept(reader) or at_pictures(reader):
         return tuple(rollouts)
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
     batch.validate(full=True)
@@ -152,7 +154,7 @@ def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) 
         assert batch.num_rows > 0, "no rows"
         asked = _input(batch.column("input")[0].as_py(), prompt)
         rollouts = _experts_of(reader, [_rollout(batch, row, asked, prompt) for row in range(batch.num_rows)])
-        rollouts = with_pictures(reader, rollouts, images)
+        rollouts = with_pictures(reader, with_kept(reader, rollouts), images)
         rewards = torch.tensor(np.array(batch.column("rewards").to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch.column("logged")[0].as_py())

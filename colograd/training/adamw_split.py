@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
+from ..config.policy import KEEPS_MASTER
 from ..parallel.gradients import in_buckets
 from ..runtime.host_stream import ELEMENTS, HostStream, Job
 from ..runtime.page_locked import host_empty
@@ -353,14 +354,14 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
 
 
 def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
-    """AdamWSplit where it is asked for; None: transformers makes the optimizer that ``optim`` names.
+    """AdamWSplit where it is asked for, or has a part; None: transformers makes the optimizer that ``optim`` names.
 
     Raises:
         ValueError: ``optim_args`` that adamw_split doesn't have.
     """
-    if args.optim != "adamw_split":
+    if args.optim not in KEEPS_MASTER:
         return None
-    compiled = _compiled_from(args.optim_args)
+    compiled = _compiled_from(args.optim, args.optim_args)
     on_host = args.fsdp_offload_params and not args.on_cpu  # where torch's own pieces take several times as long
     return AdamWSplit, {
         "lr": args.learning_rate,
@@ -371,12 +372,12 @@ def optimizer_class(args: GRPOConfig) -> tuple[Any, dict[str, Any]] | None:
     }
 
 
-def _compiled_from(optim_args: str | None) -> bool | None:
+def _compiled_from(optim: str, optim_args: str | None) -> bool | None:
     """``compiled=true`` or ``compiled=false``; None where nothing is said."""
     text = (optim_args or "").replace(" ", "").lower()
     if text in ("", "compiled=true", "compiled=false"):
         return text == "compiled=true" if text else None
     raise ValueError(
-        f"optim_args is {optim_args!r}, but adamw_split takes `compiled=true` or `compiled=false` only: remove the "
+        f"optim_args is {optim_args!r}, but {optim} takes `compiled=true` or `compiled=false` only: remove the "
         "rest (learning rate, betas, epsilon and decay are keys of their own)."
     )

@@ -27,7 +27,7 @@ from ..policy.packing import PackingRules, plan_rows
 from ..policy.router_replay import replay_figures
 from ..policy.routing import Routing
 from ..policy.row_proof import choose_rows_where_it_trains
-from ..policy.second_models import SecondModels, fill, with_second_logprobs
+from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.finished_groups import FinishedGroups
@@ -143,7 +143,8 @@ class Learner:
     def _forward_others(self, steps: list[StepBatch]) -> list[StepBatch]:
         config, autocast = self.config, self.hooks.compute_loss_context_manager
         for field, second in self.second_models.items():
-            with on_all_ranks("the second models' log-probabilities"), self.times.phase(field), autocast():
+            phase = self.times.phase(field.partition(OF)[0])
+            with on_all_ranks("the second models' log-probabilities"), phase, autocast():
                 steps = with_second_logprobs({field: second}, steps, config.temperature)
 
         def add_old(step: StepBatch) -> StepBatch:

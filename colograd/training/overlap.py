@@ -22,7 +22,7 @@ from ..losses.token_losses import LOSSES
 from ..parallel import watchdog
 from ..parallel.balance import exchange
 from ..parallel.ranks import gather, rank
-from ..policy.packing import PackingRules, advantages_of
+from ..policy.packing import PackingRules, advantages_of, teacher_named
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.finished_groups import FinishedGroups
 from ..rollout.partition import Partition, Row, fits, pieces_of
@@ -142,8 +142,8 @@ def _row_from(row: Row, groups: dict[int, ScoredGroup], rules: PackingRules) -> 
     for position, indices in row:
         group, advantages = groups[position].group, advantages_of(groups[position])
         ids = tuple(group.rollout_ids[index] for index in indices)
-        rollouts = tuple(group.rollouts[index] for index in indices)
-        parts.append(PackedGroup(ids, rollouts, tuple(advantages[index] for index in indices)))
+        rollouts, teacher = tuple(group.rollouts[index] for index in indices), teacher_named(groups[position])
+        parts.append(PackedGroup(ids, rollouts, tuple(advantages[index] for index in indices), teacher))
     return PackedRow(tuple(parts), rules.mask_truncated, rules.device)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from ..batch import ModelInput
+from ..batch import TEACHER, ModelInput
 from ..config import GRPOConfig
 from ..data import (
     CurriculumOrder,
@@ -107,6 +107,7 @@ def _wanted(dataset: Any, policy: Policy, args: GRPOConfig, tools: Toolbox | Non
         check_columns(dataset, name, policy.processor is not None)  # before the columns are gone that it looks for
         images = [column for column in IMAGES if column in names]
         named = ["environment"] if tools is not None and tools.by_name and "environment" in names else []
+        named += [TEACHER] if args.names_teachers and TEACHER in names else []
         return dataset.select_columns(["prompt", *images, *named])
     return dataset
 

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 
 from ..agents.prompts import with_prompts
 from ..agents.sessions import Agent, agent_reward
-from ..batch import ModelInput
+from ..batch import TEACHER, ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..data.columns import columns_of
@@ -135,6 +135,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         )
         train_prompts = train_prompts_of(train_dataset, policy, args, toolbox)
         eval_prompts = eval_prompts_of(eval_dataset, policy, args, toolbox)
+        check_teacher_column(args, train_prompts)
         seen = prompts_with_images([train_prompts], policy, toolbox)
         policy = proven_with_images(policy, seen)
         if rollout_func is None and agent is None and given.needs_columns:
@@ -218,6 +219,10 @@ def toolbox_of(args: GRPOConfig, tools: Any, environment_factory: Any) -> Toolbo
     return None
 
 
+_TRUNCATED = "top_k (with top_p or min_p) truncates the sampler's distribution, but"
+_UNCORRECTED = "remove it, or set vllm_importance_sampling_correction: false."
+
+
 def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) -> Any:
     """Check and, by its import path, find the user's function or class that writes completions; None if there is none.
 
@@ -241,6 +246,8 @@ def rollout_func_of(rollout_func: Any, tools: Toolbox | None, args: GRPOConfig) 
             "router_replay is true, but a rollout_func returns tokens, and not the experts that the engine chose for "
             "them: set router_replay: false, or write a rollout source, which yields the engine's own groups."
         )
+    if args.replays_truncation and rollout_func is not None and not hasattr(rollout_func, "generate"):
+        raise ValueError(f"{_TRUNCATED} a rollout_func returns tokens, not what they were drawn from: {_UNCORRECTED}")
     return rollout_func
 
 
@@ -263,6 +270,8 @@ def agent_of(agent: Any, rollout_func: Any, tools: Toolbox | None, args: GRPOCon
         raise ValueError(
             "router_replay is true, but the experts of an agent's branches aren't recorded: set router_replay: false."
         )
+    if args.replays_truncation:
+        raise ValueError(f"{_TRUNCATED} of an agent's sessions it isn't recorded what is left: {_UNCORRECTED}")
     if isinstance(agent, str) and is_import_path(agent):
         agent = find_object(agent, "agent", callable)
     return Agent.of(agent)
@@ -315,6 +324,25 @@ def _check_without_rewards(args: GRPOConfig) -> None:
         raise ValueError(
             f"metric_for_best_model is {args.metric_for_best_model!r}, but there is no reward function: set "
             "metric_for_best_model: teacher_kl and greater_is_better: false."
+        )
+
+
+def check_teacher_column(args: GRPOConfig, prompts: Prompts) -> None:
+    """Raise a ValueError if a prompt names a teacher that isn't among several, or if that can't be seen."""
+    if not args.names_teachers:
+        return
+    known = ", ".join(args.teachers)
+    if not isinstance(prompts, PromptDataset) or TEACHER not in columns_of(prompts.dataset):
+        raise ValueError(
+            f"teacher_model_name_or_path names several teachers ({known}), but the dataset "
+            f"{'is a stream' if not isinstance(prompts, PromptDataset) else f'has no column {TEACHER!r}'}: give one "
+            f"with a column {TEACHER!r} that names each prompt's, or leaves it empty."
+        )
+    strange = {str(name) for name in prompts.dataset[TEACHER] if name} - {*args.teachers}
+    if strange:
+        raise ValueError(
+            f"The dataset's column {TEACHER!r} names {min(strange)!r}, but teacher_model_name_or_path has {known}: "
+            "name one of them, or leave it empty."
         )
 
 

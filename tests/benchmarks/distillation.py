@@ -43,11 +43,12 @@ def rewards_of(folder: Path) -> list[float]:
     return [entry[REWARD] for entry in history if REWARD in entry]
 
 
-def train(way: str, seed: int, steps: int, folder: Path, teacher: Path) -> list[float]:
-    """A run in a process of its own; one that is finished is read."""
+def train(way: str, seed: int, steps: int, folder: Path, teacher: Path, more: Sequence[str] = ()) -> list[float]:
+    """A run in a process of its own, with ``more`` settings NAME=VALUE; one that is finished is read."""
     if not (folder / "trainer_state.json").exists():
         print(f"distillation: {way}, seed {seed}", file=sys.stderr, flush=True)
         given = settings(way, seed, steps, folder, teacher)
+        given |= dict(text.partition("=")[::2] for text in more)
         flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
         recipe = ["--config", str(ROOT / "recipes" / "grpo_smollm2_cpu.yaml")]
         command = [sys.executable, "-m", "colograd.train", *recipe, *flags]
@@ -68,13 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--distilled-steps", type=int, default=16)
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:])
     parser.add_argument("--runs", type=Path, required=True, help="a folder for the runs; those that are there are kept")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="of every run, as a smaller model"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     teacher, found, rows = (options.runs / f"rewards-{options.seeds[0]}").absolute(), [], []
     for seed in options.seeds:
         for way in (WAYS[0], *options.ways):
             steps = options.steps if way == WAYS[0] else options.distilled_steps
-            rewards = train(way, seed, steps, (options.runs / f"{way}-{seed}").absolute(), teacher)
+            folder = (options.runs / f"{way}-{seed}").absolute()
+            rewards = train(way, seed, steps, folder, teacher, options.set)
             found.append({"way": way, "seed": seed, "rewards": rewards, "steps": steps_to_goal(rewards)})
             reached = str(found[-1]["steps"] or f"more than {len(rewards)}")
             rows.append([str(seed), way, reached, f"{statistics.fmean(rewards[-5:]):.3f}"])

@@ -674,7 +674,7 @@ def test_the_flags_of_all_groups_have_a_help() -> None:
     assert "Completions per prompt" in " ".join(told.split())
 
 
-@pytest.mark.parametrize("bent", [{"top_p": 0.9}, {"top_k": 20}, {"generation_kwargs": {"min_tokens": 4}}])
+@pytest.mark.parametrize("bent", [{"top_p": 0.9}, {"min_p": 0.1}, {"generation_kwargs": {"min_tokens": 4}}])
 def test_a_bent_distribution_turns_the_sampler_s_correction_off_with_a_line(bent) -> None:
     """TRL's scripts set them."""
     found = config(**bent)

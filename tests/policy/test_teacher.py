@@ -11,6 +11,7 @@ import peft
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from colograd import GRPOConfig, GRPOTrainer
@@ -25,7 +26,7 @@ from colograd.policy.head import Head, TeacherHead
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
-from colograd.policy.second_models import fill
+from colograd.policy.second_models import fill, second_model_bytes, second_models
 from colograd.policy.teacher import (
     OtherAdapter,
     Teacher,
@@ -34,6 +35,8 @@ from colograd.policy.teacher import (
     teacher_bytes,
     teacher_of,
 )
+from colograd.training.prompts import train_prompts_of
+from colograd.training.task import check_teacher_column
 
 CPU = torch.device("cpu")
 
@@ -46,7 +49,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(folder: Path, teacher: Any, **changes: Any) -> GRPOConfig:
     """Without the sampler's correction: the rows of these tests were sampled by nobody."""
-    settings = {"teacher_model_name_or_path": str(teacher), "vllm_importance_sampling_correction": False}
+    given = teacher if isinstance(teacher, dict) else str(teacher)
+    settings = {"teacher_model_name_or_path": given, "vllm_importance_sampling_correction": False}
     return tiny.config(folder, **(settings | changes))
 
 
@@ -147,6 +151,58 @@ def test_it_goes_with_its_completions_when_a_step_is_packed_again(tiny_model, tm
         torch.testing.assert_close(row.teacher_logprobs, fresh.teacher_logprobs, rtol=0, atol=1e-5)
 
 
+# -- several
+
+
+def test_of_several_teachers_each_scores_the_prompts_that_name_it(tiny_model, tmp_path, large) -> None:
+    """In rows that have groups of both and of none, which the term leaves alone."""
+    policy, small = policy_of(tiny_model, tmp_path), tiny.make_model(tmp_path / "small", layers=1)
+    config = made(tmp_path, {"big": str(large), "small": str(small)}, distillation_weight=0.5)
+    check_teacher(config, policy)
+    names = ["small", "big", None]
+    groups = [
+        dataclasses.replace(scored, group=dataclasses.replace(scored.group, example={"teacher": name, "answer": 1}))
+        for scored, name in zip(groups_of(policy) * 2, names, strict=False)
+    ]
+    groups = [group.for_training() for group in groups]
+    objective = Objective.from_config(config)
+    models = second_models(objective.needs, config, policy)
+    assert [second.name for second in models.values()] == [str(large), str(small)]
+    assert second_model_bytes(objective.needs, config, policy)["teacher"] == sum(
+        parameter.nbytes for path in (large, small) for parameter in plain(path).parameters()
+    )
+    (packed,) = fill(models, plan_rows(groups, 1000, False, CPU), 0.7)
+    row = collate(packed)
+    with torch.no_grad():
+        theirs = {name: plain_logprobs(plain(path), row, 0.7) for name, path in config.teachers.items()}
+        own, entropy = policy_logprobs(policy.model, row, 0.7)
+    named = [part.teacher for part in packed.parts for rollout in part.rollouts for _ in rollout.completion_ids]
+    assert set(named) == {"small", "big", ""}
+    for at, name in enumerate(named):
+        expected = theirs[name][at] if name else torch.tensor(float("inf"))
+        torch.testing.assert_close(row.teacher_logprobs[at], expected, rtol=0, atol=1e-5)
+    output = objective(own, entropy, row)
+    gaps = torch.stack([own[at] - theirs[name][at] for at, name in enumerate(named) if name])
+    torch.testing.assert_close(output.sums["teacher_kl"][0], gaps.sum(), rtol=0, atol=1e-4)
+    assert float(output.sums["teacher_kl"][1]) == len(gaps)
+    torch.testing.assert_close(output.loss, 0.5 * gaps.sum(), rtol=0, atol=1e-4)
+
+
+def test_a_dataset_names_teachers_that_there_are(tiny_model, tmp_path) -> None:
+    config, policy = made(tmp_path, {"math": "m", "code": "c"}), policy_of(tiny_model, tmp_path)
+
+    def check(**columns: Any) -> None:
+        given = {"prompt": ["1", "2"], **columns}
+        dataset = Dataset.from_dict({name: values * 2 for name, values in given.items()})
+        check_teacher_column(config, train_prompts_of(dataset, policy, config))
+
+    check(teacher=["math", None])
+    with pytest.raises(ValueError, match=r"names 'maths', but teacher_model_name_or_path has math, code"):
+        check(teacher=["maths", "code"])
+    with pytest.raises(ValueError, match="has no column 'teacher'"):
+        check()
+
+
 # -- adapters
 
 LORA = {"r": 4, "target_modules": "all-linear"}
@@ -235,6 +291,8 @@ def test_a_teacher_that_can_t_score_the_policy_s_tokens_is_refused(tiny_model, t
     ("given", "said"),
     [
         ({"distillation_weight": 0.0}, "distillation_weight is 0.0, but must be positive"),
+        ({"teacher_model_name_or_path": {"math": None}}, "must map a teacher's name to a model"),
+        ({"teacher_model_name_or_path": {"a": "b"}, "distillation_kl": "exact"}, "one head's logits beside"),
         ({"distillation_kl": "forward"}, "choose one of sampled, exact"),
         ({"loss_type": "gmpo"}, "loss_type is 'gmpo' and distillation_kl 'sampled'"),
         ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "one ratio per completion"),
@@ -381,7 +439,7 @@ def test_distillation_closes_most_of_the_divergence(tiny_model, tmp_path, closin
     history = trainer.state.log_history
     closed = [entry["eval_teacher_kl"] for entry in history if "eval_teacher_kl" in entry]
     steps = [entry["teacher_kl"] for entry in history if "teacher_kl" in entry]
-    assert closed[0] > 1 and closed[-1] < 0.2 * closed[0], (closed, steps)
+    assert closed[0] > 0.3 and closed[-1] < 0.2 * closed[0], (closed, steps)
     assert not any("reward" in entry or "frac_reward_zero_std" in entry for entry in history)
     final = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-20"))

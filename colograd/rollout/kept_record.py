@@ -1,0 +1,60 @@
+"""What a group's record says of truncated sampling: which tokens had been left when each of its tokens was drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..batch import KeptTokens, Rollout
+
+BEGIN = b"KEPT SET"  # no message of arrow begins so
+# Of int32; null: all of its tokens were drawn from the whole vocabulary.
+ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])
+
+
+def kept_bytes(rollouts: Sequence[Rollout]) -> bytes:
+    """A table with a row per rollout; nothing if none was truncated."""
+    if all(rollout.kept is None for rollout in rollouts):
+        return b""
+    rows = [(None, None) if r.kept is None else (_bytes(r.kept.ids), _bytes(r.kept.counts)) for r in rollouts]
+    columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), ROWS, strict=True)]
+    return BEGIN + bytes(pa.record_batch(columns, schema=ROWS).serialize().to_pybytes())
+
+
+def at_kept(reader: Any) -> bool:
+    """Whether the table is what comes next."""
+    at = reader.tell()
+    found = reader.read(len(BEGIN)) == BEGIN
+    reader.seek(at)
+    return found
+
+
+def with_kept(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """The rollouts with what the table, if it is there, has of them."""
+    if not at_kept(reader):
+        return tuple(rollouts)
+    reader.read(len(BEGIN))
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), ROWS)
+    batch.validate(full=True)
+    found = []
+    for rollout, row in zip(rollouts, batch.to_pylist(), strict=True):
+        if row["counts"] is not None:
+            kept = KeptTokens(_numbers(row["ids"]), _numbers(row["counts"]))
+            assert len(kept.counts) == len(rollout.completion_ids), "the kept tokens are of another completion"
+            assert kept.counts.min() >= 0 and int(kept.counts.sum()) == len(kept.ids), "their number doesn't fit"
+            rollout = dataclasses.replace(rollout, kept=kept)
+        found.append(rollout)
+    return tuple(found)
+
+
+def _bytes(numbers: torch.Tensor) -> bytes:
+    return bytes(numbers.numpy().tobytes())
+
+
+def _numbers(content: bytes) -> torch.Tensor:
+    return torch.tensor(np.frombuffer(content, dtype=np.int32))

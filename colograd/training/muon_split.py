@@ -1,0 +1,117 @@
+"""Muon for the matrices of a bfloat16 policy's layers, on the exact float32 master of `adamw_split`, and that for the
+rest.
+
+Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalised momentum of a whole matrix. Its step is
+scaled to AdamW's root mean square (arXiv 2502.16982, eq. 4), so that one learning rate serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch.optim._muon import muon
+
+from ..config import GRPOConfig
+from ..policy.layers import decoder_layers
+from ..policy.lora import is_adapted
+from .adamw_split import AdamWSplit, join_master, optimizer_class, split_master
+
+MOMENTUM = "momentum_buffer"
+COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults, of Newton-Schulz
+
+
+def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The trained matrices of the decoder's layers: not the embedding, the head, nor experts, which are stacked."""
+    inside = (parameter for layer in decoder_layers(model) for parameter in layer.parameters())
+    return [parameter for parameter in inside if parameter.requires_grad and parameter.dim() == 2]
+
+
+class MuonSplit(AdamWSplit):
+    """torch's Muon, one joined master at a time. State of a matrix: int16 remainder and a float32 momentum, 6 bytes.
+
+    Args:
+        matrices: which of the parameters are updated so.
+        momentum: of their gradients.
+        given: as for `AdamWSplit`.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], matrices: Collection[torch.Tensor], momentum: float = 0.95, **given: Any
+    ) -> None:
+        self.matrices, self.momentum = frozenset(matrices), momentum
+        super().__init__(params, **given)
+
+    def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
+        rest = [parameter for parameter in parameters if parameter not in self.matrices]
+        super()._update(rest, device, group)
+        for parameter in parameters:
+            if parameter in self.matrices:
+                self._step(parameter, group)
+
+    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state, grad = self._state(parameter), parameter.grad
+        assert grad is not None
+        remainder = state.get("remainder")
+        master = parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
+        muon(
+            [master],
+            [grad.float()],
+            [state[MOMENTUM]],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            momentum=self.momentum,
+            nesterov=True,
+            ns_coefficients=COEFFICIENTS,
+            ns_steps=ITERATIONS,
+            eps=EPSILON,
+            adjust_lr_fn="match_rms_adamw",
+            has_complex=False,
+        )
+        if remainder is not None:
+            high, low = split_master(master)
+            parameter.detach().copy_(high)
+            remainder.copy_(low)
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if parameter not in self.matrices:
+            return super()._state(parameter)
+        state: dict[str, Any] = self.state[parameter]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter, dtype=torch.float32)
+        if parameter.dtype == torch.bfloat16 and "remainder" not in state:
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
+
+    def _load(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
+        if parameter not in self.matrices:
+            super()._load(parameter, saved)
+            return
+        if MOMENTUM not in saved:
+            raise ValueError(
+                f"The saved optimizer state of a matrix has {', '.join(saved)}, but muon needs {MOMENTUM}: resume with "
+                "the optim that the checkpoint was written with."
+            )
+        state: dict[str, Any] = self.state[parameter]
+        for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
+            if name in saved:  # of a float32 matrix too: see `join_remainders`
+                state[name] = saved[name].to(parameter.device, dtype)
+        self._state(parameter)
+
+
+def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
+    """The optimizer's class and arguments, where it is one of ours; None: transformers makes the one ``optim`` names.
+
+    Raises:
+        ValueError: ``optim_args`` that it doesn't have, or an adapter that is trained.
+    """
+    found = optimizer_class(args)
+    if args.optim != "muon" or found is None:
+        return found
+    if is_adapted(model):
+        raise ValueError(
+            "optim is 'muon', which orthogonalises the update of a whole matrix, but an adapter is trained, which has "
+            "two factors of each: set optim: adamw_split, or train the policy in full."
+        )
+    return MuonSplit, {**found[1], "matrices": matrices_of(model)}
