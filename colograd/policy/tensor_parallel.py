@@ -2,8 +2,8 @@
 
 Tensor parallelism as in Megatron-LM (arXiv 1909.08053): what goes into an attention or an MLP is the same on all ranks
 of an engine, each computes with its part, and what comes out is summed. So the gradient of the input is a sum, too.
-Layers keep their classes' own forwards: a class derived from theirs puts the sums around them. Plain tensors alone are
-used, so that a parameter can be the very tensor of vLLM's rank.
+Layers keep their classes' own forwards: hooks before them and classes derived from theirs put the sums around them.
+Plain tensors alone are used, so that a parameter can be the very tensor of vLLM's rank.
 
 What a rank has whole has the same gradient on all ranks, but for two kinds that only see the rank's own heads: norms of
 queries and keys, and key-value heads of which several ranks have the same. Theirs are summed as they are made.
@@ -75,23 +75,24 @@ class VocabularyPart:
     group: RankGroup
 
 
-class _Region(nn.Module):
-    """An attention or an MLP whose first linear layers are cut by outputs, and the last one by inputs."""
+def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Before an attention, a convolution or an MLP whose first linear layers are cut by outputs, and the last one by
+    inputs. (A hook, as the rows of a layer with a state are run by a forward of its own: `recurrent`.)"""
+
+    def entered(value: Any) -> Any:
+        return enter(value, group) if isinstance(value, torch.Tensor) else value
+
+    return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
+
+
+class _Experts(nn.Module):
+    """All experts of a mixture, cut between their two products. The router, which is whole, gets whole gradients: its
+    weights of the experts enter with the tokens."""
 
     cut_group: RankGroup
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def entered(value: Any) -> Any:
-            return enter(value, self.cut_group) if isinstance(value, torch.Tensor) else value
-
-        return super().forward(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
-
-
-class _Experts(_Region):
-    """All experts of a mixture, cut between their two products. The router, which is whole, gets whole gradients: its
-    weights of the experts enter with the tokens."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _enter_region(self.cut_group, self, args, kwargs)
         return leave(super().forward(*args, **kwargs), self.cut_group)
 
 
@@ -214,12 +215,14 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             module.out_features = module.weight.shape[0]
             parent = path.rpartition(".")[0]
             regions[parent] = model.get_submodule(parent)
+        elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
+            module.groups = module.in_channels = module.out_channels = module.weight.shape[0]
         elif path.endswith(".experts"):
             _become(module, _Experts, cut_group=engine)
         else:
             raise RuntimeError(f"The engine's ranks cut {path} ({type(module).__name__}), which isn't known yet.")
     for region in regions.values():
-        _become(region, _Region, cut_group=engine)
+        region.register_forward_pre_hook(functools.partial(_enter_region, engine), with_kwargs=True)
         if hasattr(region, "num_key_value_groups"):
             region.num_key_value_groups = region.q_proj.out_features // region.k_proj.out_features
     _sum_partial_gradients(model, regions, parts)

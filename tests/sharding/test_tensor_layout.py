@@ -76,6 +76,9 @@ CASES: list[tuple[str, int, int, str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", 2, 2, "tensor", {"tied": False}, {"beta": 0.1}),
     ("qwen3", 4, 2, "tensor+gradients", {"tied": False}, {"gradient_checkpointing": True}),
     ("qwen3", 4, 4, "tensor", {"heads": 4, "keys": 2}, {"top_entropy_quantile": 0.5, "max_tokens_per_microbatch": 150}),
+    ("gemma3", 2, 2, "tensor", {"keys": 2}, {}),
+    ("qwen3_moe", 4, 2, "tensor+optimizer", {"tied": False}, {"router_aux_loss_coef": 0.0}),
+    ("lfm2", 2, 2, "tensor", {}, {}),
 ]
 
 
