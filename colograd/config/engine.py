@@ -162,7 +162,7 @@ class EngineKnobs(TrainingArguments):
                 "of an engine cut it: set vllm_tensor_parallel_size to 2 or more, or sharding to none, optimizer or "
                 "gradients."
             )
-        if self.weights not in ("auto", "shared"):
+        if self.weights not in ("auto", "shared", "adapter"):
             raise ValueError(
                 f"sharding is {self.sharding!r} and weights is {self.weights!r}, but a policy in the engine's layout "
                 "is the engine's weights: set weights: auto."

@@ -78,6 +78,9 @@ class EngineTensors(Protocol):
     def expert_layout(self, name: str) -> str:
         """How a tensor of experts is laid out: "" as in a checkpoint, else the kernel whose layout it has."""
 
+    def merged_outputs(self, name: str) -> Sequence[int]:
+        """Outputs of each part of the layer that a tensor belongs to, which ranks cut one by one; empty: it has one."""
+
     def is_added_by_first_rank(self, bias: torch.Tensor) -> bool:
         """Whether a bias belongs to outputs that ranks add up, so that only the first rank adds it."""
 

@@ -66,6 +66,10 @@ class VLLMTensors:
         kernel = getattr(getattr(method, "unquantized_backend", None), "name", AS_SAVED[0])
         return "" if kernel in AS_SAVED else str(kernel)
 
+    def merged_outputs(self, name: str) -> Sequence[int]:
+        layers = {base_name(f"{path}.weight"): module for path, module in self._model.named_modules()}
+        return tuple(getattr(layers.get(f"{name.rpartition('.')[0]}.weight"), "output_sizes", ()))
+
     def is_added_by_first_rank(self, bias: torch.Tensor) -> bool:
         return any(
             own.data_ptr() == bias.data_ptr()

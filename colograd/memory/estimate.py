@@ -90,12 +90,14 @@ def _tensor(run: RunDescription, strategy: str, engine: int) -> RankBytes:
     """A T-th of the policy, in the engine's memory; the ranks with the same part share out the rest."""
     sizes, size, ranks = run.sizes, run.ranks_per_engine, run.devices.ranks
     engines, shared_out = ranks // size, strategy.partition("+")[2]
-    part = replace(sizes, trained=sizes.trained // size, largest=sizes.largest // size)
+    # Each rank has one of the two matrices of an adapter on a layer whole: all of it counts so.
+    cut = 1 if 2 * sizes.trained < sizes.elements else size
+    part = replace(sizes, trained=sizes.trained // cut, largest=sizes.largest // cut)
     return RankBytes(
         engine=engine,
-        policy=0,
-        gradients=sizes.gradients // (ranks if shared_out == "gradients" else size),
-        optimizer=_state(run, ranks if shared_out else size),
+        policy=sizes.trained * sizes.itemsize if cut == 1 else 0,
+        gradients=sizes.gradients // (engines * cut if shared_out == "gradients" else cut),
+        optimizer=_state(run, engines * cut if shared_out else cut),
         exchange=_buckets(part, engines) if shared_out and engines > 1 else 0,
     )
 

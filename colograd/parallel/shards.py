@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .layout import RankLayout
 from .ranks import time_limit
 
+T = TypeVar("T")
 Box = tuple[tuple[int, int], ...]  # of each dimension the first element and the last + 1
 
 
@@ -127,6 +128,14 @@ class RankGroup:
             return False
         most, least = counted.tolist()
         return most == -least
+
+    def gather(self, value: T) -> tuple[T, ...]:
+        """Every one's ``value`` (any picklable object), through host memory; of ranks that can meet."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            dist.all_gather_object(values, value, group=self.on_host)
+        return tuple(values)
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The tensor of the rank at place ``source``, into all the others'."""

@@ -45,7 +45,7 @@ from .quantized_layers import packed_weights, settle
 from .router_replay import make_replaying
 from .routing import num_experts, tells_routing
 from .row_proof import choose_rows
-from .tensor_parallel import check_split, parts_of
+from .tensor_parallel import check_split, parts_of, trained_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Policy:
         """What the user should know at start, in lines."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        trained = trained_elements(self.model)
         every = config.checkpointing
         layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
         parts = parts_of(self.model)
@@ -187,7 +187,7 @@ def load_policy(
     adapter = describe_adapter(loaded) if is_adapted(loaded) else None
     if adapter is not None:
         keep_inputs_as_they_are(loaded)
-    if adapter is not None and not adapter.why_merged and config.vllm_tensor_parallel_size > 1:
+    if adapter is not None and not adapter.why_merged and _copies_into_parts(config):
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if adapter is not None and config.checkpointing and reentrant:
@@ -224,6 +224,11 @@ def load_policy(
         make_replaying(loaded)
     new = peft_config is not None
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, new, quantization, processor)
+
+
+def _copies_into_parts(config: GRPOConfig) -> bool:
+    """Whether an engine of several ranks gets its parts of a whole policy, in which there are no slots for adapters."""
+    return config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel
 
 
 def _quantization(model: Any, path: str, config: GRPOConfig) -> Quantization | None:

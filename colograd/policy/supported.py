@@ -12,7 +12,7 @@ from ..config import GRPOConfig
 from ..runtime.hub import check_model_name
 from . import images
 from .lora import adapter_folder, is_adapted, unwrap
-from .quantized import check_quantized
+from .quantized import asked_for, check_quantized, saved_in
 from .router_replay import SHARES
 from .routing import num_experts
 
@@ -20,7 +20,7 @@ from .routing import num_experts
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # whose engines aren't split among ranks
 # Models whose policy can lie in the engine's tensor-parallel layout.
-CUT = ("llama", "qwen2", "qwen3")
+CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
@@ -39,7 +39,8 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
     if model_config is None:
         return
     if config.tensor_parallel:
-        _check_cut(model_config, config, has_adapter)
+        quantized = saved_in(model_config) or (asked_for(config, str(model)) if by_name else None)
+        _check_cut(model_config, config, quantized is not None)
     if images.takes_images(model_config) and (has_images or model_config.model_type not in images.TEXT_FIRST):
         _check_images(model_config, config)
     if num_experts(model_config):
@@ -62,17 +63,17 @@ def can_be_cut(model_config: Any) -> bool:
     return model_config.model_type in CUT
 
 
-def _check_cut(model_config: Any, config: GRPOConfig, has_adapter: bool) -> None:
+def _check_cut(model_config: Any, config: GRPOConfig, is_quantized: bool) -> None:
     remedy = "set sharding: gradients, or fsdp for a policy that no rank has room for"
     if not can_be_cut(model_config):
         raise ValueError(
             f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy can "
             f"lie in the engine's layout in this version ({', '.join(CUT)}): {remedy}."
         )
-    if has_adapter:
+    if is_quantized:
         raise ValueError(
-            f"sharding is {config.sharding!r}, but the policy trains a LoRA adapter, which isn't available in the "
-            "engine's layout in this version: set sharding: gradients, which cuts the adapter's gradients and state."
+            f"sharding is {config.sharding!r}, but the base is quantised, and its parts aren't packed as the engine's "
+            "ranks would have them in this version: set sharding: gradients, or take the model as it is."
         )
     dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
     if dropout and not config.disable_dropout:

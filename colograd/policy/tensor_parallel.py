@@ -2,17 +2,20 @@
 
 Tensor parallelism as in Megatron-LM (arXiv 1909.08053): what goes into an attention or an MLP is the same on all ranks
 of an engine, each computes with its part, and what comes out is summed. So the gradient of the input is a sum, too.
-Layers keep their classes' own forwards: a class derived from theirs puts the sums around them. Plain tensors alone are
-used, so that a parameter can be the very tensor of vLLM's rank.
+Layers keep their classes' own forwards: hooks before them and classes derived from theirs put the sums around them.
+Plain tensors alone are used, so that a parameter can be the very tensor of vLLM's rank.
 
-What a rank has whole has the same gradient on all ranks, but for two kinds that only see the rank's own heads: norms of
-queries and keys, and key-value heads of which several ranks have the same. Theirs are summed as they are made.
+What a rank has whole has the same gradient on all ranks, but for what only sees the rank's own heads or columns: norms
+of queries and keys, key-value heads of which several ranks have the same, the first matrix of an adapter on a layer
+that is cut by outputs. Theirs are summed as they are made.
+
+An adapter (LoRA) is cut as its layer: by outputs its second matrix, by inputs its first, whose few products are summed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +25,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..parallel.layout import RankLayout
-from ..parallel.ranks import gather
 from ..parallel.shards import RankGroup, Shard, group_of
 from ..runtime import cpu_products
+from .lora import AdaptedLayer, unwrap
 
 
 class _Enter(torch.autograd.Function):
@@ -75,23 +78,29 @@ class VocabularyPart:
     group: RankGroup
 
 
-class _Region(nn.Module):
-    """An attention or an MLP whose first linear layers are cut by outputs, and the last one by inputs."""
+def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Before an attention, a convolution or an MLP whose first linear layers are cut by outputs, and the last one by
+    inputs. (A hook, as the rows of a layer with a state are run by a forward of its own: `recurrent`.)"""
+
+    def entered(value: Any) -> Any:
+        return enter(value, group) if isinstance(value, torch.Tensor) else value
+
+    return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
+
+
+def _leave_product(group: RankGroup, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """After an adapter's first matrix that is cut by inputs."""
+    return leave(output, group)
+
+
+class _Experts(nn.Module):
+    """All experts of a mixture, cut between their two products. The router, which is whole, gets whole gradients: its
+    weights of the experts enter with the tokens."""
 
     cut_group: RankGroup
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def entered(value: Any) -> Any:
-            return enter(value, self.cut_group) if isinstance(value, torch.Tensor) else value
-
-        return super().forward(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
-
-
-class _Experts(_Region):
-    """All experts of a mixture, cut between their two products. The router, which is whole, gets whole gradients: its
-    weights of the experts enter with the tokens."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _enter_region(self.cut_group, self, args, kwargs)
         return leave(super().forward(*args, **kwargs), self.cut_group)
 
 
@@ -177,6 +186,12 @@ def parts_of(model: Any) -> TensorParts | None:
     return found
 
 
+def trained_elements(model: Any) -> int:
+    """What a run trains, on all ranks of an engine together."""
+    parts, trained = parts_of(model), [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return sum(p.numel() if parts is None else torch.Size(parts.shards[name].shape).numel() for name, p in trained)
+
+
 def vocabulary_size(model: Any) -> int:
     """Entries of the input embedding, of all ranks together where they share them out."""
     table = model.get_input_embeddings()
@@ -195,9 +210,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
     """
     engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
     data = group_of(layout, lambda rank: rank.shard_group)
-    every = gather(dict(shards))
-    first = layout.engine_group[0]
-    parts = TensorParts(layout, engine, data, tuple(every[first : first + layout.ranks_per_engine]))
+    parts = TensorParts(layout, engine, data, engine.gather(dict(shards)))
     regions: dict[str, Any] = {}
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     for path, module in list(model.named_modules()):
@@ -208,23 +221,48 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             _cut_vocabulary(module, shard, engine, module is head)
         elif all(shard.is_whole for shard in own.values()):
             continue
+        elif ".lora_A." in path:  # by inputs; its forward may be its own: `lora_inputs`
+            module.in_features = module.weight.shape[1]
+            module.register_forward_hook(functools.partial(_leave_product, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
             _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
         elif isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
-            parent = path.rpartition(".")[0]
+            parent = _layer_of(path).rpartition(".")[0]
             regions[parent] = model.get_submodule(parent)
+        elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
+            module.groups = module.in_channels = module.out_channels = module.weight.shape[0]
         elif path.endswith(".experts"):
             _become(module, _Experts, cut_group=engine)
         else:
             raise RuntimeError(f"The engine's ranks cut {path} ({type(module).__name__}), which isn't known yet.")
     for region in regions.values():
-        _become(region, _Region, cut_group=engine)
+        region.register_forward_pre_hook(functools.partial(_enter_region, engine), with_kwargs=True)
         if hasattr(region, "num_key_value_groups"):
-            region.num_key_value_groups = region.q_proj.out_features // region.k_proj.out_features
+            region.num_key_value_groups = region.q_proj.weight.shape[0] // region.k_proj.weight.shape[0]
     _sum_partial_gradients(model, regions, parts)
-    model.tensor_parts = parts
+    unwrap(model).tensor_parts = parts
     return parts
+
+
+def _layer_of(path: str) -> str:
+    """Of an adapted layer's base, or of a matrix of its adapter, the layer; of any other module its own path."""
+    return path.partition(".lora_")[0].removesuffix(".base_layer")
+
+
+def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
+    """The parts of an adapter's matrices, by their `id`, on a base of which a rank has the parts ``shards`` (by the
+    names of a model without adapters)."""
+    found: dict[int, Shard] = {}
+    for layer in adapted:
+        base, rank = shards[layer.parameter], len(layer.lora_a)
+        outputs, inputs = base.shape
+        by_inputs = base.local_shape[0] == outputs
+        columns = [(slice(None), slice(*box[1])) for box in base.boxes] if by_inputs else [()]
+        rows = [()] if by_inputs else [(slice(*box[0]),) for box in base.boxes]
+        found[id(layer.lora_a)] = Shard.of_cuts((rank, inputs), columns)
+        found[id(layer.lora_b)] = Shard.of_cuts((outputs, rank), rows)
+    return found
 
 
 def _name_of(model: nn.Module, parameter: torch.Tensor) -> str:
@@ -246,7 +284,7 @@ def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], p
         name: parts.holders(name)
         for path, region in regions.items()
         for name, parameter in ((f"{path}.{own}", p) for own, p in region.named_parameters())
-        if parameter.requires_grad and not _after_the_sum(model, name)
+        if parameter.requires_grad and not _after_the_sum(model, name, parts.shards)
     }
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     for name, holders in partial.items():
@@ -272,8 +310,11 @@ def _summed(gradient: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return group.sum_(gradient.to(torch.float32, copy=True).contiguous()).to(gradient.dtype)
 
 
-def _after_the_sum(model: nn.Module, name: str) -> bool:
+def _after_the_sum(model: nn.Module, name: str, shards: Mapping[str, Shard]) -> bool:
+    """Whether it is used on what the ranks have summed already, so that its gradient is whole."""
     path, _, last = name.rpartition(".")
+    if ".lora_B." in name:
+        return not shards[name.replace(".lora_B.", ".lora_A.")].is_whole
     return last == "bias" and isinstance(model.get_submodule(path), _RowParallel)
 
 

@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ..parallel import watchdog
 from ..parallel.faults import telling
 from ..parallel.ranks import gather, on_all_ranks
 from ..parallel.shards import RankGroup
+from ..policy.lora import is_adapted
 from ..policy.tensor_parallel import TensorParts, parts_of
 from ..runtime.process import forget_frames
 from . import optimizer_state
@@ -135,8 +136,9 @@ class TensorStrategy(ShardingStrategy):
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        """Of a LoRA policy, the adapter's alone."""
         cut, whole = self.cut, dict[str, torch.Tensor]()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._saved():
             if keep:
                 whole[name] = torch.empty(cut.shards[name].shape, dtype=parameter.dtype)
             for place in sorted({cut.holders(name, place)[0] for place in range(cut.engine.size)}):
@@ -149,13 +151,37 @@ class TensorStrategy(ShardingStrategy):
                 if keep:
                     part.write(values.cpu(), whole[name])
             watchdog.progress()
+        if is_adapted(self.model):
+            return whole
         return completed(whole, self.model) if keep else {}
 
+    def _saved(self) -> list[tuple[str, torch.nn.Parameter]]:
+        adapter_alone = is_adapted(self.model)
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad or not adapter_alone]
+
     def load_weights(self, folder: Path) -> bool:
+        if is_adapted(self.model):
+            self._load_adapter(folder)
+            return True
         files, names = WeightFiles(folder), all_names(self.model)
         for name, parameter in self.model.named_parameters():
             files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
         return True
+
+    def _load_adapter(self, folder: Path) -> None:
+        """It is small: each rank reads all of it."""
+        (adapter,) = self.model.active_adapters
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name, parameter in self._saved():
+            saved = tensors.get(name.replace(f".{adapter}.", "."))
+            shard = self.cut.shards[name]
+            if saved is None or tuple(saved.shape) != shard.shape:
+                found = "isn't there" if saved is None else f"is of the shape {tuple(saved.shape)}"
+                raise ValueError(
+                    f"The adapter in {str(folder)!r} is another than the policy's: {name} {found}, but must be of "
+                    f"{shard.shape}. Give the checkpoint of a run with the same LoRA settings."
+                )
+            parameter.detach().copy_(shard.of(saved))
 
 
 class TensorParallel(TensorStrategy, WholeCopies):

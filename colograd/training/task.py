@@ -45,7 +45,7 @@ from ..rollout.toolbox import Toolbox, environment_reward
 from ..runtime import process
 from ..runtime.importing import find_object, is_import_path
 from ..sharding import check_sharding
-from ..weights import check_choice
+from ..weights import check_adapter_in_parts, check_choice
 from .prompts import Prompts, eval_prompts_of, image_reader_of, prompts_with_images, train_prompts_of
 
 
@@ -122,6 +122,8 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         if given.samples:
             policy = merged_beside_experts(policy, args)
         check_choice(args.weights, policy.adapter, args.cuts_weights)
+        if args.tensor_parallel:
+            check_adapter_in_parts(policy.adapter, args.sharding)
         check_split(args, policy.model.config)
         objective = dataclasses.replace(objective, router_coef=policy.router_coef(args))
         check_reference(args, policy)

@@ -171,9 +171,9 @@ class SeamTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in transformers, from host memory (see `state_dict_on_host`); of a LoRA policy, only the adapter."""
-        if state_dict is None and self.policy.adapter is None:
+        if state_dict is None:
             state_dict = self._gathered
-            if state_dict is None:
+            if state_dict is None and self.policy.adapter is None:
                 state_dict = state_dict_on_host(self.model, self.checkpointer.weight_places())
         with self.checkpointer.saving_model():
             super()._save(output_dir, state_dict)

@@ -6,6 +6,6 @@ the changes that `sign_probe` makes.
 """
 
 from .mapping import Slice, packed_parts
-from .selection import check_choice, expects_sharing, serves_packed, weight_sync
+from .selection import check_adapter_in_parts, check_choice, expects_sharing, serves_packed, weight_sync
 from .shared import bytes_apart, state_dict_on_host
 from .sync import WeightSync

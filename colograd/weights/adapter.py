@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..engine.protocol import Engine, EngineTensors, LoRALayer
+from ..parallel.shards import Shard
 from ..policy.lora import PREFIX, AdaptedLayer, adapted_layers
 from .copied import CopiedWeights
 from .shared import SharedWeights
@@ -37,6 +38,7 @@ class Slot:
     scaling: float  # what it is multiplied by on the way: 1 for A
     holder: LoRALayer
     part: int  # of the holder's fused parts
+    shard: Shard | None = None  # the part of the adapter's tensor that the source is; None: all of it
 
     @property
     def stack(self) -> torch.Tensor:
@@ -48,6 +50,13 @@ class Slot:
         """A view of the first slot, of the source's shape; the rest of the slot's rank stays zero."""
         rows, columns = self.source.shape
         return self.stack[0, 0, :rows, :columns]
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape) if self.shard is None else self.shard.shape
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self.shard is None else self.shard.of(whole)
 
     def equal(self) -> bool:
         """Whether the engine holds the policy's value, scaled and rounded once, bit for bit."""
@@ -125,8 +134,11 @@ class AdapterWeights(PlannedSync):
         return [slot.stack.data_ptr() for slot in self.slots]
 
 
-def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
+def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
     """The slot of every tensor of the policy's adapter.
+
+    Args:
+        shards: of a policy in parts, by the tensors' `id`.
 
     Raises:
         Unserved: naming the layers that have none.
@@ -134,8 +146,9 @@ def map_adapter(policy: torch.nn.Module, engine: Engine) -> list[Slot]:
     slots, missing = [], []
     for layer in adapted_layers(policy):
         holder, part = _holder_and_part(layer, engine.tensors)
-        a = Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part)
-        pair = [a, Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part)]
+        of_a, of_b = ((shards or {}).get(id(tensor)) for tensor in (layer.lora_a, layer.lora_b))
+        a = Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part, of_a)
+        pair = [a, Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part, of_b)]
         if holder is None or not all(_fits(slot) for slot in pair):
             missing.append(layer.name)
         slots += pair
@@ -167,12 +180,12 @@ def _fits(slot: Slot) -> bool:
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
     """Raise a RuntimeError if random numbers that vLLM loads lie elsewhere than planned, or other values do."""
     generator = torch.Generator().manual_seed(0)
-    probes = [torch.rand(slot.source.shape, generator=generator) + 0.5 for slot in slots]
+    probes = [torch.rand(slot.whole_shape, generator=generator) + 0.5 for slot in slots]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         _save_adapter(folder, rank, slots, probes)
         engine.load_adapter(folder)
     for slot, probe in zip(slots, probes, strict=True):
-        if not torch.equal(slot.destination, probe.to(slot.destination)):
+        if not torch.equal(slot.destination, slot.part_of(probe).to(slot.destination)):
             raise RuntimeError(
                 f"vLLM doesn't keep {slot.layer}.{slot.kind} where it was expected: this architecture's LoRA layers "
                 "are laid out in a way that isn't known yet. Set weights: copied (the adapter is then merged into the "

@@ -119,6 +119,8 @@ def map_parameters(
                 parts = _split(*found, place, ranks)
             elif in_tower(name):  # any other that the checkpoint has fused: where its parts end, no shape tells
                 parts = _thirds(found[0], source, place, ranks)
+            else:
+                parts = _merged(found[0], source, place, _outputs(found[0], targets, engine))
         if not parts:
             missing.append(name)
         slices += [Slice(own, source, *part) for part in parts]
@@ -322,6 +324,27 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
         return []
     offset, start = sum(rows[:index]), place % ranks // repeated[index] * rows[index]
     return [(target[offset : offset + rows[index]], _rows(start, start + rows[index], source))]
+
+
+def _outputs(target: torch.Tensor, targets: Mapping[str, torch.Tensor], engine: EngineTensors) -> Sequence[int]:
+    return engine.merged_outputs(next(name for name, tensor in targets.items() if tensor is target))
+
+
+def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Sequence[int]) -> list[Part]:
+    """A rank's part of each of the ``outputs`` that the checkpoint has in one layer, as vLLM has them (a short
+    convolution's input and gates); empty: the shapes don't fit."""
+    target = target.detach()
+    ranks = source.shape[0] // target.shape[0]
+    if sum(outputs) != source.shape[0] or any(size % ranks for size in outputs) or sum(outputs) // ranks != len(target):
+        return []
+    found: list[Part] = []
+    start = at = 0
+    for size in outputs:
+        own = size // ranks
+        first = start + place * own
+        found.append((target[at : at + own], (slice(first, first + own),)))
+        start, at = start + size, at + own
+    return found
 
 
 def _thirds(target: torch.Tensor, source: torch.Tensor, place: int, ranks: int) -> list[Part]:

@@ -12,11 +12,12 @@ from ..config import GRPOConfig
 from ..engine.arguments import engine_dtype
 from ..engine.protocol import Engine
 from ..parallel.ranks import on_all_ranks
+from ..parallel.shards import Shard
 from ..policy.images import sees
 from ..policy.loading import Policy
 from ..policy.lora import Adapter, adapted_layers, base_name
 from ..policy.quantized_layers import packed_weights
-from ..policy.tensor_parallel import split
+from ..policy.tensor_parallel import adapter_shards, split
 from ..runtime.importing import find_object, is_import_path
 from . import proof, shared
 from .adapter import AdapterWeights, Unserved, map_adapter
@@ -85,6 +86,16 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
     if wanted != "auto" and adapter.why_merged:
         raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto (merged copies).")
     return None if adapter.why_merged else adapter
+
+
+def check_adapter_in_parts(adapter: Adapter | None, sharding: str) -> None:
+    """Raise a ValueError if a policy in the engine's layout would have an adapter that the engine can't have beside its
+    weights: merged ones aren't the policy's."""
+    if adapter is not None and adapter.why_merged:
+        raise ValueError(
+            f"sharding is {sharding!r}, but {adapter.why_merged}, so that the engine's weights would have to be merged "
+            "ones, and not the policy's: set sharding: gradients, or train an adapter that vLLM serves."
+        )
 
 
 def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice]], WeightSync]:
@@ -164,7 +175,7 @@ def weight_sync(
     if packed or served:
         _dequantise(slices if engine.blank else packed, policy, engine, device, seen)
     sides = Sides(policy, engine, slices, device, equal and not packed, seen)
-    found = _in_parts(sides) if cut == "parts" else _chosen(wanted, sides, adapter, cut == "rows")
+    found = _in_parts(sides, adapter) if cut == "parts" else _chosen(wanted, sides, adapter, cut == "rows")
     if sides.equal:
         proof.check_same(policy, engine)  # the architecture, too, is one for both
     return found
@@ -222,11 +233,12 @@ def _gathered(sides: Sides) -> GatheredWeights:
     return GatheredWeights(sides.policy, sides.engine, sides.slices)
 
 
-def _in_parts(sides: Sides) -> SharedWeights:
-    """Proved while the policy is whole; then every parameter becomes the tensor of the engine's rank.
+def _in_parts(sides: Sides, adapter: Adapter | None) -> WeightSync:
+    """Proved while the policy is whole; then every parameter becomes the tensor of the engine's rank. An adapter is cut
+    as its base is, which is how vLLM cuts it in its slots.
 
     Raises:
-        ValueError: one can't.
+        ValueError: one can't, or the engine has no slot for an adapted layer.
         RuntimeError: in parts the policy says something else than the engine.
     """
     policy, engine = sides.policy, sides.engine
@@ -234,11 +246,25 @@ def _in_parts(sides: Sides) -> SharedWeights:
         parts = shared.parts(sides.slices)
     proof.check_read(sides.slices, policy, engine, seen=sides.seen)
     shared.bind_parts(parts)
-    _move(policy, sides.device)  # its buffers
-    split(policy, {part.name: shard for part, shard in parts}, engine.layout)
+    shards, of_adapter = {part.name: shard for part, shard in parts}, dict[int, Shard]()
+    if adapter is not None:
+        of_adapter = adapter_shards(adapted_layers(policy), {str(base_name(name)): s for name, s in shards.items()})
+        for name, parameter in policy.named_parameters():
+            if (shard := of_adapter.get(id(parameter))) is not None:
+                parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
+    _move(policy, sides.device)  # the adapter, and buffers
+    split(policy, shards, engine.layout)
+    found: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
+    if adapter is not None:
+        try:
+            found = AdapterWeights(policy, engine, map_adapter(policy, engine, of_adapter), base)
+        except Unserved as unserved:
+            raise ValueError(
+                f"sharding: tensor can't be had for this adapter ({unserved}): set sharding: gradients."
+            ) from None
     if not sides.equal:
         proof.check_same(policy, engine)
-    return SharedWeights(policy, engine, [part for part, _ in parts])
+    return found
 
 
 def _whole(wanted: str, sides: Sides, constant: bool = False) -> CopiedWeights:

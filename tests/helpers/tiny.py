@@ -74,6 +74,9 @@ def make_model(
         model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape))
     elif family == "qwen3":
         model = hf.Qwen3ForCausalLM(hf.Qwen3Config(head_dim=32, **shape))
+    elif family == "lfm2":
+        blocks = {"layer_types": ["conv", "full_attention"] * (layers // 2), "conv_dim": 64, "block_dim": 64}
+        model = hf.Lfm2ForCausalLM(hf.Lfm2Config(block_auto_adjust_ff_dim=False, **blocks, **shape))
     elif family in EXPERTS:
         model = EXPERTS[family](shape)
     else:

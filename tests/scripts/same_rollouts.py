@@ -8,7 +8,7 @@ checkpoint. After training, each rank's
 weights are compared with its engine's, and the sampler's log-probabilities of new completions with the trainer's.
 FAULT: `reward` (rank 0's raises in the second step), `loss` (a NaN on the last rank), `memory` (the last rank runs out
 of it above 100 tokens); in the midst of a forward of the second step: `killed` (the last rank is), `inside` (it runs
-out of memory), `alike` (all ranks do).
+out of memory), `alike` (all ranks do), `hangs` (the last rank does).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def fail_inside() -> None:
     if FAILED or (FAULT != "alike" and RANK != RANKS - 1):
         return
     FAILED.append(FAULT)
+    if FAULT == "hangs":
+        time.sleep(tiny.PATIENCE)
     if FAULT == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise torch.OutOfMemoryError("no room within a layer")
@@ -66,7 +69,7 @@ class Watching(GRPOTrainer):
         assert self.weights.differing() == []
 
     def compute_loss(self, model: Any, micro_batch: Any, **kwargs: Any) -> Any:
-        if FAULT in ("killed", "inside", "alike") and self.state.global_step == 1 and not FAILED:
+        if FAULT in ("killed", "inside", "alike", "hangs") and self.state.global_step == 1 and not FAILED:
             layer = model.model.layers[1].mlp
             layer.register_forward_pre_hook(lambda *_: fail_inside())
         output = super().compute_loss(model, micro_batch)
@@ -106,13 +109,15 @@ def main() -> None:
     config = tiny.config(Path(out_dir) / f"run-{RANKS}", **settings)
     prompts = tiny_images.prompts if Path(model, "processor_config.json").exists() else tiny.prompts
     trainer = Watching(model, reward, config, prompts(), prompts(5), rollout_func=rollouts, peft_config=adapter)
+    if FAULT == "hangs":
+        vars(trainer.args)["rank_timeout"] = 15.0  # the start may take longer beside others
     trainer.train(resume_from_checkpoint=resumed)
     trainer.publish()
     worst, completions = parity(trainer)
-    slices = getattr(trainer.weights, "shared", ())
+    slices = getattr(getattr(trainer.weights, "base", trainer.weights), "shared", ())  # below an adapter its base's
     result = {
         "shared": sum(part.source.data_ptr() == part.destination.data_ptr() for part in slices),
-        "parameters": len([*trainer.model.parameters()]),
+        "parameters": len([*trainer.model.parameters()]) - len(getattr(trainer.weights, "slots", ())),
         "policy": sum(p.nbytes for p in trainer.model.parameters()),
         "state": sum(v.nbytes for s in trainer.optimizer.state.values() for v in s.values() if v.numel() > 1),
         "parity": worst,
