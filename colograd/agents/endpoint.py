@@ -215,6 +215,8 @@ class Endpoint:
         session.working.update(works)
         for work in works:
             self.queue.put(work)
+        if not session.is_open:  # it was closed meanwhile, by a thread that didn't see these
+            self.close(session, session.why_closed)
         try:
             yield
         finally:

@@ -59,7 +59,6 @@ class Session:
         self._requests = 0
         self._open_requests = 0
         self._samples: list[_Sample] = []
-        self._first: list[int] | None = None  # what its first request read
         self._asked: Counter[str] = Counter()  # how often each context was asked
 
     # -- requests
@@ -98,8 +97,6 @@ class Session:
         requests that are made at the same time may come in any order."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
-            if self._first is None:
-                self._first = list(ids)
             self._asked[digest] += 1
             return f"{self.index}/{digest}/{self._asked[digest]}"
 
@@ -170,10 +167,10 @@ class Session:
 
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
         """All that the session's requests read and wrote, as a tree; without any, a token that isn't trained."""
-        tree = TokenTree(self._first or [])
         # A context is longer than those that it goes on from. So the order doesn't depend on what came first.
-        numbered = enumerate(self._samples)
-        for number, each in sorted(numbered, key=lambda s: (len(s[1].read), s[1].read, list(s[1].wrote.ids))):
+        numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1].read), s[1].read, list(s[1].wrote.ids)))
+        tree = TokenTree(numbered[0][1].read if numbered else [])
+        for number, each in numbered:
             tree.add(each.read, each.wrote.ids, each.wrote.logprobs, each.trained, number)
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         reason = FinishReason.LENGTH if truncated else FinishReason.STOP

@@ -27,6 +27,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (), "truncate_prompt_tokens": (), "prompt_embeds": (), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "include_stop_str_in_output": (False,),
 }  # fmt: skip
+# Of a tokenizer's `apply_chat_template`, and not of the template.
+NO_ARGUMENTS = {
+    "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
+    "padding", "truncation", "max_length",
+}  # fmt: skip
 # How chat templates write calls and reasoning, and the names of vLLM's parsers for it; the first that fits.
 TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
@@ -154,6 +159,8 @@ class ChatAPI:
             self._add_structure(request, options)
             return Call(api, request, prompts=_prompts(request.prompt), **given)
         arguments = dict(request.chat_template_kwargs or {})
+        if others := NO_ARGUMENTS & arguments.keys():
+            raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't do: leave it out.")
         if request.reasoning_effort is not None:
             arguments["reasoning_effort"] = request.reasoning_effort
             arguments.setdefault("enable_thinking", request.reasoning_effort != "none")
@@ -238,7 +245,10 @@ class ChatAPI:
                 at, stop = min(found)
                 text = text[:at]
         reason = "length" if length else "stop"
-        tokens = [self.tokenizer.decode([token]) for token in ids] if call.request.logprobs else []
+        asked = (
+            call.request.logprobs is not None and call.request.logprobs is not False
+        )  # 0 asks for the sampled token's
+        tokens = [self.tokenizer.decode([token]) for token in ids] if asked else []
         if call.api == "completions":
             return Choice({"content": text}, reason, stop, ids, logprobs, tokens)
         message: dict[str, Any] = {"role": "assistant", "content": text}

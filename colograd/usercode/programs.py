@@ -91,6 +91,7 @@ class CommandProgram:
         started, process = time.perf_counter(), self._process
         assert process.stdin is not None and process.stdout is not None
         threading.Thread(target=self._feed, daemon=True).start()
+        threading.Thread(target=self._reap, daemon=True).start()
         kept = b""
         while part := os.read(process.stdout.fileno(), 2**16):  # a command that prints without end fills no memory
             kept = (kept + part)[-MOST_OUTPUT:]
@@ -106,6 +107,12 @@ class CommandProgram:
         except ValueError:
             value = None
         self.future.set_result(Outcome("value", value, seconds))
+
+    def _reap(self) -> None:
+        """Once it has ended, end what it has left behind, which may keep its output open."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
+            self.stop()
 
     def _feed(self) -> None:
         assert self._process.stdin is not None

@@ -46,7 +46,7 @@ def another(base_url: str, api_key: str) -> float:
     ],
 )
 def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, replay: bool, said: str) -> None:
-    args: Any = SimpleNamespace(router_replay=replay)
+    args: Any = SimpleNamespace(router_replay=replay, replays_truncation=False)
     with pytest.raises(ValueError, match=said):
         agent_of(agent, None, tools, args)
 
@@ -108,6 +108,14 @@ def test_a_stopped_command_ends_with_all_that_it_started(tmp_path: Path) -> None
     child = Path(f"/proc/{written.read_text()}/stat")
     while child.exists() and child.read_text().split()[2] != "Z":  # killed, and perhaps not reaped yet
         time.sleep(0.05)
+
+
+def test_a_command_that_ends_leaves_no_child_that_keeps_its_output_open() -> None:
+    script = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(10000)']); print(1)"
+    )
+    program = CommandProgram((sys.executable, "-c", script), {}, {"row": 1})
+    assert program.future.result(tiny.PATIENCE).value == 1
 
 
 def test_a_stopped_async_function_is_cancelled_and_a_blocked_one_holds_up_nobody() -> None:

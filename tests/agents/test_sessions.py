@@ -202,6 +202,7 @@ def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any) -
         ({**fine, "messages": 3}, 400, "messages"),
         ({**fine, "n": 100}, 429, "agent_parallel"),
         ({**fine, "echo": True}, 400, "echo"),
+        ({**fine, "chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs has chat_template"),
         ({**fine, "messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the context has 1024"),
         ({**fine, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},
          400, "refuses"),
@@ -215,13 +216,19 @@ def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any) -
         told.append(ask(base_url, "sk-another", fine))
         told.append(ask(base_url, api_key, fine, "/embeddings"))
         told.append(ask(base_url, api_key, b"{" + b" " * 2000 + b"}"))
+        told.append(ask(base_url, api_key, {"model": "model", "prompt": [2**31]}, "/completions"))
+        plain = ask(
+            base_url, api_key, {"model": "model", "prompt": [5, 6], "logprobs": 0, "max_tokens": 2}, "/completions"
+        )
+        assert plain.status_code == 200, plain.text
+        assert len(plain.json()["choices"][0]["logprobs"]["token_logprobs"]) == 2, plain.text
         assert ask(base_url, api_key, fine).status_code == 200
         return 1.0
 
     run(trainer, wrong, size=1, limits=Limits(100, 8, body=4000))
     for (_, status, text), response in zip(cases, told, strict=False):
         assert response.status_code == status and text in response.json()["error"]["message"], response.text
-    assert [response.status_code for response in told[len(cases) :]] == [401, 404, 400]
+    assert [response.status_code for response in told[len(cases) :]] == [401, 404, 400, 400]
 
 
 def test_other_sampling_settings_may_be_answered_and_are_not_trained(trained: Any) -> None:
