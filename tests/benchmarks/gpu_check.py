@@ -78,11 +78,14 @@ class Sizes:
     trials: int
     dtype: str  # in the comparison with TRL
     path: tuple[str, ...] = ()  # more arguments of training_path.py
+    tail: tuple[int, ...] = (16, 8, 64, 128, 512, 16384)  # of each of two ranks in tail.py
 
 
 SIZES = {
     "cuda": Sizes(prompt=512, completion=1024, group=8, prompts=16, queue=64, trials=2, dtype="bfloat16"),
-    "cpu": Sizes(prompt=70, completion=16, group=4, prompts=2, queue=4, trials=1, dtype="float32"),
+    "cpu": Sizes(
+        prompt=70, completion=16, group=4, prompts=2, queue=4, trials=1, dtype="float32", tail=(4, 2, 2, 4, 16, 256)
+    ),
 }
 
 
@@ -96,6 +99,8 @@ class Check:
     tell: Callable[[str, dict[str, Any]], str]  # (its stdout, its figures) -> what it found, in a line
     writes: bool = True  # takes --out F.json
     needs: str = ""  # a package without which it is skipped
+    gpus: int = 0  # fewer of which it is skipped with
+    lack: str = ""  # why it is skipped on this machine
     apart_s: float = 0.0  # seconds that it may take beside all others' time; 0: it has a share of that
 
     @property
@@ -171,6 +176,10 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         str(HERE / "attention.py"), "--groups", str(sizes.group), "--completions", str(sizes.completion), "--prompts",
         *(str(sizes.prompt * times) for times in (1, 4, 16)), *(() if on_cpu else ("--heads", "28", "4", "128")),
     )  # fmt: skip
+    overlap = (
+        str(HERE / "tail.py"), "--model", model, "--device", device, "--pairs", str(sizes.trials), "--measured",
+        *map(str, sizes.tail),
+    )  # fmt: skip
     sleep = ("--sampled", "--set", "vllm_enable_sleep_mode=true")
     options = {name: given for name, given in OPTIONS.items() if not on_cpu or name in ON_CPU}
     return [
@@ -182,6 +191,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         Check("attention", attention, 20, tell_attention),
         Check("publish", publish, 60, last_line),
         Check("rollouts", rollouts, 60, tell_rollouts),
+        Check("overlap", overlap, 100, tell_overlap, gpus=0 if on_cpu else 2),
         Check("side by side", beside, 110, tell_side_by_side, needs="trl"),
         *(
             Check(f"path, {name}", (*path, *given), WEIGHTS.get(name, 22.0), tell_training, needs=NEEDS.get(name, ""))
@@ -258,6 +268,15 @@ def tell_rollouts(said: str, figures: Mapping[str, Any]) -> str:
     return f"{ratio['throughput']:.2f} of plain vLLM's throughput, {ratio['streamed_rewards']:.2f} of rewards hidden"
 
 
+def tell_overlap(said: str, figures: Mapping[str, Any]) -> str:
+    off, on = figures["off"], figures["auto"]
+    simulated = figures["predicted"][0] / figures["predicted"][1]
+    return (
+        f"two ranks, one with completions 4 times as long: a step {figures['ratio']:.2f} x faster ({simulated:.2f} "
+        f"simulated), {on['early']:.0%} trained early, idle {off['idle']:.0%} without and {on['idle']:.0%} with"
+    )
+
+
 def tell_side_by_side(said: str, figures: Mapping[str, Any]) -> str:
     names = {"train": "training", "step": "step", "memory": "peak memory"}
     return "TRL / colograd: " + ", ".join(f"{word} {figures['ratio'][name]:.2f}" for name, word in names.items())
@@ -289,7 +308,7 @@ def run_all(
     """Run checks one after another within ``seconds``, but for those that have a time of their own; ``told`` hears all
     results so far after each."""
     end, results = time.monotonic() + seconds, []
-    weights = [0.0 if lacks(check) else check.weight for check in wanted]
+    weights = [0.0 if missing(check) else check.weight for check in wanted]
     for place, check in enumerate(wanted):
         limit = limit_of(max(end - time.monotonic(), 0.0), weights[place:]) if weights[place] else check.apart_s
         results.append(run(check, limit, folder))
@@ -298,15 +317,22 @@ def run_all(
     return results
 
 
-def lacks(check: Check) -> bool:
-    """Whether a package that it needs isn't there."""
-    return bool(check.needs) and importlib.util.find_spec(check.needs) is None
+def missing(check: Check) -> str:
+    """What isn't there that it needs; empty: nothing."""
+    if check.needs and importlib.util.find_spec(check.needs) is None:
+        return f"{check.needs} isn't installed"
+    return check.lack
+
+
+def on_machine(check: Check, gpus: int) -> Check:
+    """The check, which says so where it needs more GPUs than there are."""
+    return dataclasses.replace(check, lack=f"it needs {check.gpus} GPUs") if gpus < check.gpus else check
 
 
 def run(check: Check, limit: float, folder: Path) -> Result:
     """One check, in a process of its own that is gone afterwards."""
-    if lacks(check):
-        return Result(check.name, "skipped", f"{check.needs} isn't installed")
+    if why := missing(check):
+        return Result(check.name, "skipped", why)
     if limit < LEAST:
         return Result(check.name, "late", "no time was left: give more --minutes", limit_s=limit)
     out, err, figures = (folder / f"{check.stem}.{kind}" for kind in ("out", "err", "json"))
@@ -397,7 +423,8 @@ from figures import machine
 from phases import versions
 cuda = torch.cuda.is_available()
 why = "" if cuda else gpus.why_unused(torch.__version__, torch.version.cuda)
-print(json.dumps({"cuda": cuda, "why": why, "machine": machine(), "versions": versions("trl")}))
+found = {"cuda": cuda, "gpus": torch.cuda.device_count(), "why": why, "machine": machine()}
+print(json.dumps({**found, "versions": versions("trl")}))
 """
 
 
@@ -448,7 +475,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, recipe = model_for(options), out / "doctor.yaml"
     write_recipe(recipe, model)
     begin = tuple(options.only or [""])
-    wanted = [check for check in checks(model, str(recipe), options.device) if check.name.startswith(begin)]
+    wanted = [
+        on_machine(check, machine["gpus"])
+        for check in checks(model, str(recipe), options.device)
+        if check.name.startswith(begin)
+    ]
     settings = {"model": Path(model).name, **machine, "minutes": options.minutes, **vars(SIZES[options.device])}
 
     def told(results: list[Result]) -> None:

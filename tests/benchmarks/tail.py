@@ -3,16 +3,16 @@
     python tests/benchmarks/tail.py [--ranks 1 2 8 64] [--groups 16] [--completions 8] [--sequences 64]
                                     [--median 1000] [--longest 8192] [--spread 0.8] [--within 0.4]
                                     [--engine-step 0.02] [--sequence 0.0002] [--token 0.00005]
-    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--out F.json]
+    python tests/benchmarks/tail.py --pairs 5 [--balanced] [--model M] [--device cuda] [--out F.json]
 
 The first form is a simulation of events. Lengths are lognormal: a prompt's median varies by `--spread` (of the
 logarithm), its completions around it by `--within`. An engine's step takes `--engine-step` seconds and `--sequence`
 more for each sequence that runs; a token is trained in `--token` seconds. Groups are trained as the trainer does: own
 ones, finished ones of others, and what is left is balanced. The rates are given, not measured.
 
-The second form trains two ranks of one thread each on a random model, in turns with overlap and without; the second
-rank's completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor
-seconds of both ranks, and what the simulation says with the rates of the runs without overlap.
+The second form trains two ranks of one thread each, a step with overlap and a step without in turns; the second rank's
+completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor seconds
+of both ranks, what the simulation says with the rates of the steps without overlap, and where each rank spent its time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import dataclasses
 import heapq
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -35,11 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from colograd.parallel.balance import plan
+from colograd.runtime import process
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = 100  # tokens of a simulated prompt
-SHORT, LONG = 32, 128  # tokens of a measured completion
-MEASURED = {"groups": 8, "completions": 4, "sequences": 8, "steps": 3}  # of each rank; the first step isn't counted
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,17 @@ class Step:
     idle: float  # share of the ranks' time that they neither sampled nor trained
 
 
-def simulate(ranks: Sequence[Lengths], sequences: int, budget: int, rates: Rates, overlap: bool) -> Step:
+def simulate(
+    ranks: Sequence[Lengths], sequences: int, budget: int, rates: Rates, overlap: bool, prompt: int = PROMPT
+) -> Step:
     """A step of all ranks, each with its groups.
 
     Args:
         budget: tokens of a micro-batch.
+        prompt: tokens of each.
     """
     finished = [decode(groups, sequences, rates) for groups in ranks]
-    costs = [[PROMPT + sum(lengths) for lengths in groups] for groups in ranks]
+    costs = [[prompt + sum(lengths) for lengths in groups] for groups in ranks]
     sampled = [max(of_rank) for of_rank in finished]
     left = [set(range(len(groups))) for groups in ranks]
     free = sampled[:]  # when each rank has nothing to do
@@ -150,18 +153,38 @@ def print_simulation(options: argparse.Namespace) -> None:
 # -- two ranks
 
 
-def be_rank(given: dict[str, Any]) -> None:
-    """Train a few steps; print each one's figures on rank 0."""
+@dataclass(frozen=True)
+class Sizes:
+    """Of a measured step, on each rank."""
+
+    groups: int = 18
+    completions: int = 4  # of a group
+    sequences: int = 18  # that an engine decodes at once
+    short: int = 32  # tokens of the first rank's completions
+    long: int = 128  # ... and of the second's
+    budget: int = 1024  # tokens of a micro-batch
+
+    def lengths(self, first: int) -> list[Lengths]:
+        return [[[length] * self.completions] * self.groups for length in (first, self.long)]
+
+
+def be_rank(options: argparse.Namespace) -> None:
+    """Train with overlap and without it, in turns; rank 0 writes the figures of all steps.
+
+    Both are steps of one run on the same engines and weights: nothing but the overlap is different.
+    """
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     import tiny
 
     from colograd import GRPOTrainer
     from colograd.parallel.ranks import gather
 
-    longest = LONG if given["rank"] or given["balanced"] else SHORT
+    sizes, rank = options.sizes, int(os.environ["RANK"])
+    longest = sizes.long if rank or options.balanced else sizes.short
+    steps: list[dict[str, float]] = []
 
-    class Skewed:
-        """The engine, with completions of a length of this rank's."""
+    class OfLength:
+        """The engine, with completions of this rank's length."""
 
         def __init__(self, engine: Any) -> None:
             self.engine = engine
@@ -169,115 +192,138 @@ def be_rank(given: dict[str, Any]) -> None:
         def generate(self, prompts: Any, sampling: Any, **kwargs: Any) -> Any:
             return self.engine.generate(prompts, dataclasses.replace(sampling, max_tokens=longest), **kwargs)
 
-    processor: list[float] = []
+    class InTurns(GRPOTrainer):
+        def begin_records(self, evaluation: str = "") -> None:
+            """A round begins."""
+            super().begin_records(evaluation)
+            self.processor = time.process_time()
+            self.sampler.finished = shared if overlaps(self.state.global_step) else None
 
-    class Timed(GRPOTrainer):
         def report_step(self, metrics: Any) -> None:
             super().report_step(metrics)
-            processor.append(time.process_time())
+            steps.append({**metrics, "processor": time.process_time() - self.processor})
 
     args = tiny.config(
-        given["folder"],
-        overlap=given["overlap"],
-        prompts_per_step=2 * MEASURED["groups"],
-        num_generations=MEASURED["completions"],
-        max_completion_length=LONG,
-        max_tokens_per_microbatch=1024,
-        max_steps=MEASURED["steps"],
+        options.folder,
+        overlap="auto",
+        prompts_per_step=2 * sizes.groups,
+        num_generations=sizes.completions,
+        max_completion_length=sizes.long,
+        max_tokens_per_microbatch=sizes.budget,
+        max_steps=2 + 2 * options.pairs,
+        learning_rate=1e-6,
         report=False,
-        vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": MEASURED["sequences"]},
+        generation_kwargs={"ignore_eos": True},
+        vllm_engine_kwargs={"enforce_eager": True, "max_num_seqs": sizes.sequences},
+        **({} if options.device == "cpu" else {"model_init_kwargs": {}, "bf16": True}),
     )
-    trainer = Timed(given["model"], tiny.vowels, args, tiny.prompts(64), rollout_func=Skewed)
+    trainer = InTurns(options.model, tiny.vowels, args, tiny.prompts(64), rollout_func=OfLength)
+    shared = trainer.sampler.finished
     trainer.train()
-    steps = [
-        {
-            name: entry.get(name, 0.0)
-            for name in ("step_time", "time/generate", "time/train", "time/wait", "train/packed_tokens",
-                         "train/early_tokens", "train/sampled_tokens")
-        }
-        for entry in trainer.state.log_history
-        if "step_time" in entry
-    ]  # fmt: skip
-    ranks = gather((processor, steps))
-    if not given["rank"]:
-        used = [sum(last - first for first, last in itertools.pairwise(seconds)) for seconds, _ in ranks]
-        print("RESULT " + json.dumps({"steps": [steps[1:] for _, steps in ranks], "processor": used}))
+    ranks = gather(steps)
+    if not rank:
+        (Path(options.folder) / "steps.json").write_text(json.dumps(ranks))
+    trainer.close()
 
 
-def run_ranks(model: Path, overlap: str, balanced: bool) -> dict[str, Any]:
+def overlaps(step: int) -> bool:
+    """Whether a step is trained with overlap: one of each pair, the first or the second in turns."""
+    return step % 4 in (0, 3)
+
+
+def run_ranks(model: str, options: argparse.Namespace) -> list[dict[bool, list[dict[str, float]]]]:
+    """Of each pair of steps, by overlap, each rank's figures. The first pair isn't counted: much is done once."""
     with tempfile.TemporaryDirectory() as folder:
-        given = {"model": str(model), "overlap": overlap, "balanced": balanced, "folder": folder}
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--master-port",
-            "0",
-            __file__,
-        ]
+        port = str(process.free_port())
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, __file__]
+        given = ["--rank-in", folder, "--model", model, "--pairs", str(options.pairs), "--device", options.device]
+        given += ["--measured", *map(str, dataclasses.astuple(options.sizes))]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [*command, "--rank-of", json.dumps(given)], capture_output=True, text=True, env=environment
+            [sys.executable, *launch, *given, *(["--balanced"] if options.balanced else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
         )
-    if done.returncode:
-        raise SystemExit(f"the ranks failed: {done.stderr[-3000:]}")
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return result
-
-
-def predicted(off: Sequence[dict[str, Any]], balanced: bool) -> tuple[float, float]:
-    """Seconds of a step without overlap and with it, by rates of the runs without."""
-    sampling = [
-        statistics.median(step["time/generate"] for run in off for step in run["steps"][rank]) for rank in range(2)
+        if done.returncode:
+            raise SystemExit(f"the ranks failed: {done.stdout[-4000:]}")
+        ranks = json.loads((Path(folder) / "steps.json").read_text())
+    of_steps = [list(of_step) for of_step in zip(*ranks, strict=True)]
+    return [
+        {overlaps(step): of_steps[step] for step in (first, first + 1)} for first in range(2, 2 * options.pairs + 2, 2)
     ]
-    waves = MEASURED["groups"] * MEASURED["completions"] / MEASURED["sequences"]
-    engine_step = sampling[1] / (waves * LONG)
-    seconds = sum(step["time/train"] for run in off for of_rank in run["steps"] for step in of_rank)
-    # Every rank logs the tokens of all.
-    tokens = sum(step["train/packed_tokens"] for run in off for step in run["steps"][0])
-    rates = Rates(engine_step, 0.0, seconds / tokens)
-    first = LONG if balanced else SHORT
-    groups = [[[length] * MEASURED["completions"]] * MEASURED["groups"] for length in (first, LONG)]
-    found = (simulate(groups, MEASURED["sequences"], 1024, rates, overlap).seconds for overlap in (False, True))
-    return next(found), next(found)
+
+
+def predicted(off: Sequence[Sequence[dict[str, float]]], first: int, sizes: Sizes) -> tuple[float, float]:
+    """Seconds of a step without overlap and with it, by the rates of the steps without.
+
+    Args:
+        off: these steps' figures, of each rank.
+        first: tokens of the first rank's completions.
+    """
+    lengths = sizes.lengths(first)
+    completed = sum(sum(map(sum, groups)) for groups in lengths)
+    packed = statistics.median(step[0]["train/packed_tokens"] for step in off)  # of all ranks, as every rank counts
+    prompt = max(0, round((packed - completed) / (2 * sizes.groups)))
+    waves = math.ceil(sizes.groups * sizes.completions / sizes.sequences)
+    engine_step = statistics.median(step[1]["time/generate"] for step in off) / (waves * sizes.long)
+    token = statistics.median(sum(of_rank["time/train"] for of_rank in step) / packed for step in off)
+    # Exchanges, the optimizer, packing: what a step takes besides, with overlap or without.
+    besides = statistics.median(
+        step[0]["step_time"] - sum(max(of_rank[name] for of_rank in step) for name in ("time/generate", "time/train"))
+        for step in off
+    )
+    rates = Rates(engine_step, 0.0, token)
+    without, overlapped = (
+        besides + simulate(lengths, sizes.sequences, sizes.budget, rates, overlap, prompt).seconds
+        for overlap in (False, True)
+    )
+    return without, overlapped
 
 
 def measure(options: argparse.Namespace) -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
-    import tiny
-
-    found: dict[str, list[dict[str, Any]]] = {"off": [], "auto": []}
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny.make_model(Path(folder) / "model", context=1024, layers=options.layers)
-        for pair in range(options.pairs):
-            for overlap in found if pair % 2 else reversed(found):
-                found[overlap].append(run_ranks(model, overlap, options.balanced))
-                print(f"pair {pair + 1}, {overlap}: {_median(found[overlap][-1:]):.2f} s a step", file=sys.stderr)
-    print("| | step, s | processor seconds of both ranks | trained early |")
-    print("| --- | ---: | ---: | ---: |")
-    for overlap, runs in found.items():
-        steps = [step for run in runs for step in run["steps"][0]]
-        early = sum(step["train/early_tokens"] for step in steps) / sum(step["train/packed_tokens"] for step in steps)
-        used = statistics.median(sum(run["processor"]) for run in runs)
-        print(f"| overlap: {overlap} | {_median(runs):.2f} | {used:.1f} | {early:.0%} |")
-    ratios = [_median([off]) / _median([on]) for off, on in zip(found["off"], found["auto"], strict=True)]
-    off, on = predicted(found["off"], options.balanced)
-    print(
-        f"\nfaster: {', '.join(f'{ratio:.2f}' for ratio in ratios)} x; simulated: {off:.2f} s and {on:.2f} s, ", end=""
-    )
-    print(f"{off / on:.2f} x")
+        pairs = run_ranks(options.model or make_model(Path(folder) / "model"), options)
+    sizes = options.sizes
+    told = predicted([pair[False] for pair in pairs], sizes.long if options.balanced else sizes.short, sizes)
+    print("| overlap | step, s | simulated, s | processor seconds of both ranks | trained early | idle |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    found: dict[str, Any] = {"pairs": pairs, "predicted": told}
+    for name, overlap, simulated in (("off", False, told[0]), ("auto", True, told[1])):
+        steps = [pair[overlap] for pair in pairs]
+        seconds = statistics.median(step[0]["step_time"] for step in steps)
+        used = statistics.median(sum(of_rank["processor"] for of_rank in step) for step in steps)
+        early = statistics.mean(
+            step[0].get("train/early_tokens", 0.0) / step[0]["train/packed_tokens"] for step in steps
+        )
+        idle = statistics.mean(step[0]["rollout/idle_share"] for step in steps)
+        print(f"| {name} | {seconds:.2f} | {simulated:.2f} | {used:.1f} | {early:.0%} | {idle:.0%} |")
+        found[name] = {"step": seconds, "early": early, "idle": idle}
+    ratios = [pair[False][0]["step_time"] / pair[True][0]["step_time"] for pair in pairs]
+    found["ratio"] = statistics.median(ratios)
+    shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"\nfaster: {found['ratio']:.2f} x (the pairs: {shown}); simulated {told[0] / told[1]:.2f} x")
+    for name, overlap in (("off", False), ("auto", True)):
+        for rank in range(2):
+            phases = {
+                phase: statistics.median(pair[overlap][rank].get(f"time/{phase}", 0.0) for pair in pairs)
+                for phase in ("generate", "wait", "train", "sync", "optimizer")
+            }
+            print(f"{name}, rank {rank}: " + ", ".join(f"{phase} {took:.2f} s" for phase, took in phases.items()))
     if options.out:
         options.out.write_text(json.dumps(found))
 
 
-def _median(runs: Sequence[dict[str, Any]]) -> float:
-    return statistics.median(step["step_time"] for run in runs for step in run["steps"][0])
+def make_model(folder: Path) -> str:
+    """Random, and so small that two threads sample and train a step in seconds."""
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    import tiny
+
+    return str(tiny.make_model(folder, context=1024, layers=4, heads=8, keys=8, width=256))
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tail.py", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 64])
     parser.add_argument("--groups", type=int, default=16, help="of a rank and step")
@@ -293,13 +339,28 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--steps", type=int, default=5, help="simulated steps")
     parser.add_argument("--pairs", type=int, default=0, help="measure two ranks so often")
-    parser.add_argument("--layers", type=int, default=8, help="of the measured model")
     parser.add_argument("--balanced", action="store_true", help="measure equal lengths")
+    parser.add_argument("--model", help="a folder; none: a small random one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--measured",
+        type=int,
+        nargs=6,
+        default=dataclasses.astuple(Sizes()),
+        metavar=tuple(field.name.upper() for field in dataclasses.fields(Sizes)),
+        help="the sizes of a measured step, on each rank",
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rank-of", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank_of:
-        be_rank(options.rank_of | {"rank": int(os.environ["RANK"])})
+    parser.add_argument("--rank-in", dest="folder", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    options.sizes = Sizes(*options.measured)
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.folder:
+        be_rank(options)
     elif options.pairs:
         measure(options)
     else:

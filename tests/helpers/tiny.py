@@ -49,6 +49,7 @@ def make_model(
     context: int = 256,
     heads: int = 2,
     keys: int = 1,
+    width: int = 64,
 ) -> Path:
     """Save a random model with head size 32, which vLLM's CPU attention takes."""
     import transformers as hf
@@ -56,8 +57,8 @@ def make_model(
     tokenizer = make_tokenizer()
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys,

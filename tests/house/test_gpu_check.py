@@ -217,6 +217,15 @@ def lives(process: int) -> bool:
     return False
 
 
+def test_what_needs_two_gpus_is_skipped_with_one(tmp_path: Path) -> None:
+    (overlap,) = (check for check in gpu_check.checks("M", "R", "cuda") if check.name == "overlap")
+    skipped = gpu_check.run(gpu_check.on_machine(overlap, 1), 100, tmp_path)
+    assert (skipped.status, skipped.said) == ("skipped", "it needs 2 GPUs")
+    assert not gpu_check.missing(gpu_check.on_machine(overlap, 2))
+    (tiny_form,) = (check for check in gpu_check.checks("M", "R", "cpu") if check.name == "overlap")
+    assert not gpu_check.missing(gpu_check.on_machine(tiny_form, 0))
+
+
 def test_the_reason_is_the_first_error() -> None:
     own = "[rank0]: Traceback\n[rank0]:   File x\n[rank0]: torch.OutOfMemoryError: CUDA out of memory\n"
     after = "subprocess.CalledProcessError: Command\n[rank0]:[W1 x.cpp] Warning: not destroyed\n"

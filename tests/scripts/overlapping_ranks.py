@@ -5,9 +5,9 @@ Started by tests/training/test_overlap.py under torchrun.
     torchrun --nproc-per-node 2 overlapping_ranks.py MODEL FOLDER MODE
 
 MODE: `compare` trains overlapped, not overlapped, and replays the first run; so do `optimizer`, with the optimizer's
-state shared out, `lora`, and `engines`, on four ranks with engines of two. `kill`: a rank is killed while it trains one
-of the second engine's groups in the third step; `resume` goes on after it. `memory`: it runs out of memory there in the
-second step. `reward`: the second engine's reward raises while others train.
+state shared out, `lora`, `experts`, and `engines`, on four ranks with engines of two. `kill`: a rank is killed while it
+trains one of the second engine's groups in the third step; `resume` goes on after it. `memory`: it runs out of memory
+there in the second step. `reward`: the second engine's reward raises while others train.
 
 Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups.
 """
@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "compare": {},
     "optimizer": {"sharding": "optimizer"},
     "lora": {},
+    "experts": {"router_aux_loss_coef": 0.0},
     "engines": {"sharding": "optimizer", "vllm_tensor_parallel_size": 2},
 }
 PROMPTS = 8  # of a step: the second half is the second engine's
@@ -139,12 +140,13 @@ def watch(trainer: Any) -> None:
 def trained(run: Path, overlap: str) -> dict[str, Any]:
     global events
     events = Events(run)
-    OneByOne.waits = overlap == "auto"
     args = tiny.config(run, overlap=overlap, **SETTINGS)
     trainer = GRPOTrainer(MODEL, reward, args, tiny.prompts(16), rollout_func=OneByOne, peft_config=adapter())
+    OneByOne.waits = trainer.sampler.finished is not None
     watch(trainer)
     trainer.train(resume_from_checkpoint="auto" if MODE == "resume" else None)
-    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    whole = trainer.sharding.state_dict(keep=True) or trainer.model.state_dict()
+    weights = {name: value.detach().clone() for name, value in whole.items()}
     steps = [entry for entry in trainer.state.log_history if "reward" in entry]
     trainer.close()
     torch.save(weights, FOLDER / f"{run.name}-rank{RANK}.pt")

@@ -46,6 +46,10 @@ def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
     return first
 
 
+def is_replayed(result: dict[str, Any]) -> bool:
+    return f"replay: {STEPS} of {STEPS} step(s) came out bit for bit as recorded" in result["replayed"]["lines"]
+
+
 def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     def norm(values: list[torch.Tensor]) -> float:
         return float(torch.cat([value.double().flatten() for value in values]).norm())
@@ -106,8 +110,7 @@ def test_a_replay_trains_the_same_micro_batches_to_the_same_bits(compared: Path)
     """Without any overlap, as it samples nothing."""
     for rank in results(compared, "compare"):
         assert all(partition and partition[0] for partition in rank["overlapped"]["partition"])
-    lines = results(compared, "compare")[0]["replayed"]["lines"]
-    assert f"replay: {STEPS} of {STEPS} step(s) came out bit for bit as recorded" in lines
+    assert is_replayed(results(compared, "compare")[0])
 
 
 @pytest.mark.engine
@@ -147,15 +150,15 @@ def test_a_reward_that_fails_while_another_rank_trains_ends_both(tiny_model: Pat
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(("mode", "ranks"), [("optimizer", 2), ("lora", 2), ("engines", 4)])
+@pytest.mark.parametrize(("mode", "ranks"), [("optimizer", 2), ("lora", 2), ("experts", 2), ("engines", 4)])
 def test_it_is_so_for(mode: str, ranks: int, tiny_model: Path, tmp_path: Path) -> None:
-    done = start(tiny_model, tmp_path, mode, ranks)
+    model = tiny.make_model(tmp_path / "model", "qwen3_moe") if mode == "experts" else tiny_model
+    done = start(model, tmp_path, mode, ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     first = results(tmp_path, mode)[0]
     assert all(step["train/early_tokens"] > 0 for step in first["overlapped"]["steps"])
     assert apart(weights(tmp_path, "overlapped"), weights(tmp_path, "apart")) < 1e-6
-    lines = first["replayed"]["lines"]
-    assert f"replay: {STEPS} of {STEPS} step(s) came out bit for bit as recorded" in lines
+    assert is_replayed(first)
 
 
 # -- which runs overlap
