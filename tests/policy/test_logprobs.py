@@ -14,6 +14,7 @@ from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.policy import attention, logprobs
 from colograd.policy.logprobs import label_logprobs, policy_logprobs
 from colograd.policy.packing import pack
+from colograd.runtime import cpu_products
 from colograd.training.adamw_split import accumulate_in_float32
 
 VOCABULARY = 128
@@ -45,6 +46,12 @@ def gradients(logprob: torch.Tensor, head: dict[str, Any]) -> list[torch.Tensor]
     return list(
         torch.autograd.grad((weights * logprob).sum(), [t for t in head.values() if getattr(t, "requires_grad", 0)])
     )
+
+
+@pytest.fixture(autouse=True)
+def multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a CPU without it does, test_cpu_products.py tells."""
+    monkeypatch.setattr(cpu_products, "wanted", lambda: False)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
