@@ -219,7 +219,7 @@ def _model(model_type: str = "llama", **changes: Any) -> Any:
     ],
 )
 def test_what_has_no_layout_of_the_engine_is_named_at_start(model: Any, adapter: Any, said: str) -> None:
-    settings = SimpleNamespace(sharding="tensor", tensor_parallel=True, disable_dropout=False)
+    settings = SimpleNamespace(sharding="tensor", tensor_parallel=True, disable_dropout=False, torch_compile=False)
     with pytest.raises(ValueError, match=said):
         check_supported(model, settings, adapter)
 
