@@ -417,6 +417,7 @@ class PackedRow:
     ref_logprobs: torch.Tensor | None = None  # likewise
     teacher_logprobs: torch.Tensor | None = None  # likewise
     teacher_states: torch.Tensor | None = None  # (N, hidden) in host memory beside a GPU; see MicroBatch
+    teacher_top: torch.Tensor | None = None  # (N, 2, K), likewise
     step_constants: StepConstants = StepConstants()
 
     @property
@@ -475,6 +476,8 @@ class MicroBatch:
     rollouts: tuple[RolloutId, ...]  # the completions in this row, in its order
     teacher_logprobs: torch.Tensor | None = None  # (N,) float32, with a teacher and `distillation_kl: sampled`
     teacher_states: torch.Tensor | None = None  # (N, hidden of the teacher), what its head is given; with `exact`
+    # (N, 2, K) float32, its K most probable tokens' ids, which float32 holds exactly, and log-probabilities; `top_k`.
+    teacher_top: torch.Tensor | None = None
     step_constants: StepConstants = StepConstants()
     in_loss: bool = True  # whether any token counts in the loss: known without asking the device
     completion_lengths: tuple[int, ...] = ()  # tokens of each completion

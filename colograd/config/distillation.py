@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .knob import knob, one_of
+from .knob import at_least, knob, one_of
 
 
 @dataclass
@@ -27,8 +27,10 @@ class DistillationKnobs:
     distillation_kl: str = knob(
         "sampled",
         "How the policy is brought closer: each token's log teacher - log policy probability is added to its advantage "
-        "(`sampled`), or the reverse KL divergence over the whole vocabulary is added to the loss (`exact`).",
+        "(`sampled`), or the reverse KL divergence over the whole vocabulary is added to the loss (`exact`), or that "
+        "over the teacher's most probable tokens and all the rest as one (`top_k`).",
     )
+    distillation_top_k: int = knob(64, "Tokens of the teacher that are kept for each one sampled, with `top_k`.")
     distillation_weight: float = knob(1.0, "Coefficient of that term beside the rewards' part.")
     offload_teacher: bool = knob(
         False,
@@ -36,7 +38,8 @@ class DistillationKnobs:
     )
 
     def _check_distillation(self) -> None:
-        one_of(self, "distillation_kl", ("sampled", "exact"))
+        one_of(self, "distillation_kl", ("sampled", "exact", "top_k"))
+        at_least(self, 1, "distillation_top_k")
         if self.teacher_model_name_or_path is None:
             for name in ("teacher_model_revision", "teacher_model_init_kwargs", "offload_teacher"):
                 if getattr(self, name):
@@ -69,10 +72,10 @@ class DistillationKnobs:
                 f"teacher_model_name_or_path is {given!r}, but must map a teacher's name to a model: "
                 "{math: Qwen/Qwen3-8B, code: ./my_coder}, say."
             )
-        if self.distillation_kl == "exact":
+        if self.distillation_kl != "sampled":
             raise ValueError(
-                "teacher_model_name_or_path names several teachers and distillation_kl is 'exact', which computes one "
-                "head's logits beside the policy's: set distillation_kl: sampled, or choose one teacher."
+                f"teacher_model_name_or_path names several teachers and distillation_kl is {self.distillation_kl!r}, "
+                "which is computed with one teacher's logits: set distillation_kl: sampled, or choose one teacher."
             )
         if getattr(self, "cuts_weights", False) and not self.offload_teacher:
             raise ValueError(

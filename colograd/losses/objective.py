@@ -15,6 +15,7 @@ from .mismatch import Bounds, observe
 from .token_losses import Extremes, Means, TokenLoss, Tokens, find_loss, per_sequence_sum, sequence_mean_weights
 
 QUANTILE_LIMIT = 2**24  # of numbers, where torch.quantile gives up
+DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # by `distillation_kl`
 BONUS_ENTROPY = "entropy/bonus"  # mean entropy of the tokens that the bonus acts on; not logged, see `entropy.py`
 
 
@@ -73,7 +74,7 @@ class Objective:
     unbiased_kl: bool = True  # the KL term times the ratio: DeepSeek-V3.2, likewise
     entropy_bonus: bool = False
     distillation_weight: float = 0.0  # of the teacher's term; 0: there is no teacher
-    exact_divergence: bool = False  # the term is the divergence over the vocabulary, not a part of the advantage
+    divergence_of: str = ""  # the rows' field of which a divergence is made; empty: the term is a part of the advantage
     router_coef: float = 0.0  # of a mixture's load-balancing loss, see `Routing.balance_loss`
 
     @classmethod
@@ -93,7 +94,7 @@ class Objective:
             unbiased_kl=config.use_bias_correction_kl,
             entropy_bonus=config.entropy_coef != 0 or config.use_adaptive_entropy,
             distillation_weight=config.distillation_weight if config.distils else 0.0,
-            exact_divergence=config.distils and config.distillation_kl == "exact",
+            divergence_of=DIVERGENCES.get(config.distillation_kl, "") if config.distils else "",
         )
 
     @property
@@ -104,7 +105,7 @@ class Objective:
 
     @property
     def _of_teacher(self) -> str:
-        return "teacher_states" if self.exact_divergence else "teacher_logprobs"
+        return self.divergence_of or "teacher_logprobs"
 
     @property
     def every_group(self) -> bool:
@@ -132,10 +133,10 @@ class Objective:
 
         Args:
             routing: of a mixture of experts.
-            divergence: (N,) from a teacher, differentiable, with `exact_divergence`.
+            divergence: (N,) from a teacher, differentiable, with `divergence_of`.
         """
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        if self.distillation_weight != 0 and not self.exact_divergence:
+        if self.distillation_weight != 0 and not self.divergence_of:
             batch = self._taught(old, batch)
         tokens = self._tokens(logprobs, old, batch)
         per_token = self.loss(tokens)
@@ -156,10 +157,8 @@ class Objective:
         if self.beta != 0:
             kl = self._kl(tokens)
             per_token = per_token + self.beta * kl
-        if self.exact_divergence:
-            assert divergence is not None, (
-                "with distillation_kl: exact the forward gives the divergence (PolicyForward)"
-            )
+        if self.divergence_of:
+            assert divergence is not None, "the forward gives the divergence (PolicyForward)"
             divergence = divergence.where(batch.loss_mask > 0, 0.0)
             per_token = per_token + self.distillation_weight * divergence
         loss = (per_token * self.loss.token_weights(batch)).sum()

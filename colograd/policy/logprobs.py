@@ -8,6 +8,7 @@ backward computes each tile again. So memory grows with neither vocabulary nor l
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,14 +23,18 @@ from . import attention, images, padded, router_replay, tensor_parallel
 from .head import (
     FLOAT32_PRODUCTS,
     HIDDEN,
-    DivergenceSums,
     Head,
     Kept,
+    Spread,
     TeacherHead,
     TeacherLogits,
+    TeacherTop,
+    TopTokens,
     cast,
     logit_transform,
+    parts,
     product_dtype,
+    top_tokens,
 )
 from .lora import unwrap
 from .packing import collate
@@ -82,7 +87,7 @@ class PolicyForward:
     temperature: float
     entropy_gradient: bool = False
     routing: bool = False
-    teacher: TeacherHead | None = None  # of the model that made the batch's `teacher_states`
+    teacher: TeacherHead | TopTokens | None = None  # of the model that made the batch's `teacher_states`, or top tokens
 
     @staticmethod
     def prepare(row: PackedRow) -> MicroBatch:
@@ -102,6 +107,11 @@ class PolicyForward:
         (found,) = self._call(self._states, micro_batch)
         return found
 
+    def top(self, micro_batch: MicroBatch, k: int) -> torch.Tensor:
+        """(N, 2, K) of each label the most probable tokens' ids and log-probabilities, see `MicroBatch.teacher_top`."""
+        (found,) = self._call(functools.partial(self._top, k), micro_batch)
+        return found
+
     def _call(self, compute: Callable[..., Any], micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         watchdog.progress()  # of a pass over many rows each is one
         around = getattr(self.model, "around_forward", nullcontext)
@@ -113,6 +123,21 @@ class PolicyForward:
         model = unwrap(self.model)
         hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
         return (hidden.to(TeacherHead.of(model).dtype(hidden.device)),)
+
+    def _top(self, k: int, micro_batch: MicroBatch) -> tuple[torch.Tensor]:
+        model = unwrap(self.model)
+        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
+        head = model.get_output_embeddings()
+        kept = None if micro_batch.kept is None else Kept(micro_batch.kept, hidden.device)
+
+        def top(hidden: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+                logits = TeacherHead.of(model).logits(hidden, self.temperature, kept)
+                return top_tokens(logits, k, tile_shape(len(hidden), len(logits.weight), hidden.device))
+
+        with calls(head, top):
+            found: torch.Tensor = head(hidden)
+        return (found,)
 
     def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         model = unwrap(self.model)
@@ -130,8 +155,7 @@ class PolicyForward:
             given = hidden, head.weight, bias, micro_batch.labels
             if self.teacher is None:
                 return label_logprobs(*given, at, transform, self.entropy_gradient, wide)
-            assert micro_batch.teacher_states is not None, "the teacher has read every row that is trained on"
-            logits = self.teacher.logits(micro_batch.teacher_states, at, transform.get("kept"))
+            logits = self.teacher.beside(micro_batch, at, transform.get("kept"))
             of_policy = Head(at, dtype=product_dtype(head.weight, hidden.device, wide), wide=wide, **transform)
             return label_divergences(*given, of_policy, logits, self.entropy_gradient)
 
@@ -238,7 +262,7 @@ def label_divergences(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     head: Head,
-    teacher: TeacherLogits,
+    teacher: TeacherLogits | TeacherTop,
     entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`label_logprobs`, and the reverse KL divergence KL(policy || teacher) of each label's distribution, (N,) float32
@@ -258,11 +282,6 @@ def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int,
     return rows, max(1, min(vocabulary, TILE_ELEMENTS.get(device.type, 2**24) // rows))
 
 
-def _parts(total: int, size: int) -> Iterator[slice]:
-    """0 ... total in slices; one empty slice for nothing."""
-    return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
-
-
 class _LabelLogprobs(torch.autograd.Function):
     """log softmax(logits)[label], the entropy and the divergence from a teacher, from hidden states and head."""
 
@@ -275,17 +294,17 @@ class _LabelLogprobs(torch.autograd.Function):
         labels: torch.Tensor,
         head: Head,
         entropy_gradient: bool,
-        teacher: TeacherLogits | None,
+        teacher: TeacherLogits | TeacherTop | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         states = hidden.to(head.dtype)
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         label_logit, moment, total = states.new_zeros((3, len(labels)), dtype=head.exact).unbind()
         # Not -inf: the first difference to a real maximum has to be finite.
         maximum = torch.full_like(total, torch.finfo(head.exact).min / 2)
-        sums = None if teacher is None else DivergenceSums(teacher, total)
-        for vocabulary in _parts(len(weight), columns):
+        sums = None if teacher is None else teacher.sums(total)
+        for vocabulary in parts(len(weight), columns):
             part, part_bias = cast(weight, bias, vocabulary, head.dtype)
-            for row in _parts(len(labels), rows):
+            for row in parts(len(labels), rows):
                 tile = head.logits(states[row], part, part_bias)
                 tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)
                 place = _Place.of(labels, row, vocabulary)
@@ -329,7 +348,7 @@ class _LabelLogprobs(torch.autograd.Function):
         through the temperature, the cap and the scale, tile by tile."""
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_teacher = ctx.saved_tensors
         head: Head = ctx.head
-        teacher: TeacherLogits | None = ctx.teacher
+        teacher: TeacherLogits | TeacherTop | None = ctx.teacher
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         states = hidden.to(head.dtype)
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
@@ -337,17 +356,17 @@ class _LabelLogprobs(torch.autograd.Function):
         d_weight = torch.empty_like(weight, dtype=_gradient_dtype(weight)) if needs_weight else None
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for vocabulary in _parts(len(weight), columns):
+            for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
                 # Sums over rows are finished before the next columns: no second gradient of the head's size.
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
-                for row in _parts(len(labels), rows):
+                for row in parts(len(labels), rows):
                     place = _Place.of(labels, row, vocabulary, head)
-                    spread = None if entropy is None else _Spread.of_entropy(of_entropy[row], entropy[row])
+                    spread = None if entropy is None else Spread.of_entropy(of_entropy[row], entropy[row])
                     if teacher is not None and of_divergence is not None:
-                        logq = teacher.tile(row, vocabulary).sub_(of_teacher[row, None])
-                        spread = _Spread.joined(spread, of_divergence[row], divergence[row], logq)
+                        saved = divergence[row], of_teacher[row]
+                        spread = teacher.spread(spread, (row, vocabulary), of_divergence[row], saved)
                     tile = _tile_gradient(
                         head, states[row], part, part_bias, place, normaliser[row], gradient[row], spread
                     )
@@ -365,29 +384,6 @@ class _LabelLogprobs(torch.autograd.Function):
         return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """A gradient that is spread over the vocabulary: p (slope log p - constant - logq) of each logit."""
-
-    slope: torch.Tensor  # (n,)
-    constant: torch.Tensor  # (n,)
-    logq: torch.Tensor | None = None  # (n, c)
-
-    @classmethod
-    def of_entropy(cls, gradient: torch.Tensor, entropy: torch.Tensor) -> _Spread:
-        return cls(-gradient, gradient * entropy)
-
-    @classmethod
-    def joined(
-        cls, first: _Spread | None, gradient: torch.Tensor, divergence: torch.Tensor, logq: torch.Tensor
-    ) -> _Spread:
-        """With the divergence's. ``logq``: the teacher's log-probabilities, which may be overwritten."""
-        slope, constant = gradient, gradient * divergence
-        if first is not None:
-            slope, constant = slope + first.slope, constant + first.constant
-        return cls(slope, constant, logq.mul_(gradient[:, None]))
-
-
 def _tile_gradient(
     head: Head,
     hidden: torch.Tensor,
@@ -396,7 +392,7 @@ def _tile_gradient(
     place: _Place,
     normaliser: torch.Tensor,
     gradient: torch.Tensor,
-    spread: _Spread | None,
+    spread: Spread | None,
 ) -> torch.Tensor:
     """A tile's logits again, turned into the gradient of the head's product.
 
@@ -423,6 +419,8 @@ def _tile_gradient(
             tile.sub_(spread.logq, alpha=chain)
         tile.mul_(power)
         del power
+    if spread is not None and spread.more is not None:
+        tile.scatter_add_(1, spread.more[0], spread.more[1] * chain)
     tile.scatter_add_(1, place.index, gradient.where(place.inside, 0.0)[:, None])
     if capped is not None:
         tile.addcmul_(tile, capped.square_(), value=-1.0)

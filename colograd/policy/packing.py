@@ -293,6 +293,7 @@ def collate(row: PackedRow) -> MicroBatch:
         ref_logprobs=row.ref_logprobs,
         teacher_logprobs=row.teacher_logprobs,
         teacher_states=None if row.teacher_states is None else to_device_async(row.teacher_states, device),
+        teacher_top=None if row.teacher_top is None else to_device_async(row.teacher_top, device),
         rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),

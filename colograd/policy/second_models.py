@@ -21,7 +21,7 @@ from .head import TeacherHead
 from .loading import Policy
 from .logprobs import PolicyForward, policy_logprobs
 from .reference import reference_bytes, reference_of
-from .teacher import config_of, teacher_bytes, teacher_of
+from .teacher import OtherAdapter, Teacher, config_of, teacher_bytes, teacher_of
 
 
 class SecondModel(Protocol):
@@ -44,26 +44,33 @@ class SecondModel(Protocol):
     def load(self, checkpoint: str | Path) -> None: ...
 
 
-def _logprobs(model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
+def _logprobs(second: SecondModel, model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
     return policy_logprobs(model, batch, temperature)[0]
 
 
-def _states(model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
+def _states(second: SecondModel, model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
     """Beside a GPU they wait on the host: a row's are larger than all else of it."""
     return PolicyForward(model, temperature).states(batch).cpu()
+
+
+def _top(second: SecondModel, model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
+    assert isinstance(second, Teacher | OtherAdapter)
+    return PolicyForward(model, temperature).top(batch, second.top).cpu()
 
 
 class Kind(NamedTuple):
     name: str  # in the memory plan
     make: Callable[[GRPOConfig, Policy], SecondModel]  # once the policy is in its place
     nbytes: Callable[[GRPOConfig, Policy], int]  # on the policy's device
-    read: Callable[[Any, MicroBatch, float], torch.Tensor] = _logprobs  # of a micro-batch, at the temperature
+    # Of a micro-batch, at the temperature; given the second model, and what it presents.
+    read: Callable[[SecondModel, Any, MicroBatch, float], torch.Tensor] = _logprobs
 
 
 KINDS = {  # by the rows' field that it fills
     "ref_logprobs": Kind("reference", reference_of, reference_bytes),
     "teacher_logprobs": Kind("teacher", teacher_of, teacher_bytes),
     "teacher_states": Kind("teacher", teacher_of, teacher_bytes, _states),
+    "teacher_top": Kind("teacher", teacher_of, teacher_bytes, _top),
 }
 
 OF = " of "  # between a field and the name of a teacher, where there are several
@@ -99,9 +106,11 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
         field, _, name = key.partition(OF)
         with second.present() as model:
 
-            def read(row: PackedRow, model: Any = model, field: str = field) -> torch.Tensor:
+            def read(
+                row: PackedRow, second: SecondModel = second, model: Any = model, field: str = field
+            ) -> torch.Tensor:
                 batch = dataclasses.replace(PolicyForward.prepare(row), experts=None)
-                return KINDS[field].read(model, batch, temperature)
+                return KINDS[field].read(second, model, batch, temperature)
 
             found = [_of_one(row, field, name, read) if name else read(row) for row in rows]
         rows = [dataclasses.replace(row, **{field: values}) for row, values in zip(rows, found, strict=True)]

@@ -49,6 +49,7 @@ class Teacher(FrozenModel):
     """A model of its own."""
 
     of_policy = False
+    top = 0  # most probable tokens that are kept of each distribution, with `distillation_kl: top_k`
 
     def __init__(
         self, name: str, model: torch.nn.Module, device: torch.device, offload: bool, head: TeacherHead | None = None
@@ -74,8 +75,8 @@ class OtherAdapter:
 
     of_policy = True
 
-    def __init__(self, name: str, model: Any, values: dict[str, torch.Tensor]) -> None:
-        self.name, self.model, self.head = name, model, TeacherHead.of(unwrap(model))
+    def __init__(self, name: str, model: Any, values: dict[str, torch.Tensor], top: int = 0) -> None:
+        self.name, self.model, self.head, self.top = name, model, TeacherHead.of(unwrap(model)), top
         parameters = dict(model.named_parameters())
         self.values = [(parameters[key], value.to(parameters[key])) for key, value in values.items()]
 
@@ -271,7 +272,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
     source = _source_of(config, policy)
     values = _values_for(source, policy)
     if values is not None:
-        return OtherAdapter(source.name, policy.model, values)
+        return OtherAdapter(source.name, policy.model, values, config.distillation_top_k)
     try:
         model: Any = from_name(source.base, source.loading, adapter=source.adapter)
     except ValueError as error:
@@ -296,7 +297,9 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
     if offload:
         for parameter in model.parameters():
             parameter.data = parameter.data.pin_memory()
-    return Teacher(source.name, model, config.device, offload, head)
+    teacher = Teacher(source.name, model, config.device, offload, head)
+    teacher.top = config.distillation_top_k
+    return teacher
 
 
 def _bring(model: torch.nn.Module, device: torch.device, stays: bool) -> None:

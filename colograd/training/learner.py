@@ -20,6 +20,7 @@ from ..losses.objective import Objective
 from ..memory import token_budget
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
+from ..policy.head import TeacherHead, TopTokens
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
 from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
@@ -211,7 +212,9 @@ class Learner:
         """The objective on one micro-batch, as an unnormalised sum: `GRPOTrainer.compute_loss`."""
         entropy_gradient = self.objective.needs_entropy_gradient(micro_batch)
         teacher, routed = self.second_models.get("teacher_states"), self.policy.tells_routing
-        head = None if teacher is None else teacher.head
+        head: TeacherHead | TopTokens | None = None if teacher is None else teacher.head
+        if "teacher_top" in self.second_models:
+            head = TopTokens()
         forward = PolicyForward(model, self.config.temperature, entropy_gradient, routed, head)
         logprobs, entropy, *more = forward(micro_batch)
         divergence = None if head is None else more.pop(0)

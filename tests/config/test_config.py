@@ -353,6 +353,7 @@ NEW = {
     "teacher_model_revision",
     "teacher_model_init_kwargs",
     "distillation_kl",
+    "distillation_top_k",
     "distillation_weight",
     "router_replay",
     "overlong_prompts",

@@ -22,7 +22,7 @@ from colograd.memory.choice import plan_or_raise
 from colograd.memory.description import Workload, describe_run, own_devices
 from colograd.memory.table import GIB
 from colograd.policy import logprobs, lora, row_proof
-from colograd.policy.head import Head, TeacherHead
+from colograd.policy.head import Head, TeacherHead, TeacherTop, TopTokens
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
@@ -292,8 +292,9 @@ def test_a_teacher_that_can_t_score_the_policy_s_tokens_is_refused(tiny_model, t
     [
         ({"distillation_weight": 0.0}, "distillation_weight is 0.0, but must be positive"),
         ({"teacher_model_name_or_path": {"math": None}}, "must map a teacher's name to a model"),
-        ({"teacher_model_name_or_path": {"a": "b"}, "distillation_kl": "exact"}, "one head's logits beside"),
-        ({"distillation_kl": "forward"}, "choose one of sampled, exact"),
+        ({"teacher_model_name_or_path": {"a": "b"}, "distillation_kl": "exact"}, "with one teacher's logits"),
+        ({"distillation_kl": "forward"}, "choose one of sampled, exact, top_k"),
+        ({"distillation_kl": "top_k", "distillation_top_k": 0}, "distillation_top_k is 0"),
         ({"loss_type": "gmpo"}, "loss_type is 'gmpo' and distillation_kl 'sampled'"),
         ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "one ratio per completion"),
         ({"teacher_model_name_or_path": None, "offload_teacher": True}, "but there is no teacher"),
@@ -377,6 +378,76 @@ def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, e
     counted = [0, 1, 2] if entropy_gradient else [0, 2]
     theirs = torch.autograd.grad(sum((expected[i] * weights[i]).sum() for i in counted), given)
     mine = torch.autograd.grad(sum((found[i] * weights[i]).sum() for i in counted), given)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("tiles", [(3, 100), (8192, 258)])
+def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
+    tiny_model, tmp_path, large, monkeypatch, tiles
+) -> None:
+    """Where the rest counts as one, so that it is below the exact one, and near it if the rest is little."""
+    monkeypatch.setattr(logprobs, "tile_shape", lambda *_: tiles)
+    policy, k = policy_of(tiny_model, tmp_path), 40
+    given = {"temperature": 0.7, "distillation_weight": 0.5}
+    config = made(tmp_path, large, distillation_kl="top_k", distillation_top_k=k, **given)
+    objective, teacher = Objective.from_config(config), teacher_of(config, policy)
+    assert objective.needs == ("teacher_top",) and objective.every_group
+    rows = fill({"teacher_top": teacher}, rows_of(policy, budget=20), 0.7)
+    forward, student, other = PolicyForward(policy.model, 0.7, teacher=TopTokens()), plain(tiny_model), plain(large)
+    total, exact, losses, tokens = 0.0, 0.0, [], 0
+    for row in map(collate, rows):
+        found, entropy, divergence = forward(row)
+        output = objective(found, entropy, row, divergence=divergence)
+        output.loss.backward()
+        total, tokens = total + float(output.sums["teacher_kl"][0]), tokens + len(row.labels)
+        logp = plain_logits(student, row, 0.7).log_softmax(-1)
+        with torch.no_grad():
+            logq = plain_logits(other, row, 0.7).log_softmax(-1)
+        ids = logq.topk(k).indices
+
+        def lumped(log: torch.Tensor, ids: torch.Tensor = ids) -> torch.Tensor:
+            kept = torch.zeros_like(log, dtype=torch.bool).scatter(1, ids, True)
+            rest = log.masked_fill(kept, -torch.inf).logsumexp(-1, keepdim=True)
+            return torch.cat([log.gather(1, ids), rest], 1)
+
+        p, q = lumped(logp), lumped(logq)
+        losses.append((p.exp() * (p - q)).sum())
+        exact += float((logp.exp() * (logp - logq)).sum().detach())
+    (0.5 * sum(losses) / tokens).backward()
+    assert total == pytest.approx(float(sum(losses).detach()), abs=1e-3) and 0.1 < total < exact
+    for (_, mine), theirs in zip(policy.model.named_parameters(), student.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad / tokens, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [0.0, 4.0])
+def test_top_tokens_that_the_policy_doesn_t_know_are_of_the_rest(monkeypatch, cap) -> None:
+    """Of a teacher whose vocabulary is larger, beside an entropy with a gradient, in float64."""
+    monkeypatch.setattr(logprobs, "tile_shape", lambda *_: (3, 4))
+    torch.manual_seed(0)
+    kind = {"dtype": torch.float64}
+    given = [torch.randn(7, 6, **kind), torch.randn(11, 6, **kind), torch.randn(11, **kind)]
+    given = [tensor.requires_grad_() for tensor in given]
+    logq, labels = torch.randn(7, 13, **kind).log_softmax(-1), torch.randint(0, 11, (7,))
+    top = TeacherTop(logq.topk(9).indices, logq.topk(9).values)
+
+    def plain(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        logits = 0.5 * (h @ w.t() + b)
+        return ((cap * torch.tanh(logits / cap) if cap else logits) / 0.8).log_softmax(-1)
+
+    logp = torch.cat([plain(*given), torch.full((7, 2), -torch.inf, **kind)], 1)
+    kept = torch.zeros(7, 13, dtype=torch.bool).scatter(1, top.ids, True)
+    kept[:, 11:] = False  # which the policy doesn't know
+    rest, theirs = (log.masked_fill(kept, -torch.inf).logsumexp(-1) for log in (logp, logq))
+    of_kept = (logp.exp() * (logp - logq).where(kept, 0.0)).nan_to_num(0.0).sum(-1)
+    expected = of_kept + rest.exp() * (rest - theirs)
+    entropy = -(plain(*given).exp() * plain(*given)).sum(-1)
+    head = Head(0.8, dtype=torch.float64, scale=0.5, softcap=cap)
+    found = logprobs.label_divergences(*given, labels, head, top, entropy_gradient=True)
+    torch.testing.assert_close(found[2], expected)
+    weights = torch.randn(2, 7, **kind)
+    theirs = torch.autograd.grad((weights[0] * expected + weights[1] * entropy).sum(), given)
+    mine = torch.autograd.grad((weights[0] * found[2] + weights[1] * found[1]).sum(), given)
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other)
 

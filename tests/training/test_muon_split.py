@@ -11,6 +11,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from colograd import GRPOTrainer
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32, join_master
 from colograd.training.muon_split import MOMENTUM, MuonSplit, matrices_of, optimizer_of
 
@@ -79,3 +80,17 @@ def test_another_optimizer_s_state_and_another_s_place_are_refused(tiny_model: P
         optimizer_of(config, peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")))
     with pytest.raises(ValueError, match="a rank updates slices of parameters, which that optimizer can't"):
         tiny.config(tmp_path, optim="muon", sharding="gradients")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(tiny_model: Path, tmp_path: Path, closing: Any) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "model_init_kwargs": None, "learning_rate": 1e-3}
+    config = tiny.config(tmp_path, optim="muon", **settings)
+    trainer = closing(GRPOTrainer(str(tiny_model), tiny.vowels, config, tiny.prompts()))
+    before = [p.detach().clone() for p in matrices_of(trainer.model)]  # a norm's weight of 1 rounds a small step away
+    trainer.train()
+    final = [p.detach().clone() for p in trainer.model.parameters()]
+    assert before[0].dtype == torch.bfloat16 and not any(map(torch.equal, before, matrices_of(trainer.model)))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(a, b) for a, b in zip(final, trainer.model.parameters(), strict=True))
