@@ -60,7 +60,6 @@ def calls_of(rollout: Rollout) -> int:
 def test_the_openai_agents_package(trainer: Any) -> None:
     pytest.importorskip("agents.run")  # a folder of tests is called as the package is
     import agents
-
     from openai import AsyncOpenAI
 
     agents.set_tracing_disabled(True)
