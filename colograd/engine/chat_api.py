@@ -245,9 +245,8 @@ class ChatAPI:
                 at, stop = min(found)
                 text = text[:at]
         reason = "length" if length else "stop"
-        asked = (
-            call.request.logprobs is not None and call.request.logprobs is not False
-        )  # 0 asks for the sampled token's
+        # 0 asks for the sampled token's, False for none.
+        asked = call.request.logprobs is not None and call.request.logprobs is not False
         tokens = [self.tokenizer.decode([token]) for token in ids] if asked else []
         if call.api == "completions":
             return Choice({"content": text}, reason, stop, ids, logprobs, tokens)

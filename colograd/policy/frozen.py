@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config import GRPOConfig
-from .head import TeacherHead
+from .teacher_head import TeacherHead
 
 
 class FrozenModel:

@@ -192,7 +192,8 @@ def load_policy(
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if adapter is not None and config.checkpointing and reentrant:
         loaded.enable_input_require_grads()  # such checkpoints give gradients only where an input asks for one
-    cpu_products.take_over(loaded)
+    if config.on_cpu:
+        cpu_products.take_over(loaded)
     why_padded = choose_rows(loaded)
     processor = None
     if takes_images(unwrap(loaded).config) and not reads_text_alone(unwrap(loaded)):

@@ -20,25 +20,11 @@ from torch.autograd.function import once_differentiable
 from ..batch import MicroBatch, PackedRow, StepBatch
 from ..parallel import watchdog
 from . import attention, images, padded, router_replay, tensor_parallel
-from .head import (
-    FLOAT32_PRODUCTS,
-    HIDDEN,
-    Head,
-    Kept,
-    Spread,
-    TeacherHead,
-    TeacherLogits,
-    TeacherTop,
-    TopTokens,
-    cast,
-    logit_transform,
-    parts,
-    product_dtype,
-    top_tokens,
-)
+from .head import FLOAT32_PRODUCTS, HIDDEN, Head, Kept, cast, logit_transform, parts, product_dtype
 from .lora import unwrap
 from .packing import collate
 from .routing import Routing, routing_of
+from .teacher_head import Spread, TeacherHead, TeacherLogits, TeacherTop, TopTokens, top_tokens
 from .tensor_parallel import VocabularyPart
 
 # Logits alive at once. Two float32 tensors of a tile's size live in the forward: 64 MiB each on a GPU, where smaller

@@ -7,6 +7,7 @@ KINDS, a field of `PackedRow` and `MicroBatch`, and a term of the objective.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,11 +18,11 @@ from safetensors.torch import save_file
 
 from ..batch import UNTAUGHT, MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
-from .head import TeacherHead
 from .loading import Policy
 from .logprobs import PolicyForward, policy_logprobs
 from .reference import reference_bytes, reference_of
 from .teacher import OtherAdapter, Teacher, config_of, teacher_bytes, teacher_of
+from .teacher_head import TeacherHead
 
 
 class SecondModel(Protocol):
@@ -105,16 +106,14 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
     for key, second in models.items() if rows else ():
         field, _, name = key.partition(OF)
         with second.present() as model:
-
-            def read(
-                row: PackedRow, second: SecondModel = second, model: Any = model, field: str = field
-            ) -> torch.Tensor:
-                batch = dataclasses.replace(PolicyForward.prepare(row), experts=None)
-                return KINDS[field].read(second, model, batch, temperature)
-
+            read = functools.partial(_read, KINDS[field], second, model, temperature)
             found = [_of_one(row, field, name, read) if name else read(row) for row in rows]
         rows = [dataclasses.replace(row, **{field: values}) for row, values in zip(rows, found, strict=True)]
     return tuple(rows)
+
+
+def _read(kind: Kind, second: SecondModel, model: Any, temperature: float, row: PackedRow) -> torch.Tensor:
+    return kind.read(second, model, dataclasses.replace(PolicyForward.prepare(row), experts=None), temperature)
 
 
 def _of_one(row: PackedRow, field: str, name: str, read: Callable[[PackedRow], torch.Tensor]) -> torch.Tensor:

@@ -27,13 +27,13 @@ from ..config import GRPOConfig
 from ..runtime import cpu_products
 from . import quantized
 from .frozen import FrozenModel, offloads, values_in_place
-from .head import TeacherHead
 from .loading import Policy, from_name
 from .logprobs import evaluation_mode, products_in_float32
 from .lora import adapter_folder, unwrap
 from .outline import outline, to_pack
 from .quantized_layers import packed_weights, settle
 from .row_proof import choose_rows
+from .teacher_head import TeacherHead
 
 SCALE = (
     "lora_alpha",
@@ -46,16 +46,20 @@ SCALE = (
 
 
 class Teacher(FrozenModel):
-    """A model of its own."""
+    """A model of its own.
+
+    Args:
+        top: most probable tokens that are kept of each distribution, with `distillation_kl: top_k`.
+    """
 
     of_policy = False
-    top = 0  # most probable tokens that are kept of each distribution, with `distillation_kl: top_k`
 
     def __init__(
-        self, name: str, model: torch.nn.Module, device: torch.device, offload: bool, head: TeacherHead | None = None
-    ) -> None:
+        self, name: str, model: torch.nn.Module, device: torch.device, offload: bool, head: TeacherHead | None = None,
+        top: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(model, device, offload)
-        self.name, self.head = name, head
+        self.name, self.head, self.top = name, head, top
 
     def describe(self) -> str:
         dtype, packed = str(self.model.dtype).removeprefix("torch."), len(packed_weights(unwrap(self.model)))
@@ -283,7 +287,8 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
         import peft
 
         model = peft.PeftModel.from_pretrained(model, source.adapter)
-    cpu_products.take_over(model)
+    if config.on_cpu:
+        cpu_products.take_over(model)
     if config.cast_lm_head_to_fp32:
         products_in_float32(model)
     model.requires_grad_(False).eval()
@@ -297,9 +302,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
     if offload:
         for parameter in model.parameters():
             parameter.data = parameter.data.pin_memory()
-    teacher = Teacher(source.name, model, config.device, offload, head)
-    teacher.top = config.distillation_top_k
-    return teacher
+    return Teacher(source.name, model, config.device, offload, head, config.distillation_top_k)
 
 
 def _bring(model: torch.nn.Module, device: torch.device, stays: bool) -> None:

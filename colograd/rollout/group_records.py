@@ -17,9 +17,11 @@ import torch
 
 from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts
 from ..data.images import ImageReader
+from . import kept_record, pictures
 from .group_table import TABLE
-from .kept_record import at_kept, kept_bytes, with_kept
-from .pictures import at_pictures, pictures_bytes, with_pictures
+from .kept_record import kept_bytes, with_kept
+from .marked_table import comes
+from .pictures import pictures_bytes, with_pictures
 
 # Errors that reading bytes of another origin may raise.
 NONSENSE = (
@@ -117,7 +119,7 @@ def _experts_bytes(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def _experts_of(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    if reader.tell() == reader.size() or at_kept(reader) or at_pictures(reader):
+    if reader.tell() == reader.size() or any(comes(reader, mark) for mark in (kept_record.BEGIN, pictures.BEGIN)):
         return tuple(rollouts)
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), EXPERTS)
     batch.validate(full=True)

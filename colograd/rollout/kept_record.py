@@ -11,8 +11,9 @@ import pyarrow as pa
 import torch
 
 from ..batch import KeptTokens, Rollout
+from .marked_table import comes, read_table, table_bytes
 
-BEGIN = b"KEPT SET"  # no message of arrow begins so
+BEGIN = b"KEPT SET"
 # Of int32; null: all of its tokens were drawn from the whole vocabulary.
 ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])
 
@@ -22,27 +23,15 @@ def kept_bytes(rollouts: Sequence[Rollout]) -> bytes:
     if all(rollout.kept is None for rollout in rollouts):
         return b""
     rows = [(None, None) if r.kept is None else (_bytes(r.kept.ids), _bytes(r.kept.counts)) for r in rollouts]
-    columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), ROWS, strict=True)]
-    return BEGIN + bytes(pa.record_batch(columns, schema=ROWS).serialize().to_pybytes())
-
-
-def at_kept(reader: Any) -> bool:
-    """Whether the table is what comes next."""
-    at = reader.tell()
-    found = reader.read(len(BEGIN)) == BEGIN
-    reader.seek(at)
-    return found
+    return table_bytes(BEGIN, rows, ROWS)
 
 
 def with_kept(reader: Any, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     """The rollouts with what the table, if it is there, has of them."""
-    if not at_kept(reader):
+    if not comes(reader, BEGIN):
         return tuple(rollouts)
-    reader.read(len(BEGIN))
-    batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), ROWS)
-    batch.validate(full=True)
     found = []
-    for rollout, row in zip(rollouts, batch.to_pylist(), strict=True):
+    for rollout, row in zip(rollouts, read_table(reader, BEGIN, ROWS).to_pylist(), strict=True):
         if row["counts"] is not None:
             kept = KeptTokens(_numbers(row["ids"]), _numbers(row["counts"]))
             assert len(kept.counts) == len(rollout.completion_ids), "the kept tokens are of another completion"

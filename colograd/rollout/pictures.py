@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ..batch import ModelInput, Rollout
 from ..data.images import ImageReader, digest_of
+from .marked_table import comes, read_table, table_bytes
 
 BEGIN = b"PICTURES"
 ENVIRONMENTS = "environments"  # the column of a rollout that has one
@@ -41,18 +42,7 @@ def pictures_bytes(rollouts: Sequence[Rollout]) -> bytes:
             files = None if images.digest in seen else [_file_of(picture) for picture in images.pictures]
             seen.add(images.digest)
             rows.append((index, in_prompt, images.digest, images.engine_ids, images.places, files))
-    if not rows:
-        return b""
-    columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), ROWS, strict=True)]
-    return BEGIN + bytes(pa.record_batch(columns, schema=ROWS).serialize().to_pybytes())
-
-
-def at_pictures(reader: Any) -> bool:
-    """Whether the table is what comes next."""
-    at = reader.tell()
-    found = reader.read(len(BEGIN)) == BEGIN
-    reader.seek(at)
-    return found
+    return table_bytes(BEGIN, rows, ROWS)
 
 
 def with_pictures(reader: Any, rollouts: Sequence[Rollout], images: ImageReader | None) -> tuple[Rollout, ...]:
@@ -63,13 +53,10 @@ def with_pictures(reader: Any, rollouts: Sequence[Rollout], images: ImageReader 
     """
     if reader.tell() == reader.size():
         return tuple(rollouts)
-    assert at_pictures(reader), "unknown content"
+    assert comes(reader, BEGIN), "unknown content"
     assert images is not None, "it has images, which the model doesn't read"
-    reader.read(len(BEGIN))
-    batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), ROWS)
-    batch.validate(full=True)
     found, pictures = [*rollouts], dict[str, list[Any]]()
-    for row in batch.to_pylist():
+    for row in read_table(reader, BEGIN, ROWS).to_pylist():
         if row["files"] is not None:
             pictures[row["digest"]] = [_picture_of(file) for file in row["files"]]
             assert digest_of(pictures[row["digest"]]) == row["digest"], "a picture isn't the one that was recorded"

@@ -20,12 +20,12 @@ FEW_ROWS = 4  # fewer cost less in torch's loops than the cast of the weight
 
 @functools.cache
 def wanted() -> bool:
-    """Whether this CPU has no bfloat16 products of its own."""
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Whether oneDNN, which torch asks for bfloat16 products, has none for this CPU."""
+    return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def take_over(model: torch.nn.Module) -> None:
-    """Have the model's linear layers compute so, where this CPU wants it."""
+    """Have the linear layers of a model that is trained on the CPU compute so, where this one wants it."""
     if not wanted():
         return
     for layer in model.modules():

@@ -29,7 +29,7 @@ from ..memory.device_turns import DeviceTurns
 from ..memory.one_gpu import cheapest
 from ..memory.shape import CacheNeed, Shape
 from ..memory.table import CPU_SHARE, MemoryPlan
-from ..parallel.ranks import on_all_ranks
+from ..parallel.ranks import gather, on_all_ranks
 from ..policy.images import has_tower, reads_text_alone
 from ..policy.layers import compile_layers, forget_compiled
 from ..policy.liger import apply_liger
@@ -214,7 +214,7 @@ def resolve_by_memory(config: GRPOConfig, task: Task, samples: bool = True) -> N
         config.resolve_sharding(auto(replace(run, strategies=able)))
     if config.offload_optimizer == "auto":
         name = strategy_name(config)
-        host = psutil.virtual_memory().available // process.local_world_size()
+        host = min(gather(psutil.virtual_memory().available // process.local_world_size()))
         kept = {} if config.on_cpu else cheapest(read_run(config, task, config.token_budget), name, host)
         config.resolve_offload(
             "streams" in kept,

@@ -20,7 +20,6 @@ from ..losses.objective import Objective
 from ..memory import token_budget
 from ..memory.table import MemoryPlan
 from ..parallel.ranks import on_all_ranks
-from ..policy.head import TeacherHead, TopTokens
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy
 from ..policy.logprobs import PolicyForward, evaluation_mode, policy_logprobs, with_old_logprobs
@@ -29,6 +28,7 @@ from ..policy.router_replay import replay_figures
 from ..policy.routing import Routing
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
+from ..policy.teacher_head import TeacherHead, TopTokens
 from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
 from ..rollout.finished_groups import FinishedGroups

@@ -13,9 +13,10 @@ import torch
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.batch import FinishReason, Group, KeptTokens, Logged, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.policy import logprobs
-from colograd.policy.head import Head, Kept, TeacherHead
+from colograd.policy.head import Head, Kept
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import pack
+from colograd.policy.teacher_head import TeacherHead
 from colograd.rollout.group_records import RewardedGroup, group_bytes, group_of
 from colograd.training.task import agent_of, rollout_func_of
 

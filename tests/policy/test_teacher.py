@@ -22,7 +22,7 @@ from colograd.memory.choice import plan_or_raise
 from colograd.memory.description import Workload, describe_run, own_devices
 from colograd.memory.table import GIB
 from colograd.policy import logprobs, lora, row_proof
-from colograd.policy.head import Head, TeacherHead, TeacherTop, TopTokens
+from colograd.policy.head import Head
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
@@ -35,6 +35,7 @@ from colograd.policy.teacher import (
     teacher_bytes,
     teacher_of,
 )
+from colograd.policy.teacher_head import TeacherHead, TeacherTop, TopTokens
 from colograd.training.prompts import train_prompts_of
 from colograd.training.task import check_teacher_column
 
