@@ -21,7 +21,7 @@ from colograd.agents.tree import TokenTree
 from colograd.batch import Group, Logged, ModelInput
 from colograd.rollout.group_records import RewardedGroup
 from colograd.training.recorded_settings import run_settings, store_of
-from colograd.training.task import agent_of
+from colograd.training.task import agent_of, check_agent_model
 from colograd.usercode.calls import Outcome
 from colograd.usercode.programs import CommandProgram, FunctionProgram
 
@@ -49,6 +49,14 @@ def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, 
     args: Any = SimpleNamespace(router_replay=replay, replays_truncation=False)
     with pytest.raises(ValueError, match=said):
         agent_of(agent, None, tools, args)
+
+
+def test_a_model_that_reads_images_is_refused_at_the_start() -> None:
+    policy: Any = SimpleNamespace(path="a-model", processor=object())
+    settings: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
+    agent = agent_of(run, None, None, settings)
+    with pytest.raises(ValueError, match="a-model reads images, and an agent's sessions are of text"):
+        check_agent_model(agent, policy, settings)
 
 
 def test_a_program_that_has_changed_is_told_from_the_old_one(tmp_path: Path) -> None:
