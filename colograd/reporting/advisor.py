@@ -132,8 +132,8 @@ def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | N
 
 @rule
 def no_reward_difference(history: History) -> Seen | None:
-    share = history.recently("frac_reward_zero_std")
-    if share is None or share < 0.7 or history.is_solved:
+    share, taught = history.recently("frac_reward_zero_std"), history.last("teacher_kl")
+    if share is None or share < 0.7 or history.is_solved or taught:  # a teacher says something of each token
         return None
     reward = history.recently("reward")
     shown = "" if reward is None else f", at a mean reward of {reward:.3g}"

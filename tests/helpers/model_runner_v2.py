@@ -28,8 +28,6 @@ SLOW = (
 )  # fmt: skip
 SMALL = (
     "engine/test_engine.py::test_sampler_and_trainer_agree_on_logprobs_in_float32",
-    "engine/test_engine.py::test_completions_depend_on_the_position_and_not_on_the_batch",
-    "engine/test_engine.py::test_completions_match_the_structure_that_is_asked_for",
     "weights/test_weights_adapter.py::test_sampler_and_trainer_agree_with_an_adapter_that_does_something",
     "policy/test_router_replay.py::test_a_run_replays_what_its_engine_chose[qwen3_moe]",
 )

@@ -99,6 +99,7 @@ def forked(benchmark: str, *arguments: Any) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_log_probabilities_stay_under_the_memory_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The benchmark itself, on a smaller vocabulary: tiles are no smaller than with a large one."""
     import logprobs_memory

@@ -19,7 +19,7 @@ import kill
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_at_any_moment_nothing_is_lost_or_paid_for_twice(ranks: int) -> None:
     assert kill.soak(3, seed=ranks, ranks=ranks)["kills"] == 3
 
@@ -39,7 +39,7 @@ def test_torchrun_starts_a_killed_group_of_ranks_anew(tiny_model: Path, tmp_path
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_takes_up_what_was_recorded(
     before: int, after: int, tiny_model: Path, tmp_path: Path
 ) -> None:

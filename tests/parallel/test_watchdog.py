@@ -176,6 +176,7 @@ def test_a_stopped_process_is_missed_by_the_others_and_ends_when_it_goes_on(faul
         assert status == 1 and named in said
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_for_less_goes_on() -> None:
     with started("hanging_ranks.py", "stops", 40) as ranks:
         wait_until_stopped(ranks[1])

@@ -477,9 +477,9 @@ def trained(
     return trainer
 
 
-def a_taught_model(folder: Path) -> Path:
-    """Four layers that have learnt which class of eight a token's class is followed by, whatever the prompt."""
-    path = tiny.make_model(folder, layers=4, heads=4)
+def a_taught_model(folder: Path, layers: int = 4) -> Path:
+    """Layers that have learnt which class of eight a token's class is followed by, whatever the prompt."""
+    path = tiny.make_model(folder, layers=layers, heads=4)
     model = plain(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(1)
@@ -513,6 +513,26 @@ def test_distillation_closes_most_of_the_divergence(tiny_model, tmp_path, closin
     steps = [entry["teacher_kl"] for entry in history if "teacher_kl" in entry]
     assert closed[0] > 0.3 and closed[-1] < 0.2 * closed[0], (closed, steps)
     assert not any("reward" in entry or "frac_reward_zero_std" in entry for entry in history)
+    final = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-20"))
+    assert all(torch.equal(a, b) for a, b in zip(final, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_run_learns_from_several_teachers(tiny_model, tmp_path, closing) -> None:
+    """Two sizes that were taught the same; a checkpoint of the middle goes on bit for bit."""
+    teachers = {f"of {layers}": str(a_taught_model(tmp_path / f"teacher-{layers}", layers)) for layers in (3, 4)}
+    config = tiny.config(
+        tmp_path / "run", teacher_model_name_or_path=teachers, learning_rate=1e-2, prompts_per_step=8, max_steps=40,
+        save_strategy="steps", save_steps=20, max_completion_length=32, reward_weights=[0.0],
+    )  # fmt: skip
+    prompts = tiny.prompts()
+    prompts = prompts.add_column("teacher", [f"of {3 + row % 2}" for row in range(len(prompts))])
+    trainer = closing(GRPOTrainer(str(tiny_model), tiny.vowels, config, prompts))
+    trainer.train()
+    far = [entry["teacher_kl"] for entry in trainer.state.log_history if "teacher_kl" in entry]
+    assert len(far) == 40 and sum(far[-10:]) < 0.9 * sum(far[:10]), far
     final = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-20"))
     assert all(torch.equal(a, b) for a, b in zip(final, trainer.model.parameters(), strict=True))

@@ -145,6 +145,7 @@ NOT_RAISED: dict[str, list[dict[str, Any]]] = {
     "no-reward-difference": [
         {"steps": [{"frac_reward_zero_std": share} for share in (1.0, 0.2, 0.3, 1.0)]},
         {"steps": SOLVED},
+        {"steps": [{"frac_reward_zero_std": 1.0, "teacher_kl": 0.2}] * 3},
     ],
     "solved": [{"steps": [{"frac_reward_zero_std": 0.8}] * 5}, {"steps": [{"reward": 0.95}] * 9}],
     "constant-reward": [
