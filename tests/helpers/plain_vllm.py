@@ -15,7 +15,12 @@ SCRIPT = SCRIPTS / "plain_vllm.py"
 
 
 def prompt_logprobs(
-    folder: Path, ids: Sequence[int], scratch: Path, adapter: Path | None = None, pictures: Sequence[Image.Image] = ()
+    folder: Path,
+    ids: Sequence[int],
+    scratch: Path,
+    adapter: Path | None = None,
+    pictures: Sequence[Image.Image] = (),
+    dtype: str = "float32",
 ) -> torch.Tensor:
     """Log-probabilities [tokens - 1] of a prompt's tokens, whose ``ids`` have a placeholder for each picture."""
     given, found = scratch / "ids.json", scratch / "logprobs.json"
@@ -23,6 +28,6 @@ def prompt_logprobs(
     files = [scratch / f"picture-{number}.png" for number in range(len(pictures))]
     for file, picture in zip(files, pictures, strict=True):
         picture.save(file)
-    done = launcher.run(SCRIPT, folder, given, found, adapter or "", *files)
+    done = launcher.run(SCRIPT, folder, given, found, dtype, adapter or "", *files)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return torch.tensor(json.loads(found.read_text()))

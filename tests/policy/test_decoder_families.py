@@ -8,8 +8,10 @@ from typing import Any
 
 import decoder_families
 import launcher
+import plain_vllm
 import pytest
 import tiny
+import torch
 from paths import SCRIPTS
 from peft import LoraConfig
 
@@ -26,28 +28,33 @@ BROKEN = ("dbrx", "qwen4_exp_text", "cwm")
 TRAINED = 1e-3  # nats, mean: float32; bfloat16 where a kernel of the engine wants it
 
 
-def outcome(model_type: str, folder: Path) -> dict[str, object]:
+def outcome(model_type: str, folder: Path) -> dict[str, Any]:
     done = launcher.run(SCRIPT, model_type, folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, object] = json.loads((folder / "outcome.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
     return found
 
 
 @pytest.mark.parametrize("model_type", QUICK)
 def test_other_names_and_layouts_are_found_and_proved(model_type: str, tmp_path: Path) -> None:
     found = outcome(model_type, tmp_path)
-    assert found["status"] == "trained" and float(str(found["difference"])) < 1e-5, found
+    assert found["status"] == "trained" and found["difference"] < 1e-5, found
     assert found["resumed"] and found["plain"], found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted({*decoder_families.model_types()} - {*QUICK, *BROKEN}))
 def test_a_family_is_trained_or_refused_in_a_line(model_type: str, tmp_path: Path) -> None:
-    """A refusal is an error that the command prints as a line: see `colograd.train.start`."""
+    """What is saved loads in plain transformers and in plain vLLM, which say the same. A refusal is an error that the
+    command prints as a line: see `colograd.train.start`."""
     found = outcome(model_type, tmp_path)
     if found["status"] == "trained":
-        assert float(str(found["difference"])) < (TRAINED if found["dtype"] == "float32" else 0.1), found
+        assert found["difference"] < (TRAINED if found["dtype"] == "float32" else 0.1), found
         assert found["resumed"] and found["plain"], found
+        dtype, checkpoint = str(found["dtype"]), tmp_path / "run" / "checkpoint-2"
+        logprobs = plain_vllm.prompt_logprobs(checkpoint, found["ids"], tmp_path, dtype=dtype)
+        apart = (logprobs - torch.tensor(found["logprobs"])).abs().mean()
+        assert float(apart) < (TRAINED if dtype == "float32" else 0.1)
     else:
         assert found["status"] in ("ValueError", "RuntimeError") and len(str(found["message"])) > 40, found
 

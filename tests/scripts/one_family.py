@@ -1,5 +1,5 @@
 """Two steps of a decoder family's tiny random model, the second one again from a checkpoint; its saved folder is loaded
-by plain transformers. What came of it goes to FOLDER/outcome.json.
+by plain transformers, whose log-probabilities of some tokens are told too. What came of it goes to FOLDER/outcome.json.
 
 python one_family.py MODEL_TYPE FOLDER
 """
@@ -37,6 +37,9 @@ def trained(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
             history = trainer.state.log_history
     plain = AutoModelForCausalLM.from_pretrained(folder / "run" / "checkpoint-2", dtype=dtype)
     name = "sampling/sampling_logp_difference/mean"
+    ids = torch.randint(3, 250, (24,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logprobs = plain.eval()(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return {
         "status": "trained",
         "difference": max(entry[name] for entry in history if name in entry),
@@ -44,6 +47,8 @@ def trained(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
         "rows": rows,
         "resumed": same(*found),
         "plain": same(found[1], dict(plain.named_parameters())),
+        "ids": ids.tolist(),
+        "logprobs": logprobs.gather(1, ids[1:, None])[:, 0].tolist(),
     }
 
 

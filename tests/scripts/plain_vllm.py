@@ -1,9 +1,10 @@
 """What vLLM alone, without Colograd, says of a model folder: the log-probabilities of a prompt's tokens as JSON.
 
-python plain_vllm.py FOLDER IDS.json OUT.json [ADAPTER [IMAGE ...]]
+python plain_vllm.py FOLDER IDS.json OUT.json DTYPE [ADAPTER [IMAGE ...]]
 
 With images the ids have one placeholder for each, and what is written has as many tokens for it as vLLM made of it.
-On a CPU vLLM computes the images of Gemma 3 causally, which they are not: the attention is then that of Colograd.
+What vLLM computes wrongly on a CPU (see `cpu_layers`), and the embeddings that it leaves out of Gemma 3n's text, are
+Colograd's. So is the attention to images of Gemma 3, which a CPU has causal.
 """
 
 import contextlib
@@ -15,6 +16,15 @@ from pathlib import Path
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
+def mended() -> contextlib.AbstractContextManager[None]:
+    """What an engine of a text model is built with on a CPU."""
+    from colograd.engine.cpu_layers import mend_cpu_layers
+    from colograd.engine.per_layer_inputs import computed_per_layer_inputs
+
+    mend_cpu_layers()
+    return computed_per_layer_inputs()
+
+
 def gemma3() -> contextlib.AbstractContextManager[None]:
     """What an engine of Gemma 3 is built with on a CPU."""
     from colograd.engine.bidirectional_images import both_ways
@@ -24,7 +34,7 @@ def gemma3() -> contextlib.AbstractContextManager[None]:
     return both_ways()
 
 
-def main(folder: str, ids: str, out: str, adapter: str = "", *images: str) -> None:
+def main(folder: str, ids: str, out: str, dtype: str, adapter: str = "", *images: str) -> None:
     from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -34,10 +44,10 @@ def main(folder: str, ids: str, out: str, adapter: str = "", *images: str) -> No
 
         find_processors()  # of Idefics3, for which transformers asks for torchvision
     tokens = json.loads(Path(ids).read_text())
-    with gemma3() if "gemma3" in Path(folder, "config.json").read_text() and images else contextlib.nullcontext():
+    with gemma3() if "gemma3" in Path(folder, "config.json").read_text() and images else mended():
         llm = LLM(
             folder,
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             kv_cache_memory_bytes=2**26,
             max_model_len=256 if images else len(tokens) + 1,
