@@ -142,10 +142,10 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     check_lora_config(peft_config)
     import peft
 
-    if reads_text_alone(model) and peft_config.exclude_modules is None:
-        decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    left_out = _left_out(model, peft_config)
+    if left_out and peft_config.exclude_modules is None:
         peft_config = copy.copy(peft_config)
-        peft_config.exclude_modules = rf"(?!{re.escape(decoder)}\.).*"
+        peft_config.exclude_modules = "|".join(left_out)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
@@ -161,6 +161,21 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
                 f"peft can't adapt {type(model).__name__} ({reason}) Set lora_target_modules (the LoraConfig's "
                 "target_modules) to names of its linear layers, or to all-linear."
             ) from None
+
+
+def _left_out(model: Any, peft_config: Any) -> list[str]:
+    """Patterns of layers that get no adapter: all beside the decoder where text is trained alone; and with `all-linear`
+    routers that are linear layers of a class of their own, whose forward gives two tensors (Llama 4's)."""
+    found = []
+    if reads_text_alone(model):
+        decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+        found.append(rf"(?!{re.escape(decoder)}\.).*")
+    if peft_config.target_modules == "all-linear":
+        for name, module in model.named_modules():
+            kind = type(module)
+            if isinstance(module, torch.nn.Linear) and kind.__module__.startswith("transformers.models."):
+                found += [re.escape(name)] if "forward" in vars(kind) else []
+    return found
 
 
 def check_lora_config(peft_config: Any) -> None:
