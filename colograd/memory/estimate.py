@@ -28,7 +28,7 @@ from ..sharding.buckets import ELEMENTS
 from ..sharding.zero import IN_FLIGHT
 from .description import RunDescription
 from .policy_sizes import PolicySizes
-from .shape import Trained, activation_bytes, engine_bytes
+from .shape import OnHost, Trained, activation_bytes, engine_bytes
 from .table import MemoryPlan
 
 ALIVE = IN_FLIGHT + 2  # buckets at once: being summed, one being filled, one being flattened
@@ -59,10 +59,15 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
     return RankBytes(
         engine=engine,
         policy=sizes.packed if run.shared and run.ranks_per_engine == 1 else sizes.weights,
-        gradients=_gradients(run, ranks if strategy == "gradients" else 1),
+        gradients=_gradients(run, _parts_of_gradients(run, strategy)),
         optimizer=_state(run, 1 if strategy == "none" else ranks),
         exchange=0 if strategy == "none" or ranks == 1 else _buckets(sizes, ranks),
     )
+
+
+def _parts_of_gradients(run: RunDescription, strategy: str) -> int:
+    """How many ranks share out the gradients that may go to the host."""
+    return run.devices.ranks if strategy == "gradients" else 1
 
 
 def _gradients(run: RunDescription, parts: int) -> int:
@@ -70,7 +75,14 @@ def _gradients(run: RunDescription, parts: int) -> int:
     own = run.sizes.gradients // parts
     if not (run.offloads_gradients and run.devices.on_gpu):
         return own
-    return host_sums.device_bytes(own, run.sizes.matrix * run.sizes.gradient_itemsize // parts)
+    return _on_way(run, parts) + host_sums.buffer_bytes(own)
+
+
+def _on_way(run: RunDescription, parts: int) -> int:
+    """Bytes of gradients on their way to the host at once."""
+    if not (run.offloads_gradients and run.devices.on_gpu):
+        return 0
+    return host_sums.on_way(run.sizes.gradients // parts, run.sizes.matrix * run.sizes.gradient_itemsize // parts)
 
 
 def _state(run: RunDescription, ranks: int) -> int:
@@ -127,7 +139,8 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     adapted = 2 * run.sizes.trained < run.sizes.elements  # else most parameters are trained
     cut = run.ranks_per_engine if strategy in TENSOR else 1
     sizes = run.shape.split(cut), tokens, itemsize, run.checkpointing
-    trained, on_host = Trained(trains_head, adapted), run.offloads_activations and devices.on_gpu
+    trained = Trained(trains_head, adapted)
+    on_host = OnHost(run.offloads_activations and devices.on_gpu, _on_way(run, _parts_of_gradients(run, strategy)))
     activations = activation_bytes(*sizes, device, copied, trained, on_host)
     if run.tower is not None:
         activations += run.tower.bytes(tokens, run.lengths, itemsize, run.checkpointing)

@@ -17,6 +17,7 @@ BLOCK = 128  # tokens of a KV block in vLLM, at most: less in most attention bac
 # Where keys are copied, completions are planned with 1/SHORT of the longest: short ones join their prompt's keys more
 # often. Rows of still shorter completions are rare, and packed again if memory runs out.
 SHORT = 8
+SCORE = 8  # bytes that a soft-capped score keeps: the tanh, the softmax in float32, and that in the row's dtype
 GATED = {"gpt_oss": 7}  # whose gate is clamped, and times its own sigmoid; see `Shape.gated`
 
 
@@ -36,6 +37,7 @@ class Shape:
     gated: int = 4  # tensors of the MLP's size that are kept: gate, activated gate, up, product
     window: int = 0  # tokens that some layers see, at most; 0: all layers see all
     copies: bool = False  # attention is of a kind that copies keys (soft caps, dropout)
+    capped: int = 0  # heads whose scores exist in memory, as no fused kernel takes soft caps
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
@@ -63,6 +65,7 @@ class Shape:
             gated=GATED.get(getattr(model_config, "model_type", ""), 4),
             window=_window(model_config),
             copies=any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attention_dropout")),
+            capped=heads if getattr(text, "attn_logit_softcapping", None) else 0,
         )
 
     def split(self, ranks: int) -> Shape:
@@ -71,6 +74,7 @@ class Shape:
             self,
             intermediate=-(-self.intermediate // ranks),
             queries=-(-self.queries // ranks),
+            capped=-(-self.capped // ranks),
             keys=max(self.keys // ranks, self.head),
             vocabulary=-(-self.vocabulary // ranks),
         )
@@ -84,10 +88,12 @@ def _window(model_config: Any) -> int:
 
 
 class CopiedKeys(NamedTuple):
-    """Copies of keys that attention makes, per token of a row."""
+    """Copies of keys that attention makes, and scores that are in memory, per token of a row."""
 
     kept: float = 0.0  # for the backward, by every layer
     inside: float = 1.0  # keys of one layer's attention while it runs, its own among them
+    scores: float = 0.0  # of each head, of every layer
+    segment: float = 0.0  # of those what the longest segment has
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +106,14 @@ class Lengths:
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
         """What attention copies: nothing where it reads a prompt's keys in place (see `policy.attention`)."""
+        scores = self._scores(tokens) if shape.capped else (0.0, 0.0)
         if self.group == 1:
-            return CopiedKeys()
+            return CopiedKeys(0.0, 1.0, *scores)
         windowed = 0 < shape.window < self.prompt + self.completion
         copies = itemsize != 2 if device == "cuda" else windowed or self.prompt < IN_PLACE_FROM
         if shape.copies or copies:
             joined = self.joined_keys(tokens)
-            return CopiedKeys(joined, joined)
+            return CopiedKeys(joined, joined, *scores)
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window)) if windowed else CopiedKeys()
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
@@ -119,6 +126,13 @@ class Lengths:
         count, short = self._short(tokens)
         seen = min(self.prompt, window - 1) if window else self.prompt
         return (self.prompt + count * (seen + short)) / (self.prompt + count * short)
+
+    def _scores(self, tokens: int) -> tuple[float, float]:
+        """Scores per token of a row of long completions, and of those what one completion has."""
+        count = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
+        one = self.completion * (self.prompt + self.completion)
+        whole = self.prompt + count * self.completion
+        return (self.prompt**2 + count * one) / whole, one / whole
 
     def prompts_share(self, tokens: int) -> float:
         """The share of a row's tokens that are prompts'."""
@@ -150,11 +164,16 @@ def again(shape: Shape, checkpointing: int) -> int:
 
 
 def _kept_by_layers(
-    shape: Shape, itemsize: int, checkpointing: int, copied: float = 0.0, on_host: bool = False
+    shape: Shape,
+    itemsize: int,
+    checkpointing: int,
+    copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
+    on_host: bool = False,
 ) -> tuple[float, float]:
     """Bytes per token that all layers keep, and of the layer that is computed again: each ``checkpointing``-th keeps
     its input only, and that may be ``on_host`` but for a few."""
-    layer, twice = layer_bytes(shape, itemsize, copied), again(shape, checkpointing)
+    layer = layer_bytes(shape, itemsize, copied.kept) + SCORE * shape.capped * copied.scores
+    twice = again(shape, checkpointing)
     inputs = min(twice, KEPT) if on_host else twice
     return (shape.layers - twice) * layer + inputs * shape.hidden * itemsize, layer if twice else 0.0
 
@@ -166,6 +185,13 @@ class Trained(NamedTuple):
     adapted: bool = False  # most parameters are frozen
 
 
+class OnHost(NamedTuple):
+    """What of training lies in host memory, as far as activations depend on it."""
+
+    inputs: bool = False  # of layers that are computed again
+    gradients: int = 0  # bytes on their way there at once, while layers go backward; counted elsewhere
+
+
 def activation_bytes(
     shape: Shape,
     tokens: int,
@@ -174,30 +200,31 @@ def activation_bytes(
     device: str,
     copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
     trained: Trained = Trained(),  # noqa: B008  # immutable
-    on_host: bool = False,
+    on_host: OnHost = OnHost(),  # noqa: B008  # immutable
 ) -> int:
     """Estimated peak of one forward and backward beside weights and gradients: the largest of three moments.
 
     In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of
     logits (`logprobs`), and the gradient of the head's weight. In the last layer: its gradients instead, beside the
     head's if that waits for the embedding's, whose weight it is. In the embedding: its gradient in its dtype and in
-    float32; if tied, both and their sum in float32. Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py).
+    float32; if tied, both and their sum in float32. In the head no gradient is on its way to the host yet, where that
+    is where they go. Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py).
     SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
     checkpointing 325 for 1,024 (272).
     """
-    kept, twice = _kept_by_layers(shape, itemsize, checkpointing, copied.kept, on_host)
+    kept, twice = _kept_by_layers(shape, itemsize, checkpointing, copied, on_host.inputs)
     weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
-    gradients = _gradients_inside(shape, itemsize, device, copied.inside, trained.adapted)
+    gradients = _gradients_inside(shape, itemsize, device, copied, trained.adapted)
     inside = tokens * (twice + gradients) + (weight if shape.tied else 0)
     embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
-    return int(max(tokens * kept + max(head, inside), embedding))
+    return int(max(tokens * kept + max(head - on_host.gradients, inside), embedding))
 
 
-def _gradients_inside(shape: Shape, itemsize: int, device: str, joined: float, adapted: bool) -> float:
+def _gradients_inside(shape: Shape, itemsize: int, device: str, copied: CopiedKeys, adapted: bool) -> float:
     """Peak of the gradients inside one layer, per token: in its MLP, or in its attention once the MLP's activations
     are freed. The MLP has the gradients of gate and up, or that of their product beside an adapter's float32 input."""
-    inner = max(itemsize, 4) if adapted else itemsize
+    inner, joined = max(itemsize, 4) if adapted else itemsize, copied.inside
     mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
         joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
@@ -206,6 +233,7 @@ def _gradients_inside(shape: Shape, itemsize: int, device: str, joined: float, a
         # Flash attention's backward sums queries' gradients in float32, and keys' and values' once per query head.
         spread = 0 if shape.keys == shape.queries else itemsize * joined * 2 * shape.queries
         attention += 4 * shape.queries + spread
+    attention += SCORE * shape.capped * copied.segment
     return max(mlp, attention)
 
 

@@ -15,10 +15,15 @@ from ..runtime.page_locked import host_empty
 LIMIT = 2**30  # bytes of gradients on their way at once: with more the backward waits for the bus
 
 
-def device_bytes(gradients: int, largest: int) -> int:
-    """Bytes that gradients of ``gradients`` bytes take on the device at once: those on their way, the one of
-    ``largest`` bytes that is made meanwhile, and sums on their way."""
-    return min(gradients, LIMIT + largest) + min(gradients, BUFFERS * ELEMENTS * 4)
+def on_way(gradients: int, largest: int) -> int:
+    """Bytes that gradients of ``gradients`` bytes take on the device at once while layers go backward: those on their
+    way, and the one of ``largest`` bytes that is made meanwhile."""
+    return min(gradients, LIMIT + largest)
+
+
+def buffer_bytes(gradients: int) -> int:
+    """Bytes of sums on their way to the device and back."""
+    return min(gradients, BUFFERS * ELEMENTS * 4)
 
 
 class HostSums:
@@ -63,6 +68,11 @@ class HostSums:
             event, _ = self._on_way.popleft()
             stream.let_wait(event)
 
+    def let_go(self) -> None:
+        """Free gradients of earlier backwards on the device. A forward later they have arrived: nothing waits."""
+        while self._on_way:
+            self._stream.let_wait(self._on_way.popleft()[0])
+
     def zero(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype) -> None:
         """Make a sum 0, after `settle`."""
         self._place(key, like, dtype).zero_()
@@ -75,8 +85,7 @@ class HostSums:
 
     def discard(self) -> None:
         """Forget the sums; their memory stays for the next step's."""
-        while self._on_way:
-            self._stream.let_wait(self._on_way.popleft()[0])
+        self.let_go()
         self._arrived.clear()
 
     def forget(self, key: Hashable) -> None:

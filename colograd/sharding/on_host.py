@@ -32,6 +32,10 @@ class OnHost(ShardingStrategy):
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.sums = HostSums(self.trained[0].device)
 
+    def backward(self, loss: torch.Tensor) -> None:
+        self.sums.let_go()  # the head needs the room
+        super().backward(loss)
+
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
         """The sum of an optimizer's parameter, in its shape; None: it has none."""
         return self.sums.get(part)

@@ -71,6 +71,7 @@ class Sizes:
     """How much is sampled and trained."""
 
     prompt: int  # tokens
+    long_prompt: int  # tokens of one, with which copies of its keys would be most of a layer's activations
     completion: int  # tokens at most
     group: int  # completions of a prompt
     prompts: int  # of a step
@@ -82,9 +83,19 @@ class Sizes:
 
 
 SIZES = {
-    "cuda": Sizes(prompt=512, completion=1024, group=8, prompts=16, queue=64, trials=2, dtype="bfloat16"),
+    "cuda": Sizes(
+        prompt=512, long_prompt=4096, completion=1024, group=8, prompts=16, queue=64, trials=2, dtype="bfloat16"
+    ),
     "cpu": Sizes(
-        prompt=70, completion=16, group=4, prompts=2, queue=4, trials=1, dtype="float32", tail=(4, 2, 2, 4, 16, 256)
+        prompt=70,
+        long_prompt=140,
+        completion=16,
+        group=4,
+        prompts=2,
+        queue=4,
+        trials=1,
+        dtype="float32",
+        tail=(4, 2, 2, 4, 16, 256),
     ),
 }
 
@@ -160,6 +171,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         str(HERE / "training_path.py"), "--model", model, *group, "--prompt-tokens", str(sizes.prompt),
         "--completion-tokens", str(sizes.completion), "--prompts-per-step", str(sizes.prompts), *sizes.path,
     )  # fmt: skip
+    in_place = ("--prompt-tokens", str(sizes.long_prompt), "--copied-keys", "turns", "--steps", "5")
     rollouts = (
         str(HERE / "rollouts.py"), "--model", model, *group, "--prompts", str(sizes.queue), "--completion-tokens",
         str(sizes.completion // 2), "--mean-tokens", str(sizes.completion // 4), "--trials", str(sizes.trials),
@@ -189,6 +201,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         Check("training", (*path, "--sampled"), 60, tell_training),
         Check("sleep and wake", (*path, *sleep), 60, tell_sleep),
         Check("attention", attention, 20, tell_attention),
+        Check("keys in place", (*path, *in_place), 60, tell_in_place),
         Check("publish", publish, 60, last_line),
         Check("rollouts", rollouts, 60, tell_rollouts),
         Check("overlap", overlap, 100, tell_overlap, gpus=0 if on_cpu else 2),
@@ -261,6 +274,13 @@ def tell_sleep(said: str, figures: Mapping[str, Any]) -> str:
 def tell_attention(said: str, figures: Mapping[str, Any]) -> str:
     ratios = (f"{cell['ratio']:.2f} at prompts of {cell['prompt']}" for cell in figures["cells"])
     return "keys copied / read in place, seconds: " + ", ".join(ratios)
+
+
+def tell_in_place(said: str, figures: Mapping[str, Any]) -> str:
+    """Steps of the training path that copy a prompt's keys, and that read them in place, against the memory plan."""
+    turns, plan = figures["in_turns"], figures["planned"]["training"]
+    peaks = f"{turns['copied_peak'] / 1e9:.2f} and {turns['in_place_peak'] / 1e9:.2f} GB at the peak"
+    return f"keys copied / read in place: {turns['ratio']:.2f} in seconds, {peaks}, {plan / 1e9:.2f} planned in place"
 
 
 def tell_rollouts(said: str, figures: Mapping[str, Any]) -> str:

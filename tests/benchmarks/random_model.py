@@ -27,6 +27,11 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
         "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
     },
+    "smollm2-2-layers": {  # its layers, with next to no head: for what differs within a layer
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 2,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 512, "max_position_embeddings": 8192,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+    },
     "qwen2.5-1.5b": {
         "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
         "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,

@@ -7,7 +7,8 @@ The real trainer for some steps, of which the first warms up. Without --sampled 
 in every process, so that options can be compared: they are written as a run's journal, and replayed without an engine.
 With --sampled the engine writes them, and its log-probabilities are compared with the trainer's. With --set
 vllm_enable_sleep_mode=true it says what the sleep gives back. With --copied-keys attention copies a prompt's keys for
-each of its completions, in every step, or in every second one beside the other way on completions of the same lengths.
+each of its completions, in every step, or in every second one: the others then read them in place, however short the
+prompt is, on completions of the same lengths.
 The formula of the FLOPs is in colograd/training/utilisation.py.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
@@ -222,6 +223,8 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             copies = options.copied_keys == "always" or (options.copied_keys == "turns" and next(steps) % 2 == 1)
             attention._calls = copying if copies else own
+            if options.copied_keys == "turns":
+                attention._in_place_from = 0
             watch.begin_training(inputs.rows, copies)
             loss = super().training_step(model, inputs, num_items_in_batch)
             watch.end_training()
@@ -294,13 +297,15 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     steps = watch.steps[1:]
     found = summary(steps, matrices, peak_of(machine()) if half else None)
     if options.copied_keys == "turns":
-        found["in_turns"] = in_turns(steps)
+        found["in_turns"] = in_turns(steps, "time/train" if watch.memory.cuda else "processor")
     found |= {"start_s": start_s, "microbatch_tokens": tokens, "every_n_layers": checkpointing, "planned": plan}
+    # The plan is that of the run as it is, without copies beside it.
+    planned_for = [step for step in steps if not step["copies"]] if options.copied_keys == "turns" else steps
     # torch goes on counting what a sleeping cache has given back.
     slept = plan["kv_bytes"] if asked_to_sleep else 0
     found["peak"] = {
         "sampling": max(step["sampling_peak"] for step in steps) - base,
-        "training": max(step["training_peak"] for step in steps) - base - slept,
+        "training": max(step["training_peak"] for step in planned_for) - base - slept,
     }
     if watch.sleeps:
         found["given_back"] = min(watch.sleeps)
@@ -333,12 +338,16 @@ def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: fl
     }
 
 
-def in_turns(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Median processor seconds of a step whose attention copies keys, and of one whose attention reads them in place;
-    and of the pairs' ratio."""
-    copied, in_place = ([step["processor"] for step in steps if step["copies"] == copies] for copies in (True, False))
-    ratio = statistics.median(one / other for one, other in zip(copied, in_place, strict=False))
-    return {"copied": statistics.median(copied), "in_place": statistics.median(in_place), "ratio": ratio}
+def in_turns(steps: Sequence[dict[str, Any]], seconds: str) -> dict[str, float]:
+    """Median ``seconds`` (on a CPU of the processor) of a step whose attention copies keys, and of one whose attention
+    reads them in place; of the pairs' ratio; and the bytes at the peak of both."""
+    copied, in_place = ([step for step in steps if step["copies"] == copies] for copies in (True, False))
+    ratio = statistics.median(a[seconds] / b[seconds] for a, b in zip(copied, in_place, strict=False))
+    found = {"ratio": ratio}
+    for name, ways in {"copied": copied, "in_place": in_place}.items():
+        found[name] = statistics.median(step[seconds] for step in ways)
+        found[f"{name}_peak"] = max(step["training_peak"] for step in ways)
+    return found
 
 
 def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool) -> list[str]:
@@ -387,7 +396,9 @@ def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
         rows.append([f"GB at the peak of {phase} (planned)", f"{peak / GB:.2f} ({found['planned'][phase] / GB:.2f})"])
     if turns := found.get("in_turns"):
         said = f"{turns['copied']:.3f} and {turns['in_place']:.3f} ({turns['ratio']:.2f})"
-        rows.append(["processor s of training, keys copied and read in place (ratio)", said])
+        rows.append(["s of training (on a CPU of the processor), keys copied and read in place (ratio)", said])
+        said = f"{turns['copied_peak'] / GB:.2f} and {turns['in_place_peak'] / GB:.2f}"
+        rows.append(["GB at the peak of training, keys copied and read in place", said])
     if "given_back" in found:
         rows.append(["GB that a sleep gives back", f"{found['given_back'] / GB:.2f}"])
     if "difference" in found:

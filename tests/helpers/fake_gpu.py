@@ -127,6 +127,8 @@ class FakeGPU(TorchDispatchMode):
         self._known: set[int] = set()  # storages that count in `bytes`
         self._pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._locked: dict[int, int] = {}  # bytes of host memory by address
+        self.locked_again = 0  # page-locks of memory that was locked
+        self.capacity = 0  # bytes, with more than which it is out of memory; 0: without a limit
         self._seen: Seen | None = None
         self._open = contextlib.ExitStack()
 
@@ -192,6 +194,8 @@ class FakeGPU(TorchDispatchMode):
             self._known.add(storage._cdata)
             self.bytes += storage.nbytes()
             weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+            if 0 < self.capacity < self.bytes:
+                raise torch.OutOfMemoryError(f"{self.bytes:,} bytes on a GPU of {self.capacity:,}")
 
     def _freed(self, storage: int, nbytes: int) -> None:
         self._known.discard(storage)
@@ -233,6 +237,8 @@ class FakeGPU(TorchDispatchMode):
             self._seen.waits.append(name)
 
     def _lock(self, address: int, nbytes: int, flags: int) -> int:
+        overlaps = (first < address + nbytes and address < first + size for first, size in self._locked.items())
+        self.locked_again += any(overlaps)
         self._locked[address] = nbytes
         return 0
 

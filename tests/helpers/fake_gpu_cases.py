@@ -17,6 +17,8 @@ from fake_gpu import FakeGPU, Seen
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MistralConfig,
@@ -33,7 +35,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
 from colograd.memory.policy_sizes import PolicySizes
-from colograd.memory.shape import Lengths, Shape, Trained, activation_bytes
+from colograd.memory.shape import Lengths, OnHost, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.images import set_attention
 from colograd.policy.layer_inputs import LayerInputs, inputs_on_host
@@ -45,6 +47,7 @@ from colograd.policy.reference import FrozenCopy
 from colograd.policy.sending import to_device_async
 from colograd.sharding import host_sums
 from colograd.sharding.on_host import WholeOnHost
+from colograd.sharding.whole import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 CUDA = torch.device("cuda", 0)
@@ -121,8 +124,9 @@ def figures(seen: Seen) -> dict[str, Any]:
 
 
 def plan(
-    model: Any, checkpointing: int = 0, lengths: Lengths = LENGTHS, tokens: int = TOKENS, on_host: bool = False
-) -> int:
+    model: Any, checkpointing: int = 0, lengths: Lengths = LENGTHS, tokens: int = TOKENS,
+    on_host: OnHost = OnHost(),  # noqa: B008  # immutable
+) -> int:  # fmt: skip
     """The activations that the memory plan expects."""
     head, shape = model.get_output_embeddings().weight.requires_grad, Shape.of(model.config)
     copied = lengths.copied_keys(shape, tokens, 2, "cuda")
@@ -178,7 +182,7 @@ def inputs_on_the_host(gpu: FakeGPU) -> dict[str, Any]:
         again = gpu.locked
     inputs = 8 * TOKENS * SHAPE["hidden_size"] * 2
     return found | {
-        "locked": [locked, again, gpu.locked], "inputs": inputs, "plan": plan(model, 1, on_host=True),
+        "locked": [locked, again, gpu.locked], "inputs": inputs, "plan": plan(model, 1, on_host=OnHost(inputs=True)),
         "plan_without": plan(model, 1),
     }  # fmt: skip
 
@@ -276,6 +280,26 @@ def long_sequences_of_a_packed_base(gpu: FakeGPU) -> dict[str, Any]:
 
 
 @case
+def long_windows(gpu: FakeGPU) -> dict[str, Any]:
+    """Mistral's, of the width that it was published with."""
+    return long_row(gpu, bfloat16(MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=4096)))
+
+
+@case
+def long_soft_caps(gpu: FakeGPU) -> dict[str, Any]:
+    """Gemma 2's, every second layer with a window. Fakes may have scores that no GPU has room for."""
+    return long_row(gpu, bfloat16(Gemma2ForCausalLM, Gemma2Config(**SHAPE, head_dim=128, sliding_window=4096)))
+
+
+@case
+def soft_caps(gpu: FakeGPU) -> dict[str, Any]:
+    """Two long completions, which the plan of keys that are copied and that of scores both take."""
+    model = bfloat16(Gemma2ForCausalLM, Gemma2Config(**SHAPE, head_dim=128, sliding_window=4096))
+    lengths, tokens = Lengths(PROMPT, 4 * COMPLETION, 2), PROMPT + 8 * COMPLETION
+    return step(gpu, model, [(PROMPT, [4 * COMPLETION] * 2)]) | {"plan": plan(model, 0, lengths, tokens)}
+
+
+@case
 def old_logprobs(gpu: FakeGPU) -> dict[str, Any]:
     """Without a gradient nothing but a layer's own activations is there at once."""
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
@@ -341,11 +365,19 @@ def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
                 sharding.backward(sum(part.sum() for part in forward.of_row(row()) if part.requires_grad))
                 locked.append(gpu.locked)
         sharding.sums.settle()
-        sizes = PolicySizes.of(model, "adamw_split", 2)
-        planned = host_sums.device_bytes(sizes.gradients, 4 * sizes.matrix)
+        sizes, planned = PolicySizes.of(model, "adamw_split", 2), plan_of_gradients(model)
     return figures(seen) | {
-        "held": gpu.bytes - before, "locked": locked, "gradients": sizes.gradients, "plan": plan(model) + planned,
+        "held": gpu.bytes - before, "locked": locked, "gradients": sizes.gradients, "plan": planned,
+        "locked_again": gpu.locked_again,
     }  # fmt: skip
+
+
+def plan_of_gradients(model: Any, checkpointing: int = 0) -> int:
+    """Of a pass whose gradients go to the host, and with ``checkpointing`` the layers' inputs too."""
+    sizes = PolicySizes.of(model, "adamw_split", 2)
+    on_way = host_sums.on_way(sizes.gradients, 4 * sizes.matrix)
+    activations = plan(model, checkpointing, on_host=OnHost(bool(checkpointing), on_way))
+    return activations + on_way + host_sums.buffer_bytes(sizes.gradients)
 
 
 @case
@@ -356,6 +388,53 @@ def gradients_on_host(gpu: FakeGPU) -> dict[str, Any]:
 @case
 def gradients_on_host_tied(gpu: FakeGPU) -> dict[str, Any]:
     return on_host(gpu, tied=True)
+
+
+@case
+def small_vocabulary_on_host(gpu: FakeGPU) -> dict[str, Any]:
+    """Whose last gradients of a backward are still on their way in the next forward."""
+    global SHAPE
+    before, SHAPE = SHAPE, SHAPE | {"vocab_size": 4000}
+    found = on_host(gpu, tied=False)
+    SHAPE = before
+    return found
+
+
+def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
+    """Of two rows each; bytes of page-locked memory after each step."""
+    accumulate_in_float32(model.parameters())
+    sharding, locked = (WholeOnHost if offloads else WholeCopies)(model), []
+    optimizer = AdamWSplit(model.parameters(), compiled=False, streamed=offloads)
+    sharding.share(optimizer)
+    with inputs_on_host(model, LayerInputs(CUDA) if offloads else None):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        forward = PolicyForward(model, 0.9)
+        for _ in range(2):
+            for _ in range(2):
+                sharding.backward(sum(part.sum() for part in forward.of_row(row()) if part.requires_grad))
+            sharding.sum_gradients()
+            optimizer.step()
+            model.zero_grad()
+            locked.append(gpu.locked)
+    return locked
+
+
+@case
+def all_on_host(gpu: FakeGPU) -> dict[str, Any]:
+    """On a GPU with a tenth more than what is planned with all on the host; and with nothing there."""
+    model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
+    with mock.patch.object(host_sums, "LIMIT", LIMIT):
+        planned = plan_of_gradients(model, 1)
+        gpu.capacity = int(gpu.bytes + 1.1 * planned)
+        with gpu.watched() as seen:
+            locked = two_steps(gpu, model, offloads=True)
+        found = figures(seen) | {"plan": planned, "locked": locked, "locked_again": gpu.locked_again}
+        found["capacity"] = gpu.capacity
+        try:
+            two_steps(gpu, model, offloads=False)
+        except torch.OutOfMemoryError as error:
+            found["without"] = str(error)
+    return found
 
 
 @case

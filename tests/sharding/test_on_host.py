@@ -1,21 +1,26 @@
 """Sums of gradients in host memory: the bits of those on the device, by copies that overtake none, in memory that is
-used again. Several ranks: test_sharding.py."""
+used again, with what else can lie there. Several ranks: offloaded_ranks.py, test_sharding.py."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import launcher
 import pytest
 import tiny
 import torch
+from paths import SCRIPTS
 from peft import LoraConfig, get_peft_model
 from races import Races
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from colograd.config import GRPOConfig
+from colograd.policy.layer_inputs import LayerInputs, inputs_on_host
+from colograd.policy.lora import unwrap
 from colograd.runtime import host_stream
 from colograd.sharding import host_sums
 from colograd.sharding.on_host import WholeOnHost
@@ -63,12 +68,23 @@ def packed(folder: Callable[[str], Path], dtype: torch.dtype) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def trained(make: Callable[[], Any], on_host: bool, streamed: bool = False) -> tuple[list[torch.Tensor], list[float]]:
+STREAM, GRADIENTS, ACTIVATIONS = "stream", "gradients", "activations"
+GRADIENTS_AND_ALL = ((GRADIENTS,), (STREAM, GRADIENTS, ACTIVATIONS))
+OTHERS = ((STREAM,), (ACTIVATIONS,), (STREAM, GRADIENTS))
+
+
+def trained(make: Callable[[], Any], *way: str) -> tuple[list[torch.Tensor], list[float]]:
     """The weights after three steps of two or three rows, clipped in the second; the third is begun anew, and one
     parameter has no gradient in it."""
     torch.manual_seed(0)
-    model = make().train()
+    model, on_host, streamed = make().train(), GRADIENTS in way, STREAM in way
     accumulate_in_float32(model.parameters())
+    with inputs_on_host(unwrap(model), LayerInputs(torch.device("cpu")) if ACTIVATIONS in way else None):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return steps(model, on_host, streamed)
+
+
+def steps(model: Any, on_host: bool, streamed: bool) -> tuple[list[torch.Tensor], list[float]]:
     sharding = (WholeOnHost if on_host else WholeCopies)(model)
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, norms = AdamWSplit(own, lr=1e-2, weight_decay=0.1, compiled=False, streamed=streamed), []
@@ -93,15 +109,16 @@ def trained(make: Callable[[], Any], on_host: bool, streamed: bool = False) -> t
     return [*(parameter.detach() for parameter in own), *state], norms
 
 
+@pytest.mark.parametrize("ways", [GRADIENTS_AND_ALL, pytest.param(OTHERS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [dense, mixture, adapter, packed])
-def test_weights_have_the_same_bits(kind: Any, dtype: torch.dtype, folders: Callable[[str], Path]) -> None:
-    expected, norms = trained(lambda: kind(folders, dtype), on_host=False)
+def test_weights_have_the_same_bits(kind: Any, dtype: torch.dtype, ways: Any, folders: Callable[[str], Path]) -> None:
+    expected, norms = trained(lambda: kind(folders, dtype))
     assert norms[1] > 1e-2, "it is clipped"
-    for streamed in (False, True):
-        found, of_host = trained(lambda: kind(folders, dtype), True, streamed)
+    for way in ways:
+        found, of_host = trained(lambda: kind(folders, dtype), *way)
         assert of_host == pytest.approx(norms, rel=1e-12)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), way
 
 
 def test_no_addition_overtakes_another_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +157,9 @@ def test_no_addition_overtakes_another_and_memory_is_used_again(monkeypatch: pyt
 
 
 def test_what_the_device_holds_is_counted() -> None:
-    assert host_sums.device_bytes(1000, 10) == 2000, "both are smaller than their limits"
-    assert host_sums.device_bytes(10**12, 10**9) == host_sums.LIMIT + 10**9 + 2 * 700 * 4
+    assert host_sums.on_way(1000, 10) == host_sums.buffer_bytes(1000) == 1000, "both are smaller than their limits"
+    assert host_sums.on_way(10**12, 10**9) == host_sums.LIMIT + 10**9
+    assert host_sums.buffer_bytes(10**12) == 2 * 700 * 4
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +169,18 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     config = tiny.config(tmp_path, offload_gradients=True, optim="adamw_torch")
     with pytest.raises(ValueError, match=r"offload_gradients is true, but optim is 'adamw_torch'.*adamw_split"):
         config.resolve_precision(torch.float32)
+
+
+@pytest.mark.slow
+def test_two_ranks_end_with_the_same_weights(tmp_path: Path) -> None:
+    """Each way and all, with each strategy, after one rank has run out of memory in a backward."""
+    done = launcher.run(SCRIPTS / "offloaded_ranks.py", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    for name, runs in first.items():
+        expected = runs[""]
+        assert expected["norms"][0] > 1e-3, "it is clipped"
+        assert second[name][""]["said"] == ["OutOfMemoryError"]
+        for way, found in [*runs.items(), *second[name].items()]:
+            assert found["weights"] == expected["weights"], (name, way)
+            assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12)
