@@ -227,9 +227,10 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         """Advantages of one group: [G], or one per completion token ([sum of lengths]).
 
         With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. An
-        agent's `turn_rewards` add to those of their tokens.
+        agent's `turn_rewards`, and what reward functions returned for its single answers, add to those of their tokens.
         """
-        return with_turn_rewards(self.estimator.of_group(rewards), group, self.estimator)
+        weights = dict(zip(self.learner.reward_names, self.estimator.weights, strict=True))
+        return with_turn_rewards(self.estimator.of_group(rewards), group, self.estimator, weights)
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         """The objective's sum over one micro-batch, before the step's denominator divides it."""

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 STOP_SECONDS = 10.0  # that an open connection may hold up the end
+KEEP_ALIVE_SECONDS = 600  # of a connection that isn't used: a program may run a tool for long between two requests
 
 
 @contextlib.contextmanager
@@ -25,8 +26,9 @@ def served(app: Any) -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(2048)
         config = uvicorn.Config(
-            app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"
-        )
+            app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )  # fmt: skip
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), name="colograd-endpoint", daemon=True)
         thread.start()

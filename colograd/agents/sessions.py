@@ -27,6 +27,7 @@ from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
 from ..parallel import watchdog
 from ..rewards.functions import code_digest
+from ..rewards.turns import JUDGED, SESSION
 from ..rollout.failures import FAILURE
 from ..rollout.session_log import SessionLog
 from ..usercode.calls import Outcome, place_in
@@ -36,7 +37,7 @@ from .decoding import Decoder, WorkQueue
 from .endpoint import Endpoint
 from .server import served
 from .session import Limits, Session
-from .turn_rewards import SESSION, problem_with
+from .turn_rewards import problem_with
 
 POLL = 0.05  # seconds between two looks at the clock while no session asks anything
 REWARD = "agent_reward"  # a column of a rollout
@@ -280,7 +281,7 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
     if isinstance(value, Mapping):
         further = {str(name): each for name, each in value.items() if name != "reward"}
         value = value.get("reward")
-    if taken := {REWARD, FAILURE, SESSION} & further.keys():
+    if taken := {REWARD, FAILURE, SESSION, JUDGED} & further.keys():
         return none, f"it returned {taken.pop()!r}, which is the trainer's own name: rename it."
     if value is None:
         return {**none, **further}, ""

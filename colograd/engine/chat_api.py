@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
+        # A call that can't be read is the model's mistake, which it is to unlearn: no traceback for each of them.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
                 tool_parser_name=tool_parser or None,

@@ -1,12 +1,13 @@
 """Reward functions: resolve, call, time, isolate, check.
 
 `functions` finds them, `builtin` has those that come along, `models` makes functions of reward models. `calling` makes
-one call's keywords and checks what it returned; `scoring` says where and when each call runs.
+one call's keywords and checks what it returned; `turns` has rewards of an agent's single answers; `scoring` says where
+and when each call runs.
 
 A reward function has TRL's signature, called with keywords only and for one group at a time:
 
     f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns)
-        -> list[float | None]    # G numbers
+        -> list[float | None]    # G numbers; for an agent's session also a list, a number for each of its answers
 
 ``columns`` are the dataset's other columns, each repeated G times; ``None`` means that the function abstains. A
 function without ``**kwargs`` gets only what it names. ``async def`` functions of a group run concurrently.

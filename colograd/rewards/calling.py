@@ -19,6 +19,7 @@ from ..batch import Group
 from ..usercode.calls import place_of
 from ..usercode.worker_process import CallLog
 from .functions import RewardError, RewardFunction
+from .turns import JUDGED, Turns, split_turns
 
 RESERVED = ("prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # Metrics of the trainer's own: their names, and what comes before the slash.
@@ -52,6 +53,7 @@ def keywords_for(
     """
     columns = [name for name in groups[0].example if name not in RESERVED]
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
+    own.pop(JUDGED, None)  # of an earlier scoring
     rows = []
     for group, of_group in zip(groups, texts, strict=True):
         prompt = group.example["prompt"]
@@ -113,12 +115,19 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         return inspect.signature(lambda **kwargs: None).parameters
 
 
-def checked_values(reward: RewardFunction, position: int, size: int, values: Any) -> list[float]:
-    """The numbers that a function returned for ``size`` completions, NaN for None.
+def checked_values(
+    reward: RewardFunction, position: int, answers: Sequence[int | None], values: Any
+) -> tuple[list[float], list[Turns]]:
+    """What a function returned for some completions: a number for each, NaN for None; and the rewards of a session's
+    answers where it returned these, whose mean is the number.
+
+    Args:
+        answers: how many each completion has; None: it is no session.
 
     Raises:
-        RewardError: they aren't that many numbers.
+        RewardError: it isn't one for each completion, or not numbers.
     """
+    size = len(answers)
     place = place_of(reward.function)
 
     def fail(completion: int | None, problem: str) -> RewardError:
@@ -135,6 +144,10 @@ def checked_values(reward: RewardFunction, position: int, size: int, values: Any
             f"it returned {len(values)} rewards for {size} completions: return exactly one per completion, and None "
             "where it has no opinion.",
         )
+    try:
+        values, turns = split_turns(values, answers)
+    except ValueError as error:
+        raise fail(*error.args) from None
     numbers_G = []
     for index, value in enumerate(values):
         number = _reward_number(value)
@@ -143,7 +156,7 @@ def checked_values(reward: RewardFunction, position: int, size: int, values: Any
             shown = _value_and_type(value)
             raise fail(index, f"its reward is {shown}, but must be a finite float32 number or None.{hint}")
         numbers_G.append(number)
-    return numbers_G
+    return numbers_G, turns
 
 
 def check_log(reward: RewardFunction, position: int, size: int, logged: tuple[dict[str, Any], dict[str, Any]]) -> None:

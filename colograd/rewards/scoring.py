@@ -17,7 +17,7 @@ import re
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -45,6 +45,7 @@ from ..usercode.worker_process import CallLog
 from .calling import check_log, checked_values, keywords_for, parameters_of
 from .functions import RewardError, RewardFunction, is_async, is_of_module
 from .models import RewardModel
+from .turns import Turns, answers_in, with_judged_turns
 
 MOST_WORKERS = 4  # where nothing is said
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # what was a message
@@ -58,12 +59,13 @@ class Scoring(PendingCalls[Future[Outcome]]):
         self._scorer = scorer
         self._first = groups[0]
         self._sizes = {group.position: len(group.rollouts) for group in groups}
-        self._size = sum(self._sizes.values())
+        self._answers = [answers_in(rollout) for group in groups for rollout in group.rollouts]
+        self._size = len(self._answers)
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, [completions, R] float32, NaN where a function abstained.
 
-        What the functions logged is in `Scorer.take_logged` then.
+        What the functions logged is in `Scorer.take_logged` then, rewards of single answers in `Scorer.take_turns`.
 
         Raises:
             RewardError: a function raised, died, didn't return one number per completion, or logged what can't be
@@ -71,10 +73,14 @@ class Scoring(PendingCalls[Future[Outcome]]):
         """
         self._scorer.score_with_models()
         rewards, columns, log = self._scorer.rewards, [], CallLog()
+        judged: dict[str, list[Turns]] = {}
         for reward, call in zip(rewards, self._calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
             try:
-                columns.append(self._column(reward, call, log))
+                column, turns = self._column(reward, call, log)
+                columns.append(column)
+                if any(each is not None for each in turns):
+                    judged[reward.name] = turns
             except RewardError:
                 self._scorer.counts[f"rewards/{reward.name}/errors"] += 1
                 if self._scorer.on_error == "raise":
@@ -82,6 +88,7 @@ class Scoring(PendingCalls[Future[Outcome]]):
                     raise
                 columns.append([float("nan")] * self._size)
         self._scorer.logged |= self._logged_by_group(log)
+        self._scorer.turns |= self._turns_by_group(judged)
         return torch.tensor(columns, dtype=torch.float32).reshape(len(rewards), self._size).T.contiguous()
 
     def _logged_by_group(self, log: CallLog) -> dict[int, Logged]:
@@ -94,7 +101,15 @@ class Scoring(PendingCalls[Future[Outcome]]):
             start, metrics = start + size, {}
         return found
 
-    def _column(self, reward: RewardFunction, call: Future[Outcome], log: CallLog) -> list[float]:
+    def _turns_by_group(self, judged: Mapping[str, Sequence[Turns]]) -> dict[int, dict[str, list[Turns]]]:
+        found, start = dict[int, dict[str, list[Turns]]](), 0
+        for position, size in self._sizes.items():
+            if judged:
+                found[position] = {name: [*turns[start : start + size]] for name, turns in judged.items()}
+            start += size
+        return found
+
+    def _column(self, reward: RewardFunction, call: Future[Outcome], log: CallLog) -> tuple[list[float], list[Turns]]:
         """What one function returned; what it logged is added to ``log``, if it returned rewards."""
         timeout = self._scorer.timeout
         # An async call ends itself in time, unless it blocks the loop on which that would happen.
@@ -110,7 +125,7 @@ class Scoring(PendingCalls[Future[Outcome]]):
         self._scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
         if outcome.kind == "late":
             self._scorer.note_late(reward.name, self._size)
-            return [float("nan")] * self._size
+            return [float("nan")] * self._size, []
         if outcome.kind == "raised":
             raise _raised_error(reward, self._first, outcome)
         if outcome.kind == "died":
@@ -119,7 +134,7 @@ class Scoring(PendingCalls[Future[Outcome]]):
                 f"its worker process ended with status {outcome.value}: it exits, crashes, or runs out of memory. Set "
                 "reward_on_error: abstain to go on without its opinion.",
             )
-        column = checked_values(reward, self._first.position, self._size, outcome.value)
+        column, turns = checked_values(reward, self._first.position, self._answers, outcome.value)
         check_log(reward, self._first.position, self._size, outcome.logged)
         columns, metrics = outcome.logged
         for name in columns.keys() & log.columns.keys():
@@ -127,7 +142,7 @@ class Scoring(PendingCalls[Future[Outcome]]):
         log.columns |= columns
         for name, values in metrics.items():
             log.metrics.setdefault(name, []).extend(values)
-        return column
+        return column, turns
 
     def _error(self, reward: RewardFunction, problem: str) -> RewardError:
         return RewardError(reward.name, self._first.position, None, problem)
@@ -169,6 +184,7 @@ class Scorer:
         self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
         self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
         self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
+        self.turns: dict[int, dict[str, list[Turns]]] = {}  # by position and function, until `take_turns`
         # Somebody watches: a function's name, the start and the end of a call, and how many completions it was of.
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self._told_late: set[str] = set()
@@ -230,6 +246,10 @@ class Scorer:
     def take_logged(self, position: int) -> Logged:
         """What the functions logged of the group at ``position``, whose rewards were just waited for."""
         return self.logged.pop(position, Logged({}, {}))
+
+    def take_turns(self, group: Group) -> Group:
+        """The group with what the functions returned for its sessions' single answers."""
+        return with_judged_turns(group, self.turns.pop(group.position, {}))
 
     def score_with_models(self) -> None:
         """Let the reward models score everything that waits for them."""

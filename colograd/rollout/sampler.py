@@ -238,8 +238,8 @@ class Sampler:
             )
         journal = self.journal if self.hooks.is_in_train else None
         return Stages(
-            self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged, journal,
-            self._finish_group, self._between_steps,
+            self.hooks.generate, self._begin_score, self._advantages_for_purpose, self.scorer.take_logged,
+            self.scorer.take_turns, journal, self._finish_group, self._between_steps,
         )  # fmt: skip
 
     def _finish_group(self, recorded: RewardedGroup) -> None:

@@ -50,6 +50,10 @@ def _nothing(position: int) -> Logged:
     return Logged({}, {})
 
 
+def _unchanged(group: Group) -> Group:
+    return group
+
+
 def _untold(recorded: RewardedGroup) -> None:
     pass
 
@@ -66,6 +70,7 @@ class Stages:
     begin_score: Callable[[Sequence[Group]], PendingRewards]  # of several groups, in one call
     add_advantages: Callable[[Group, torch.Tensor], ScoredGroup]  # a group and its rewards [G, R]
     take_logged: Callable[[int], Logged] = _nothing  # logs of the group at a position, once its rewards are there
+    take_turns: Callable[[Group], Group] = _unchanged  # the group with rewards of its sessions' answers, likewise
     journal: RolloutStore | None = None
     finished: Callable[[RewardedGroup], None] = _untold  # called with each group whose rewards are there
     # A context in which the work given to it is done after each step of the engine.
@@ -94,7 +99,7 @@ class Stages:
 
     def record(self, group: Group, rewards: torch.Tensor) -> RewardedGroup:
         """Write a group with its rewards [G, R] into the journal, and tell that it is finished."""
-        recorded = RewardedGroup(group, rewards, self.take_logged(group.position))
+        recorded = RewardedGroup(self.take_turns(group), rewards, self.take_logged(group.position))
         if self.journal is not None:
             self.journal.add(recorded)
         self.finished(recorded)

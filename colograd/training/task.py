@@ -274,7 +274,8 @@ def agent_of(agent: Any, rollout_func: Any, tools: Toolbox | None, args: GRPOCon
         )
     if args.replays_truncation:
         raise ValueError(f"{_TRUNCATED} of an agent's sessions it isn't recorded what is left: {_UNCORRECTED}")
-    if isinstance(agent, str) and is_import_path(agent):
+    # `node agent.js` and `./agent.sh` are commands.
+    if isinstance(agent, str) and not set(agent) & {" ", "/"} and is_import_path(agent):
         agent = find_object(agent, "agent", callable)
     return Agent.of(agent)
 

@@ -51,6 +51,13 @@ def test_what_can_t_be_an_agent_is_refused_at_the_start(agent: Any, tools: Any, 
         agent_of(agent, None, tools, args)
 
 
+@pytest.mark.parametrize("command", ["node agent.js", "./agent.sh", "python -m my.agent"])
+def test_a_line_with_arguments_or_a_folder_is_a_command(command: str) -> None:
+    args: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
+    agent = agent_of(command, None, None, args)
+    assert agent is not None and agent.function is None and agent.command == tuple(command.split())
+
+
 def test_a_model_that_reads_images_is_refused_at_the_start() -> None:
     policy: Any = SimpleNamespace(path="a-model", processor=object())
     settings: Any = SimpleNamespace(router_replay=False, replays_truncation=False)

@@ -16,6 +16,7 @@ trees, for a group of 16 sessions of depth 12 with two compactions and three bra
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import statistics
 import tempfile
@@ -33,6 +34,7 @@ from figures import machine, table, write  # noqa: E402
 from phases import ROOT, versions  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+WARM_UP = 8  # tokens
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -40,7 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=str(MODEL), help="folder or Hub id; default: SmolLM2")
     parser.add_argument("--sessions", type=int, default=64, help="at once (64)")
     parser.add_argument("--tokens", type=int, default=128, help="that each request samples (128)")
-    parser.add_argument("--trials", type=int, default=5, help="pairs of runs that count (5); one more warms up")
+    parser.add_argument("--trials", type=int, default=5, help="pairs of runs (5)")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     return parser.parse_args(argv)
 
@@ -54,7 +56,6 @@ def timed(run: Callable[[], int]) -> tuple[float, float]:
 
 def pairs(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Both in turns."""
-    import httpx
     from openai import OpenAI
     from transformers import AutoTokenizer
 
@@ -86,10 +87,10 @@ def pairs(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     ]
 
     # One for all sessions: a client of its own would load certificates for each, which takes longer than its request.
-    connections = httpx.Client(timeout=None, limits=httpx.Limits(max_connections=options.sessions))
+    shared = OpenAI(base_url="http://127.0.0.1", api_key="none")
 
     def ask_once(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-        client = OpenAI(base_url=base_url, api_key=api_key, http_client=connections)
+        client = shared.with_options(base_url=base_url, api_key=api_key)
         reply = client.chat.completions.create(model=model, messages=row["prompt"])
         return float(reply.usage.completion_tokens)
 
@@ -99,16 +100,16 @@ def pairs(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         engine, Agent.of(ask_once), api, ChatFormat(tokenizer, {}, [tokenizer.eos_token_id]), settings
     )
 
-    def run(writer: Any) -> int:
-        groups = writer.generate(prompts, sampling, version=0, seed=0)
+    def run(writer: Any, tokens: int = options.tokens) -> int:
+        groups = writer.generate(prompts, dataclasses.replace(sampling, max_tokens=tokens), version=0, seed=0)
         return sum(int(rollout.sampled.sum()) for group in groups for rollout in group.rollouts)
 
     found: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    for trial in range(options.trials + 1):
-        plain, served = timed(lambda: run(engine)), timed(lambda: run(source))
-        if trial:
-            found.append((plain, served))
-    connections.close()
+    for writer in (engine, source):
+        run(writer, WARM_UP)
+    for _ in range(options.trials):
+        found.append((timed(lambda: run(engine)), timed(lambda: run(source))))
+    shared.close()
     engine.close()
     names = ("tokens_per_second", "tokens_per_processor_second")
     figures: dict[str, Any] = {"plain": {}, "endpoint": {}, "ratio": {}}

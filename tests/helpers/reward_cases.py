@@ -15,6 +15,11 @@ def lengths(completions: list[str], answer: list[int], **kwargs: Any) -> list[fl
     return [len(c) + a for c, a in zip(completions, answer, strict=True)]
 
 
+def per_answer(session: list[list[dict[str, Any]]]) -> list[list[float]]:
+    """An answer's number in its session."""
+    return [[float(number) for number, _ in enumerate(answers)] for answers in session]
+
+
 def process_id(completions: list[str]) -> list[float]:
     return [float(os.getpid())] * len(completions)
 

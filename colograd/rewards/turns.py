@@ -1,0 +1,87 @@
+"""Rewards of an agent's single answers: what a reward function may return in place of one number for a session.
+
+They go with the group, as a column of its rollouts, into the journal and to the advantages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..batch import Group, Rollout
+
+SESSION = "session"  # a rollout's column: an agent's answers
+JUDGED = "judged_turns"  # a rollout's column: by the function's name what it returned for each answer
+
+Turns = list[float] | None  # a completion's; None: one number is of all of it
+
+
+def answers_in(rollout: Rollout) -> int | None:
+    """How many answers a session has; None: the rollout is no session."""
+    answers = rollout.columns.get(SESSION)
+    return len(answers) if isinstance(answers, Sequence) and not isinstance(answers, str) else None
+
+
+def are_numbers(values: Any, count: int) -> bool:
+    """Whether ``values`` are that many finite ones."""
+    fine = isinstance(values, Sequence) and len(values) == count
+    return fine and all(isinstance(each, numbers.Real) and math.isfinite(each) for each in values)
+
+
+def rule(values: Any, answers: int) -> str:
+    """Why ``values`` can't be the rewards of that many answers."""
+    return (
+        f"{reprlib.repr(values)}, but must be a list of finite numbers, one for each of its {answers} answers in the "
+        "order in which they came (of `n` answers to a request, one each)."
+    )
+
+
+def split_turns(values: Iterable[Any], answers: Sequence[int | None]) -> tuple[list[Any], list[Turns]]:
+    """A function's values with the mean in place of each list, and the lists.
+
+    Args:
+        answers: of each completion, see `answers_in`.
+
+    Raises:
+        ValueError: a list can't be a session's; with the completion's index first.
+    """
+    whole, turns = list[Any](), list[Turns]()
+    for index, (value, count) in enumerate(zip(values, answers, strict=True)):
+        kind = type(value).__name__
+        if isinstance(value, np.ndarray) and value.ndim == 1:
+            value = value.tolist()
+        if not isinstance(value, (list, tuple)):
+            whole.append(value)
+            turns.append(None)
+            continue
+        if count is None:
+            raise ValueError(
+                index,
+                f"its reward is {reprlib.repr(value)} ({kind}), but only an agent's answers have a reward "
+                "each: return a number for the completion.",
+            )
+        if not are_numbers(value, count):
+            raise ValueError(index, f"its turn rewards are {rule(value, count)}")
+        own = [float(each) for each in value]
+        turns.append(own)
+        whole.append(sum(own) / count if count else None)
+    return whole, turns
+
+
+def with_judged_turns(group: Group, judged: Mapping[str, Sequence[Turns]]) -> Group:
+    """The group whose sessions have these rewards of their answers, by the function's name, and no others."""
+    if not judged and not any(JUDGED in rollout.columns for rollout in group.rollouts):
+        return group
+    rollouts = []
+    for index, rollout in enumerate(group.rollouts):
+        columns = {name: value for name, value in rollout.columns.items() if name != JUDGED}
+        if own := {name: turns for name, of_all in judged.items() if (turns := of_all[index]) is not None}:
+            columns[JUDGED] = own
+        rollouts.append(dataclasses.replace(rollout, columns=columns))
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
