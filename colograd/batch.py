@@ -214,6 +214,20 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Consecutive tokens of a rollout that the same weights sampled, where rounds carried it over (`carry_over`).
+
+    The second completion, of which the round at step 7 sampled two tokens, and the one at step 8 the others:
+
+        completion_ids   22 23 | 24  2
+        spans            VersionSpan(2, version=7), VersionSpan(2, version=8)
+    """
+
+    length: int  # tokens
+    version: int  # the optimizer step whose weights sampled them
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout(_Asked):
     """One completion, with what the sampler knew of it.
 
@@ -229,13 +243,14 @@ class Rollout(_Asked):
     sampler_logprobs: torch.Tensor  # [C] float32, nats, of the sampled token at the sampling temperature
     sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
     finish_reason: FinishReason
-    policy_version: int  # the optimizer step whose weights sampled it
+    policy_version: int  # the optimizer step whose weights sampled it; with `spans`: those of the round that trains it
     messages: tuple[dict[str, Any], ...] = ()  # of a conversation: all that followed the prompt; else the text says it
     columns: Mapping[str, Any] = field(default_factory=dict)  # its own keywords for reward functions
     experts: RoutedExperts | None = None  # with `router_replay`
     kept: KeptTokens | None = None  # of its tokens, where the sampler's distribution was truncated and that is recorded
     images: tuple[Images, ...] = ()  # of tools' answers, with places in the completion
     branches: tuple[Branch, ...] = ()  # of a tree; (): each token sees the prompt and all before it
+    spans: tuple[VersionSpan, ...] = ()  # which weights sampled its tokens; (): those of `policy_version` all of them
 
     def __post_init__(self) -> None:
         _Asked.__post_init__(self)
@@ -246,6 +261,13 @@ class Rollout(_Asked):
     def tree(self) -> tuple[Branch, ...]:
         """The branches; of a rollout that is none, the one that is all of it."""
         return self.branches or (Branch(len(self.completion_ids), prompt=len(self.input)),)
+
+    @property
+    def versions(self) -> torch.Tensor:
+        """[C] int64: the optimizer step whose weights sampled each token."""
+        if not self.spans:
+            return torch.full((len(self.completion_ids),), self.policy_version)
+        return torch.cat([torch.full((span.length,), span.version) for span in self.spans])
 
     @property
     def seen(self) -> tuple[int, ...]:
@@ -484,6 +506,9 @@ class MicroBatch:
     experts: torch.Tensor | None = None  # (T, L, K) that the engine chose, see `PackedRow.experts`
     kept: KeptTokens | None = None  # of the labels, in host memory; every model's distribution is that over them
     images: Mapping[int, tuple[Images, ...]] | None = None  # by their segment, with places in it; None: there are none
+    ages: torch.Tensor | None = (
+        None  # (N,) float32, optimizer steps from the weights that sampled to the round's; None: 0
+    )
 
     @property
     def num_sequences(self) -> int:

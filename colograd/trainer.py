@@ -36,6 +36,7 @@ from .policy.lora import unwrap
 from .policy.reference import FollowPolicy, FrozenCopy
 from .reporting.completion_log import CompletionLog
 from .rewards import weighted_sum
+from .rollout.carried_round import CarriedRounds
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process
 from .runtime.closing import closes_if_it_fails
@@ -115,6 +116,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             quantization_config, peft_config, tools, rollout_func, environment_factory, agent, optimizers[0],
             self.samples,
             needs_columns=not (self.replaces("generate") or self.replaces("score")),
+            generates=self.replaces("generate"),
         )  # fmt: skip
         task = prepare(given, args, self.closing)
         self.policy, self.rewards, self.toolbox = task.policy, task.rewards, task.toolbox
@@ -201,6 +203,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         return kind(
             self, self.args, self.policy.tokenizer, self.engine, source, self.device_turns, task.scorer, self.estimator,
             self.toolbox, self.journal, self.completion_log, self.recorder, self.times, self.console, self.lengths,
+            CarriedRounds.of(self.in_flight, self.args, self.times),
         )  # fmt: skip
 
     def _describe(self, built: Assembly, task: Task) -> None:
@@ -266,6 +269,8 @@ class GRPOTrainer(TRLNames, SeamTrainer):
         """As in transformers; see `SeamTrainer.train` for resuming."""
         watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
         self.learner.pending, self.learner.early, self._unlogged = [], None, []
+        if self.in_flight is not None:
+            self.in_flight.groups = ()
         self.sampler.take_counts()  # drop what a step counted before it failed
         if self.engine is not None:
             self.engine.invalidate()  # steps are counted anew, or other weights are loaded

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,12 +116,13 @@ def _sequences(settings: dict[str, Any]) -> dict[str, int]:
     """Completions of a generation, on all GPUs or in each engine. Whole steps are sampled together (`StepKnobs`)."""
     accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
     batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
+    at_once = 1 / (settings["carry_over"] or 1)  # of a round's
     if settings["prompts_per_step"] is not None:
         step = settings["prompts_per_step"] * settings["num_generations"]
-        return {"sequences": max(step * together, generation)}
+        return {"sequences": math.ceil(max(step * together, generation) * at_once)}
     if generation > batch * accumulated:
-        return {"sequences": generation}
-    return {"sequences_per_engine": batch * max(accumulated, together)}
+        return {"sequences": math.ceil(generation * at_once)}
+    return {"sequences_per_engine": math.ceil(batch * max(accumulated, together) * at_once)}
 
 
 def _take_own_gpus(options: argparse.Namespace) -> None:

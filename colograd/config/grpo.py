@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process
+from .carry_over import CarryOverKnobs
 from .curriculum import CurriculumKnobs
 from .distillation import DistillationKnobs
 from .engine import EngineKnobs
@@ -39,6 +40,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     RewardKnobs,
     EngineKnobs,
     EvaluationKnobs,
+    CarryOverKnobs,
     CurriculumKnobs,
     ShardingKnobs,
     PolicyKnobs,
@@ -155,6 +157,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._resolve_advantages()
         self._resolve_objective()
         self.notes.extend(self._drop_biased_correction())
+        self._check_carry_over()
         self._check_reference()
         self._check_distillation()
         self._check_logs()
@@ -249,6 +252,11 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         ):
             if attrgetter(name)(self):
                 yield f"config: `{name}` has no effect: prompts are tokenised and shared out without torch's loader."
+        if self.carry_over is not None and self.vllm_importance_sampling_mode.startswith("sequence"):
+            yield (
+                f"carry_over: vllm_importance_sampling_mode {self.vllm_importance_sampling_mode} multiplies the ratios "
+                "of all old tokens of a completion, so that long ones hardly count: token_truncate weighs each apart."
+            )
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
                 f"loss: {loss} sums over tokens, so with importance_sampling_level: sequence a completion weighs by "

@@ -15,6 +15,6 @@ streamed dataset is tokenised while it is read, by a `PromptStream` and its `Str
 
 from .curriculum import CurriculumOrder, CurriculumState
 from .loading import load_datasets
-from .order import PromptLoader, StepOrder, extra_prompts
+from .order import PromptLoader, StepOrder, extra_prompts, prompt_at
 from .prompts import PromptDataset, PromptRules, tokenize_prompts
 from .stream import PromptStream, StreamLoader

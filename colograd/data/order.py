@@ -72,10 +72,21 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def __len__(self) -> int:
         return self.num_rounds * self.steps_per_generation * self.num_iterations
 
+    @property
+    def epoch_size(self) -> int:
+        """Prompts of an epoch, over all ranks."""
+        return self.num_rounds * self.steps_per_generation * self.prompts_per_step
+
+    def row_at(self, position: int) -> int:
+        """The row that the order has given a position."""
+        epoch, place = divmod(position, self.epoch_size)
+        self.set_epoch(epoch)
+        return self._rows_in_order()[place]
+
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         rows = self._rows_in_order()
         per_rank = self.prompts_per_step // self.data_size
-        start = self.epoch * self.num_rounds * self.steps_per_generation * self.prompts_per_step
+        start = self.epoch * self.epoch_size
         for round_index in range(self.num_rounds):
             for _ in range(self.num_iterations):
                 for step in range(self.steps_per_generation):
@@ -105,12 +116,24 @@ def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: 
     A pure function of the seed and the step, so that a resumed run draws the same ones, and nothing has to be saved.
     Ranks take turns in one hashed order of all rows, which begins anew where it ends.
     """
-    layout = config.layout
-    digest = hashlib.sha256(f"{seed_of(config)} extra {step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    rows = torch.randperm(len(dataset), generator=generator).tolist()
+    layout, rows = config.layout, _extra_rows(dataset, config, step)
     places = [index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count)]
     return [dataset[rows[place % len(rows)], EXTRA * (step + 1) + place] for place in places]
+
+
+def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prompt:
+    """The prompt that a run without a curriculum has at a position, in the order or drawn in addition."""
+    if position < EXTRA:
+        return dataset[StepOrder.of(config, len(dataset)).row_at(position), position]
+    step, place = divmod(position, EXTRA)
+    rows = _extra_rows(dataset, config, step - 1)
+    return dataset[rows[place % len(rows)], position]
+
+
+def _extra_rows(dataset: PromptDataset, config: GRPOConfig, step: int) -> list[int]:
+    digest = hashlib.sha256(f"{seed_of(config)} extra {step}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randperm(len(dataset), generator=generator).tolist()
 
 
 class PromptLoader(DataLoader):

@@ -52,6 +52,11 @@ class PromptStream(torch.utils.data.IterableDataset):
                 "dynamic_sampling draws further rows of the dataset at random, which a streamed one hasn't: load it "
                 "whole, or set dynamic_sampling: false."
             )
+        if config.carry_over is not None:
+            raise ValueError(
+                f"carry_over is {config.carry_over}, which draws further rows of the dataset at random, and a streamed "
+                "one hasn't these: load it whole, or leave carry_over out."
+            )
         self.per_step, self.round_steps = int(config.prompts_per_step or 1), int(config.steps_per_generation or 1)
         self.iterations, self.layout = config.num_iterations, config.layout
         if config.shuffle_dataset:

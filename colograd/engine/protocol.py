@@ -139,6 +139,10 @@ class Engine(Protocol):
     def abort(self, requests: Iterable[str]) -> None:
         """Drop requests that are in flight."""
 
+    def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
+        """Drop requests that are in flight; returns each with what its completions have so far, those that hadn't ended
+        with the reason `ABORT` and, if they waited, without a token. In order."""
+
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:

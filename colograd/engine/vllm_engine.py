@@ -10,7 +10,7 @@ import contextlib
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from .arguments import TELLS_EXPERTS, blank_kwargs, computes_float32_heads, engi
 from .building import buffers_stay, build_conditions, check_vllm, told_of_vllm, untested_vllm, usual_algorithms
 from .closing import closed_if_it_fails, closes_with
 from .kept_tokens import TELLS_KEPT, kept_of, tell_kept_tokens
+from .last_outputs import last_outputs
 from .leading import follow, leading
 from .per_layer_inputs import computed_per_layer_inputs
 from .protocol import EngineTensors, Sampled, StaleWeights, T
@@ -393,13 +394,18 @@ class VLLMEngine:
         if (asked := self._seen.pop(request, None)) is not None:
             images.check_expanded(asked, output.prompt_token_ids)
         for completion in sorted(output.outputs, key=lambda c: c.index):
-            ids = array("i", completion.token_ids)
-            experts = None if self._routed is None else self._routed.take(request, completion, read, ids)
-            kept = kept_of(completion, self.vocab_size)
-            found.append(Sampled(ids, _logprobs(completion), FinishReason(completion.finish_reason), experts, kept))
+            one = self._completion(completion)
+            if self._routed is not None:
+                one = replace(one, experts=self._routed.take(request, completion, read, one.ids))
+            found.append(one)
         if self._routed is not None:
             self._routed.drop(request)
         return found
+
+    def _completion(self, output: Any) -> Sampled:
+        """vLLM's completion, without experts."""
+        kept, reason = kept_of(output, self.vocab_size), FinishReason(output.finish_reason)
+        return Sampled(array("i", output.token_ids), _logprobs(output), reason, kept=kept)
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop those of the requests that are in flight. When there are no others, drain the engine."""
@@ -412,6 +418,12 @@ class VLLMEngine:
                 self._seen.pop(name, None)
             while not self._open and self.core.has_unfinished_requests():
                 self.core.step()
+
+    def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
+        names = [name for name in requests if name in self._open]
+        with last_outputs(self.core, names) as outputs:
+            self.abort(names)
+        return [(name, [self._completion(each) for each in outputs[name].outputs]) for name in names]
 
     def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:
         from vllm import SamplingParams

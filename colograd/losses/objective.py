@@ -231,6 +231,9 @@ class Objective:
             "entropy": ((entropy * mask).sum(), count),
             "sampling/sampling_logp_difference/mean": (difference.sum(), scored.sum()),
         }
+        if batch.ages is not None:
+            old_tokens = scored * (batch.ages > 0)
+            sums["carry_over/old_logp_difference"] = ((difference * old_tokens).sum(), old_tokens.sum())
         if self.entropy_bonus:
             sums[BONUS_ENTROPY] = ((entropy * chosen).sum(), chosen.sum())
         if kl is not None:

@@ -278,7 +278,7 @@ def collate(row: PackedRow) -> MicroBatch:
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(given, labels, strict=True)]
     sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
-    device, experts = row.device, row.experts()
+    device, experts, ages = row.device, row.experts(), _ages(rollouts)
     return MicroBatch(
         input_ids=to_device_async(torch.cat(segments.ids)[None], device),
         position_ids=to_device_async(torch.cat(segments.positions)[None], device),
@@ -301,4 +301,12 @@ def collate(row: PackedRow) -> MicroBatch:
         experts=None if experts is None else to_device_async(experts, device),
         kept=KeptTokens.joined([(rollout.kept, len(rollout.completion_ids)) for rollout in rollouts]),
         images=images or None,
+        ages=None if ages is None else to_device_async(ages, device),
     )
+
+
+def _ages(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
+    """(N,) by how many optimizer steps the weights that sampled each token are older than its round's; None: by 0."""
+    if not any(rollout.spans for rollout in rollouts):
+        return None
+    return torch.cat([rollout.policy_version - rollout.versions for rollout in rollouts]).float()

@@ -275,12 +275,26 @@ def sampler_trainer_gap(history: History) -> Seen | None:
     before, now = history.at_first(name), history.recently(name)
     if before is None or now is None:
         return None
+    if (share := history.recently("carry_over/old_tokens_share")) is not None:  # old tokens are `stale_tokens`' matter
+        old = history.recently("carry_over/old_logp_difference") or 0.0
+        now = max(now - share * old, 0.0) / max(1 - share, 0.1)
     grown = len(history.steps) >= 2 * WINDOW and now > max(3 * before, 0.03)
     if now <= 0.1 and not grown:
         return None
     since = f", {before:.2g} in the first steps" if grown else ""
     text = f"the sampler's and the trainer's log-probabilities differ by {now:.2g} nats on average{since}"
     return Seen(text, severe=now > 0.5)
+
+
+@rule
+def stale_tokens(history: History) -> Seen | None:
+    share, age = (history.recently(f"carry_over/{name}") for name in ("old_tokens_share", "mean_age"))
+    difference = history.recently("carry_over/old_logp_difference")
+    if share is None or age is None or (share <= 0.5 and (difference or 0.0) <= 0.2):
+        return None
+    apart = "" if difference is None else f"; of these the log-probabilities have moved by {difference:.2g} nats"
+    text = f"{share:.0%} of the last steps' tokens were carried over, {age:.2g} optimizer steps old on average{apart}"
+    return Seen(text, severe=(difference or 0.0) > 0.5)
 
 
 @rule

@@ -27,7 +27,17 @@ OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
     "reward_std", "frac_reward_zero_std",
 )  # fmt: skip
-OWN_FAMILIES = ("clip_ratio", "completions", "curriculum", "dynamic_sampling", "sampling", "time", "tools", "train")
+OWN_FAMILIES = (
+    "carry_over",
+    "clip_ratio",
+    "completions",
+    "curriculum",
+    "dynamic_sampling",
+    "sampling",
+    "time",
+    "tools",
+    "train",
+)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts
+from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RoutedExperts, VersionSpan
 from ..data.images import ImageReader
 from . import kept_record, pictures
 from .group_table import TABLE
@@ -50,7 +50,7 @@ class RewardedGroup:
     logged: Logged
 
 
-def _digest_of(example: Mapping[str, Any]) -> str:
+def digest_of_example(example: Mapping[str, Any]) -> str:
     """Of a dataset's row. A value that JSON has no type for counts with its type, an image with its pixels too."""
     text = json.dumps(dict(example), sort_keys=True, default=_named)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -76,7 +76,7 @@ def group_bytes(recorded: RewardedGroup) -> bytes:
         pa.array([_json(r.messages) for r in rollouts]),
         pa.array([_json(dict(r.columns)) for r in rollouts]),
         _lists(list(recorded.rewards.float().numpy())),
-        pa.array([_digest_of(recorded.group.example)] * len(rollouts)),
+        pa.array([digest_of_example(recorded.group.example)] * len(rollouts)),
         pa.array([_json(_of_group(logged, rollouts)), *[""] * (len(rollouts) - 1)]),
     ]
     table: bytes = pa.record_batch(columns, schema=TABLE).serialize().to_pybytes()
@@ -84,11 +84,22 @@ def group_bytes(recorded: RewardedGroup) -> bytes:
 
 
 def _of_group(logged: Logged, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """What the first row holds of the whole group: what was logged, and the branches of trees."""
+    """What the first row holds of the whole group: what was logged, the branches of trees, and versions of tokens."""
     found: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
     if any(rollout.branches for rollout in rollouts):
         found["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
+    if any(rollout.spans for rollout in rollouts):
+        found["spans"] = [[dataclasses.astuple(span) for span in rollout.spans] for rollout in rollouts]
     return found
+
+
+def _with_spans(rollouts: Sequence[Rollout], spans: Sequence[Sequence[Sequence[Any]]]) -> tuple[Rollout, ...]:
+    found = []
+    for rollout, of_one in zip(rollouts, spans, strict=True):
+        read = tuple(VersionSpan(int(length), int(version)) for length, version in of_one)
+        assert not read or sum(span.length for span in read) == len(rollout.completion_ids), "versions don't fit"
+        found.append(dataclasses.replace(rollout, spans=read))
+    return tuple(found)
 
 
 def _with_branches(rollouts: Sequence[Rollout], branches: Sequence[Sequence[Sequence[Any]]]) -> tuple[Rollout, ...]:
@@ -162,12 +173,14 @@ def group_of(content: bytes, prompt: Prompt, images: ImageReader | None = None) 
         logged = json.loads(batch.column("logged")[0].as_py())
         if "branches" in logged:
             rollouts = _with_branches(rollouts, logged["branches"])
+        if "spans" in logged:
+            rollouts = _with_spans(rollouts, logged["spans"])
         columns = {str(name): tuple(values) for name, values in logged["columns"].items()}
         metrics = {str(name): (float(total), int(count)) for name, (total, count) in logged["metrics"].items()}
         example = batch.column("example")[0].as_py()
     except (pa.ArrowException, *NONSENSE) as error:
         raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move the journal away.") from None
-    if example != _digest_of(prompt.example):
+    if example != digest_of_example(prompt.example):
         raise JournalError(
             f"{where} is of another prompt: the dataset or its order has changed. Put it back, or move the journal "
             "away to sample anew."

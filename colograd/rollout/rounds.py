@@ -71,33 +71,19 @@ def roll_out(
     """
     if one_call:
         return _first(_scored_together(prompts, stages, times), enough)
-    rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they have advantages
-    for recalled in rewarded.values():
-        stages.finished(recalled)
-    missing = [prompt for prompt in prompts if prompt.position not in rewarded]
-    in_scoring: dict[int, tuple[Group, PendingRewards]] = {}  # by position
+    scoring = InScoring(stages, prompts)
+    missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
     scored: list[ScoredGroup] = []  # the first prompts' groups, without a gap
     signals = 0  # groups of `scored` with a reward difference
-
-    def take_rewards(position: int) -> None:
-        group, pending = in_scoring.pop(position)
-        rewarded[position] = stages.record(group, pending.result())
-
-    def take_finished_rewards() -> None:
-        for position in [position for position, (_, pending) in in_scoring.items() if pending.done()]:
-            take_rewards(position)
 
     def extend_scored(wait: bool) -> None:
         nonlocal signals
         for prompt in prompts[len(scored) :]:
             if signals >= enough:
                 break
-            if prompt.position not in rewarded:
-                if not wait:
-                    break
-                take_rewards(prompt.position)
-                take_finished_rewards()
-            scored.append(stages.with_advantages(rewarded.pop(prompt.position)))
+            if prompt.position not in scoring.rewarded and not wait:
+                break
+            scored.append(scoring.scored(prompt.position))
             signals += has_signal(scored[-1])
 
     try:
@@ -106,12 +92,12 @@ def roll_out(
         if missing and signals < enough:
             groups = checked_groups(stages.sample(missing), missing)
             # Closing aborts the requests in flight: when there are enough groups, and when a reward function fails.
-            between_steps = stages.between_steps(take_finished_rewards)
+            between_steps = stages.between_steps(scoring.take_finished)
             with times.phase("generate"), between_steps, contextlib.closing(groups):
                 for group in groups:
                     started = time.perf_counter()
-                    in_scoring[group.position] = (group, stages.begin_score([group]))
-                    take_finished_rewards()
+                    scoring.begin(group)
+                    scoring.take_finished()
                     if enough < math.inf:
                         extend_scored(wait=False)
                     times.move("generate", "reward", time.perf_counter() - started)
@@ -120,9 +106,54 @@ def roll_out(
         with times.phase("reward"):
             extend_scored(wait=True)
     finally:
-        for _, pending in in_scoring.values():
-            pending.cancel()
+        scoring.cancel()
     return scored
+
+
+class InScoring:
+    """The rewards of a round's groups: recorded ones, and those that are being computed.
+
+    Args:
+        prompts: whose recorded groups are taken.
+    """
+
+    def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
+        self.stages = stages
+        self.rewarded: dict[int, RewardedGroup] = stages.recall(prompts)  # by position, until they have advantages
+        self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # by position
+        for recalled in self.rewarded.values():
+            stages.finished(recalled)
+
+    def begin(self, group: Group) -> None:
+        self._pending[group.position] = (group, self.stages.begin_score([group]))
+
+    def score_together(self, groups: Sequence[Group]) -> None:
+        """Score groups in one call, and wait for it."""
+        if groups:
+            rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
+            for group, of_group in zip(groups, rewards, strict=True):
+                self.rewarded[group.position] = self.stages.record(group, of_group)
+
+    def take_finished(self) -> None:
+        """Record the groups whose rewards are there."""
+        for position in [position for position, (_, pending) in self._pending.items() if pending.done()]:
+            self._take(position)
+
+    def scored(self, position: int) -> ScoredGroup:
+        """The group at a position with its advantages; waits for its rewards."""
+        if position not in self.rewarded:
+            self._take(position)
+            self.take_finished()
+        return self.stages.with_advantages(self.rewarded.pop(position))
+
+    def cancel(self) -> None:
+        """Nothing more is needed."""
+        for _, pending in self._pending.values():
+            pending.cancel()
+
+    def _take(self, position: int) -> None:
+        group, pending = self._pending.pop(position)
+        self.rewarded[position] = self.stages.record(group, pending.result())
 
 
 def _scored_together(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes) -> list[ScoredGroup]:

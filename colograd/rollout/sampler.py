@@ -27,6 +27,7 @@ from ..reporting.completion_log import CompletionLog
 from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..rewards import Ready, Scorer, Scoring
+from .carried_round import CarriedRounds
 from .failures import Abstaining, has_failed
 from .finished_groups import FinishedGroups
 from .partition import Partition
@@ -101,6 +102,7 @@ class Sampler:
     times: PhaseTimes
     console: Console
     lengths: LengthHistory = field(default_factory=LengthHistory)
+    carried_rounds: CarriedRounds | None = None  # None: a round ends with its last completion
     finished: FinishedGroups | None = None  # None: nothing is trained while a rank samples (`overlap`)
 
     def __post_init__(self) -> None:
@@ -128,6 +130,8 @@ class Sampler:
         steps = scale_over_steps(steps, self.estimator)
         self._log_completions(steps)
         counts, config = self.take_counts() | self._record_passes(steps) | self._seconds, self.config
+        if self.carried_rounds is not None:
+            counts |= self.carried_rounds.counts()
         with on_all_ranks("the statistics"):
             statistics = round_statistics(
                 steps, counts, self.hooks.combine, config.mask_truncated_completions, config.dynamic_sampling
@@ -222,9 +226,11 @@ class Sampler:
 
         def more_prompts(drawn: int, count: int) -> list[Prompt]:
             dataset = self.hooks.train_prompts
-            assert isinstance(dataset, PromptDataset), "a streamed one was refused with dynamic_sampling"
+            assert isinstance(dataset, PromptDataset), "a streamed one was refused"
             return extra_prompts(dataset, config, self.hooks.state.global_step, drawn, count)
 
+        if self.carried_rounds is not None:
+            return self.carried_rounds.sample_steps(prompts, self.stages(), self.hooks.state.global_step, more_prompts)
         rounds = config.dynamic_sampling_max_rounds if config.dynamic_sampling else 0
         return sample_steps(prompts, self.stages(), self.times, config.reward_call == "all", rounds, more_prompts)
 
@@ -266,7 +272,8 @@ class Sampler:
     def _write(self, prompts: Sequence[Prompt], source: RolloutSource, sampling: Sampling) -> Iterator[Group]:
         config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
         bar = self.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
-        if len(prompts) * sampling.n > self.engine.max_sequences:
+        carries = self.carried_rounds is not None and not evaluates  # the oldest first, as they come
+        if len(prompts) * sampling.n > self.engine.max_sequences and not carries:
             prompts = self.lengths.longest_first(prompts)
         by_position = {prompt.position: prompt for prompt in prompts}
         purpose = self.purpose.value

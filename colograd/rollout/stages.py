@@ -109,9 +109,11 @@ class Stages:
 # -- checks: a stage that a subclass replaces may return anything; each raises a ValueError
 
 
-def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generator[Group]:
-    """Pass on the groups that ``generate`` yields: one whole `Group` per prompt. Closing this closes ``groups``."""
+def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
+    """Pass on the groups that ``generate`` yields: one whole `Group` per prompt, or for ``wanted`` of the prompts.
+    Closing this closes ``groups``."""
     waiting = {prompt.position for prompt in prompts}
+    left_out = 0 if wanted is None else len(waiting) - wanted
     try:
         for group in groups:
             if not isinstance(group, Group):
@@ -129,9 +131,9 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt]) -> Generato
     finally:
         if hasattr(groups, "close"):
             groups.close()
-    if waiting:
+    if len(waiting) != left_out:
         raise ValueError(
-            f"generate yielded no group for {len(waiting)} of {len(prompts)} prompts (the first at position "
+            f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (the first at position "
             f"{min(waiting)}), but must yield one for each: keep at least one completion."
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..batch import FinishReason, SampledStep, ScoredGroup
+from ..batch import FinishReason, Rollout, SampledStep, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 
@@ -29,6 +29,7 @@ class RolloutStatistics:
     loss_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # further metrics that add up
     logged: dict[str, list[float]] = field(default_factory=dict)  # sum and number of what rewards log, by metric
+    oldest: int = 0  # optimizer steps from the weights that sampled a token to the round's, at most
     distinct: int = 0  # completions whose tokens no earlier one of their group has
     notes: list[Any] = field(default_factory=list)  # for the report, of each rank
 
@@ -42,11 +43,19 @@ class RolloutStatistics:
             self.loss_tokens += int(loss_tokens(rollout, mask_truncated).sum())
             if unscored := int((rollout.sampled & rollout.sampler_logprobs.isnan()).sum()):
                 self.counts["sampling/unscored_tokens"] += unscored
+            self._add_ages(rollout)
         self.distinct += len({rollout.completion_ids.tobytes() for rollout in group.group.rollouts})
         self.rewards += group.rewards.tolist()
         self.totals += totals.tolist()
         self.flat_groups.append(bool(group_std(totals) < 1e-8))
         self._add_logged(group.logged.metrics)
+
+    def _add_ages(self, rollout: Rollout) -> None:
+        if rollout.spans:
+            ages = rollout.policy_version - rollout.versions
+            self.counts["carry_over/old_tokens"] += int((ages > 0).sum())
+            self.counts["carry_over/ages"] += int(ages.sum())
+            self.oldest = max(self.oldest, int(ages.max()))
 
     def _add_logged(self, metrics: Mapping[str, Sequence[float]]) -> None:
         for name, (total, number) in metrics.items():
@@ -75,6 +84,7 @@ class RolloutStatistics:
             whole.loss_tokens += part.loss_tokens
             whole.counts.update(part.counts)
             whole._add_logged(part.logged)
+            whole.oldest = max(whole.oldest, part.oldest)
             whole.distinct += part.distinct
             whole.notes += part.notes
         return whole
@@ -108,6 +118,11 @@ class RolloutStatistics:
             calls = self.counts["tools/calls"]
             result["tools/call_frequency"] = calls / max(len(self.lengths), 1)
             result["tools/failure_frequency"] = self.counts["tools/failures"] / calls if calls else 0.0
+        if "carry_over/groups" in self.counts or "carry_over/ages" in self.counts:
+            old, ages = (result.pop(f"carry_over/{name}", 0.0) for name in ("old_tokens", "ages"))
+            tokens = max(sum(self.lengths), 1)
+            result |= {"carry_over/old_tokens_share": old / tokens, "carry_over/mean_age": ages / tokens}
+            result["carry_over/max_age"] = float(self.oldest)
         if drafted := self.counts["drafts/tokens"]:
             result["drafts/acceptance"] = self.counts["drafts/accepted"] / drafted
         if self.flat_groups and reward_names:

@@ -6,6 +6,7 @@ and no reward is called again. A file per round, or evaluation, and rank, which 
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the report
     RUN/_journal/step-00000012/rank-00000.shown       of a round that checkpoints made needless: the groups with notes
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore`: groups that are scored again
+    RUN/_journal/step-00000012/rank-00000.carried     with `carry_over`: what the round left in flight (`in_flight`)
     RUN/_journal/step-00000012/rank-00000.sessions    an agent's, of groups that aren't whole yet (`session_log`)
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient's norm of the steps trained on it (`figures`)
     RUN/_journal/step-00000012/partition.jsonl        what ranks trained while others sampled (`partition`)
@@ -24,7 +25,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from ..data.images import ImageReader
 from .figures import note_figures
 from .group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from .group_table import NOTES, SHOWN, keep_shown, reduced
+from .in_flight import RoundEnd, read_round_end, write_round_end
 from .partition import Partition, note_partition, read_partition
 from .record_file import Record, RecordFile, read_records
 from .session_log import SessionLog
@@ -317,6 +319,23 @@ class RolloutStore:
         """Of the step that a round begins with; None: nothing of it was trained while ranks sampled."""
         return read_partition(self._folder_of(step - 1, ""), step)
 
+    def note_round_end(self, end: RoundEnd, ranks: int) -> None:
+        """Record which groups a round trains, and what it left in flight (`carry_over`)."""
+        if self._round is not None:
+            path = self._round / self._round_end_name
+            try:
+                write_round_end(path, end, ranks)
+            except OSError as error:
+                self.problem = _problem(path, error)
+
+    def round_end(self, step: int, prompt_at: Callable[[int], Prompt], ranks: int) -> RoundEnd | None:
+        """How the round of ``step`` ended on this rank; None: it didn't, or prompts were shared out otherwise.
+
+        Raises:
+            JournalError: it had other prompts.
+        """
+        return read_round_end(self._folder_of(step, "") / self._round_end_name, prompt_at, ranks)
+
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
         return taken
@@ -422,6 +441,10 @@ class RolloutStore:
     @property
     def _file_name(self) -> str:
         return f"rank-{self.rank:05d}.records"
+
+    @property
+    def _round_end_name(self) -> str:
+        return f"rank-{self.rank:05d}.carried"
 
     def _folders(self) -> list[tuple[int, Path]]:
         """(step of the weights, folder) of rounds and evaluations, in order."""

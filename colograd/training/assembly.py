@@ -40,6 +40,7 @@ from ..policy.routing import num_experts
 from ..policy.second_models import SecondModels, second_model_bytes, second_models
 from ..policy.teacher import check_teacher_context
 from ..reporting.metrics import PhaseTimes
+from ..rollout.carry_over import CarryOver
 from ..rollout.conversations import Conversations
 from ..rollout.custom import CustomRollouts
 from ..rollout.session_log import SessionLog
@@ -257,7 +258,7 @@ def most_images(prompts: Sequence[Prompts], policy: Policy, tools: Toolbox | Non
 
 def sampled_together(config: GRPOConfig) -> int:
     """Completions of one generation in this rank's engine."""
-    return config.per_device_train_batch_size * (config.steps_per_generation or 1)
+    return config.groups_in_flight * (config.num_generations or 1)
 
 
 def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
@@ -284,7 +285,7 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
     """The writer of completions: the user's source or function, conversations with tools, or the engine alone.
 
     Args:
-        trainer: is handed to a user's function.
+        trainer: is handed to a user's function; has what is in flight.
     """
     write, tools = task.rollout_func, task.toolbox
     if hasattr(write, "generate"):
@@ -297,6 +298,8 @@ def rollout_source(engine: Engine, config: GRPOConfig, task: Task, trainer: Any)
     if tools is not None and task.tool_format is not None:
         rules = reset_rules(task.policy, config, tools, engine.context)
         return Conversations(engine, tools, task.tool_format, rules, config.max_tool_calling_iterations)
+    if (in_flight := trainer.in_flight) is not None:
+        return CarryOver(engine, in_flight)
     return engine
 
 

@@ -30,9 +30,16 @@ OF_TRAINING = (
     "max_completion_length_eval",
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
+OF_CARRY_OVER = ("carry_over", "carry_over_max_age")
 # The settings that a replay shares with the run.
 OF_GROUPS = frozenset(
-    (*OF_ROUNDS, "curriculum", *(field.name for field in dataclasses.fields(SamplingKnobs)), REWARD_FUNCS)
+    (
+        *OF_ROUNDS,
+        *OF_CARRY_OVER,
+        "curriculum",
+        *(field.name for field in dataclasses.fields(SamplingKnobs)),
+        REWARD_FUNCS,
+    )
 )
 
 
@@ -62,6 +69,8 @@ def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]
     for name in ("router_replay", "curriculum"):
         if getattr(args, name):  # else the records of runs from before this setting fit
             settings[name] = getattr(args, name)
+    if args.carry_over is not None:  # likewise
+        settings |= {name: getattr(args, name) for name in OF_CARRY_OVER}
     if args.distils:  # likewise
         settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(DistillationKnobs)}
     return settings | {REWARD_FUNCS: list(reward_names)}

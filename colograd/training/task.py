@@ -68,6 +68,7 @@ class Given:
     optimizer: Any
     samples: bool  # False: the groups are recorded ones, and no engine is built
     needs_columns: bool  # False: a subclass generates or scores in its own way
+    generates: bool = False  # a subclass does, in its own way
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
             closing.callback(toolbox.close)
         rollout_func = rollout_func_of(given.rollout_func, toolbox, args)
         agent = agent_of(given.agent, rollout_func, toolbox, args)
+        check_carry_over(args, given, _has_images(given))
         own = own_rewards(toolbox, agent)
         rewards = rewards_of(with_models(given.reward_funcs, given.reward_processing_classes, args), args, own)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
@@ -287,6 +289,21 @@ def check_agent_model(agent: Agent | None, policy: Policy, args: GRPOConfig) -> 
             f"agent is set, but {policy.path} reads images, and an agent's sessions are of text: choose a model of "
             "text."
         )
+
+
+def check_carry_over(args: GRPOConfig, given: Given, images: bool) -> None:
+    """Raise a ValueError if `carry_over` is asked for and a completion is more than the engine's answer to a text."""
+    others = {
+        "tools": given.tools, "rollout_func": given.rollout_func, "environment_factory": given.environment_factory,
+        "agent": given.agent, "a generate of your own": given.generates, "a column of images": images,
+    }  # fmt: skip
+    if args.carry_over is None or not any(others.values()):
+        return
+    name = next(name for name, value in others.items() if value)
+    raise ValueError(
+        f"carry_over is {args.carry_over}, but with {name} a completion isn't one answer of the engine to a text, and "
+        "that alone can stop and go on: leave one of the two out."
+    )
 
 
 def own_rewards(tools: Toolbox | None, agent: Agent | None) -> list[Any]:

@@ -19,6 +19,7 @@ from ..checkpoint import folders, search
 from ..checkpoint.earlier_run import set_aside
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
+from ..data import prompt_at
 from ..engine.queue_order import LengthHistory
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
@@ -28,6 +29,7 @@ from ..reporting.console import Console
 from ..reporting.metrics import PhaseTimes
 from ..reporting.model_card import SETTINGS, RunFacts, write_card
 from ..rewards import RewardFunction
+from ..rollout.in_flight import InFlight
 from ..rollout.store import RolloutStore, digest_of
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
@@ -43,6 +45,7 @@ class SeamTrainer(Trainer):
     rewards: list[RewardFunction]
     learner: Learner
     sharding: ShardingStrategy
+    train_prompts: Any
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -54,6 +57,7 @@ class SeamTrainer(Trainer):
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
+        self.in_flight = InFlight.of(self.args)
         self._unlogged: list[dict[str, float]] = []  # the metrics of each step since the last log
         self._gathered: dict[str, torch.Tensor] | None = None  # the weights to be saved, of a policy that is cut
         self.checkpointer = self.make_checkpointer()
@@ -190,10 +194,13 @@ class SeamTrainer(Trainer):
             second.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As in transformers; also save the lengths of completions, which decide how the engine batches prompts."""
+        """As in transformers; also save the lengths of completions, which decide how the engine batches prompts, and
+        the groups in flight."""
         super()._save_rng_state(output_dir)
         if self.args.layout.engine_place == 0:  # the rank that sampled them
             self.lengths.save(output_dir, self.args.layout.data_rank)
+            if self.in_flight is not None:
+                self.in_flight.save(output_dir, self.args.layout.data_rank, self.args.layout.data_size)
 
     # -- loading
 
@@ -213,7 +220,13 @@ class SeamTrainer(Trainer):
         if checkpoint is None:
             return
         self.checkpointer.load_optimizer(checkpoint)
-        self.lengths.load(checkpoint, self.args.layout.data_rank)
+        layout = self.args.layout
+        self.lengths.load(checkpoint, layout.data_rank)
+        if self.in_flight is not None and not self.args.ignore_data_skip:  # else positions are given anew
+            with on_all_ranks("the groups in flight"):
+                at = functools.partial(prompt_at, self.train_prompts, self.args)
+                if layout.engine_place == 0:
+                    self.in_flight.load(checkpoint, layout.data_rank, layout.data_size, at)
         for second in self.learner.second_models.values():
             with loading(checkpoint, "a second model"):
                 second.load(checkpoint)

@@ -213,6 +213,14 @@ def optimizer_state(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
 ONE_BY_ONE = {"vllm_engine_kwargs": {"max_num_seqs": 1}}
 
 
+# For `carry_over`: an eighth of the tokens ends a completion, so that lengths differ.
+CARRYING: dict[str, Any] = {
+    "carry_over": 0.6, "generation_kwargs": {"stop_token_ids": [*range(3, 256, 8)]}, "max_completion_length": 48,
+    "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "journal": "keep", "learning_rate": 3e-3,
+    "vllm_importance_sampling_mode": "token_truncate",
+}  # fmt: skip
+
+
 def clean_environment() -> dict[str, str]:
     """For a subprocess: without the rank variables that an engine in this process may have set."""
     drop = (*process.RANK_VARIABLES, process.RANK_OF_ONE, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")

@@ -41,6 +41,16 @@ WELL = {
     "step_time": 10.0,
     "time/reward": 0.5,
 }  # fmt: skip
+STALE = {
+    "carry_over/old_tokens_share": 0.6,
+    "carry_over/mean_age": 1.2,
+    "carry_over/old_logp_difference": 0.1,
+}
+FEW_STALE = STALE | {
+    "carry_over/old_tokens_share": 0.4,
+    "carry_over/old_logp_difference": 0.18,
+    "sampling/sampling_logp_difference/mean": 0.076,
+}
 SETTINGS = {
     "max_completion_length": 256,
     "max_grad_norm": 1.0,
@@ -125,6 +135,11 @@ RAISED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"steps": [{"sampling/sampling_logp_difference/mean": 0.005 * 1.2**number} for number in range(16)]},
         r"differ by 0.03\d nats on average, 0.0074 in the first steps",
     ),
+    "stale-tokens": (
+        "warning",
+        {"steps": [STALE] * 3},
+        "60% of the last steps' tokens were carried over, 1.2 optimizer steps old .* moved by 0.1 nats",
+    ),
     "clipped-away": (
         "severe",
         {"steps": [{"sampling/masked_share": 0.2, "sampling/masked_tokens_share": 0.7}] * 3},
@@ -181,7 +196,12 @@ NOT_RAISED: dict[str, list[dict[str, Any]]] = {
         {"steps": [{"grad_norm": 0.01}] * 6 + [{"grad_norm": 0.5}]},
         {"steps": [{"grad_norm": 0.0}] * 6 + [{"grad_norm": 5.0}]},
     ],
-    "sampler-trainer-gap": [{"steps": [{"sampling/sampling_logp_difference/mean": 0.05}] * 20}],
+    "sampler-trainer-gap": [
+        {"steps": [{"sampling/sampling_logp_difference/mean": 0.05}] * 20},
+        # As much as the old tokens alone make.
+        {"steps": [{}] * 10 + [FEW_STALE] * 10},
+    ],
+    "stale-tokens": [{"steps": [FEW_STALE] * 3}],
     "clipped-away": [{"steps": [{"sampling/masked_share": 0.25, "clip_ratio/region_mean": 0.2}] * 5}],
     "no-effect": [
         {"steps": [{"reward": 0.3 + number / 200} for number in range(60)]},

@@ -1,0 +1,99 @@
+"""`CarryOver`: the engine's completions, in rounds that end before the last of them.
+
+More groups are in flight than a round takes. When it has its groups, the others stop where they are, and their tokens
+with the log-probabilities of the weights that sampled them wait for the next round, which goes on behind them. A group
+that was carried long enough is waited for, so that no token is older than `carry_over_max_age` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..batch import Group, Prompt
+from ..engine.protocol import Engine
+from ..engine.sampling import Sampling, request_seed
+from .in_flight import GroupInFlight, InFlight, PartialCompletion
+
+
+class CarryOver:
+    """A rollout source that keeps its unfinished groups in ``in_flight``."""
+
+    def __init__(self, engine: Engine, in_flight: InFlight) -> None:
+        self.engine, self.in_flight = engine, in_flight
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
+    ) -> Iterator[Group]:
+        """In training, yield the first `InFlight.takes` groups of a round's prompts; see `RolloutSource.generate`."""
+        if purpose != "train":
+            yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
+            return
+        self.engine.require(version)
+        groups = self.in_flight.begin(prompts, sampling.n, version)
+        round_ = _Round(self.engine, groups, self.in_flight.due(groups, version), self.in_flight.takes)
+        round_.submit(sampling, seed, purpose)
+        try:
+            while round_.lacks:
+                yield from round_.hand_over(version)
+                if round_.lacks:
+                    round_.advance(version)
+            self.in_flight.groups = round_.stop(version)
+        finally:
+            self.engine.abort(round_.requests)
+
+
+class _Round:
+    """The groups of one round: those that go on, and those that wait to be handed over.
+
+    Args:
+        due: positions of the groups without which the round doesn't end.
+        takes: groups that are handed over.
+    """
+
+    def __init__(self, engine: Engine, groups: Sequence[GroupInFlight], due: set[int], takes: int) -> None:
+        self.engine, self.due, self.lacks = engine, due, takes
+        self.groups = {group.prompt.position: group for group in groups}  # that aren't handed over
+        self.whole = [group.prompt.position for group in groups if group.is_whole]  # of these, in the order of ending
+        self.requests: dict[str, tuple[int, int]] = {}  # position, and which completion
+
+    def submit(self, sampling: Sampling, seed: int, purpose: str) -> None:
+        """Queue each completion that hasn't ended, the oldest group's first."""
+        for position, group in self.groups.items():
+            for index, each in enumerate(group.completions):
+                if each.finish_reason is not None:
+                    continue
+                own = request_seed(seed, position, purpose) + index  # as the index-th of n completions has it
+                if each.ids:  # the same random numbers again would bind its tokens to those before
+                    own = request_seed(seed, position, f"{purpose}/{index}/{len(each.ids)}")
+                read = group.prompt.input.followed_by(each.ids)
+                request = self.engine.submit(read, sampling, own, n=1, spent=len(each.ids))
+                self.requests[request] = position, index
+
+    def hand_over(self, version: int) -> Iterator[Group]:
+        """Those that are whole, as far as places are left beside the ones that are due."""
+        for position in [*self.whole]:
+            if position in self.due or self.lacks > len(self.due):
+                self.due.discard(position)
+                self.whole.remove(position)
+                self.lacks -= 1
+                yield self.groups.pop(position).group(version)
+
+    def advance(self, version: int) -> None:
+        """One step of the engine."""
+        for request, (part,) in self.engine.advance():
+            position, index = self.requests.pop(request)
+            self._extend(position, index, self.groups[position].completions[index].extended(part, version))
+            if self.groups[position].is_whole:
+                self.whole.append(position)
+
+    def stop(self, version: int) -> tuple[GroupInFlight, ...]:
+        """End what is in flight; returns the groups that go on."""
+        for request, (part,) in self.engine.stop(self.requests):
+            position, index = self.requests.pop(request)
+            self._extend(position, index, self.groups[position].completions[index].extended(part, version))
+        return tuple(self.groups.values())
+
+    def _extend(self, position: int, index: int, completion: PartialCompletion) -> None:
+        group = self.groups[position]
+        completions = (*group.completions[:index], completion, *group.completions[index + 1 :])
+        self.groups[position] = GroupInFlight(group.prompt, completions, group.since)
