@@ -195,6 +195,13 @@ class KeptTokens:
         counts = [none.new_zeros(length) if kept is None else kept.counts for kept, length in parts]
         return cls(torch.cat([none if kept is None else kept.ids for kept, _ in parts]), torch.cat(counts))
 
+    def of(self, places: torch.Tensor) -> KeptTokens:
+        """Those of some of the N tokens."""
+        starts, counts = self.counts.cumsum(0) - self.counts, self.counts[places]
+        shifts = starts[places] - (counts.cumsum(0) - counts)
+        index = torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts.long())
+        return KeptTokens(self.ids[index], counts)
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -509,6 +516,7 @@ class MicroBatch:
     ages: torch.Tensor | None = (
         None  # (N,) float32, optimizer steps from the weights that sampled to the round's; None: 0
     )
+    host_positions: torch.Tensor | None = None  # (N,) logit_positions in host memory, for ranks that share the row
 
     @property
     def num_sequences(self) -> int:

@@ -173,7 +173,7 @@ class GRPOTrainer(TRLNames, SeamTrainer):
             inputs = None if args.on_cpu else LayerInputs(args.device)
             self.closing.enter_context(inputs_on_host(unwrap(self.model), inputs))
         for second in built.second_models.values():
-            if isinstance(second, FrozenModel) and not second.offload:
+            if isinstance(second, FrozenModel) and not (second.offload and args.cuts_weights):
                 self.sharding.share_frozen(second.model)
             if isinstance(second, FrozenCopy) and second.follows:
                 self.add_callback(FollowPolicy(second, self.model))

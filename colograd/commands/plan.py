@@ -152,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
     size: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--tensor-parallel", dest="vllm_tensor_parallel_size", **size, default=1, help="ranks per engine; default: 1")
+    add("--sequence-parallel", dest="sequence_parallel_size", **size, default=1, help="ranks per row; default: 1")
     add("--context", dest="vllm_max_model_length", **size, default=8192, help="of prompt and completion; default: 8192")
     add("--completion", dest="max_completion_length", **size, help="tokens; default: half of the context")
     add("--group", dest="num_generations", **size, default=8, help="completions per prompt; default: 8")
@@ -192,7 +193,7 @@ def _check(options: argparse.Namespace) -> None:
     counts = {
         "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": options.vllm_max_model_length,
         "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
-        "--bus": options.bus,
+        "--bus": options.bus, "--sequence-parallel": options.sequence_parallel_size,
     }  # fmt: skip
     for flag, count in counts.items():
         if count <= 0:
@@ -202,6 +203,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--tensor-parallel is {options.vllm_tensor_parallel_size}, but must divide --gpus ({options.gpus}): "
             f"choose one of {', '.join(divisors)}."
+        )
+    if options.gpus % options.sequence_parallel_size:
+        divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
+        raise ValueError(
+            f"--sequence-parallel is {options.sequence_parallel_size}, but must divide --gpus ({options.gpus}): choose "
+            f"one of {', '.join(divisors)}."
         )
     if options.bits and not options.lora_r:
         raise ValueError(
@@ -303,6 +310,8 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
         f"take {run.need.wanted / GIB:,.1f} GiB per GPU"
     )
     yield from options.notes.values()
+    if run.ranks_per_sequence > 1:
+        yield f"{run.ranks_per_sequence} GPUs share out the tokens of each row, so activations are of that part of it"
     if run.tower is not None:
         yield "activations include a vision tower's, as if all of a prompt's tokens were pictures'; the engine's don't"
     yield ""

@@ -90,8 +90,9 @@ class EngineKnobs(TrainingArguments):
     def layout(self) -> RankLayout:
         """This rank's place among the others."""
         return RankLayout(
-            self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size()
-        )
+            self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size(),
+            self.sequence_parallel_size, self.vllm_tensor_parallel_size if self.tensor_parallel else 1,
+        )  # fmt: skip
 
     def _check_engine(self) -> None:
         if not self.use_vllm:

@@ -151,6 +151,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self.notes.extend(self._drop_what_is_done_anyway())
         self._check_evaluation()
         self._check_engine()
+        self._check_sequences()
         self._check_rewards()
         self._check_curriculum(self.dynamic_sampling)
         self._check_rank_timeout()

@@ -7,6 +7,7 @@ weights where the engine reads them.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from ..runtime import process
 from .knob import knob, one_of
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
@@ -143,6 +145,9 @@ def _read(path: str) -> dict[str, Any]:
     return found
 
 
+# Settings that ranks that share out a row's tokens can't have.
+NOT_IN_SEQUENCES = ("torch_compile", "router_replay", "teacher_model_name_or_path", "offload_gradients")
+
 # Optimizers that update each element by itself: a slice of a parameter is updated as it would be within the whole.
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
@@ -178,6 +183,15 @@ class ShardingKnobs(TrainingArguments):
         "On a GPU, add each gradient to float32 sums in page-locked host memory as soon as a backward has made it, and "
         "free it: the GPU never holds all of them. The optimizer (`adamw_split`) takes them from there, to the same "
         "bits. Not with `sharding: fsdp`. Does nothing on a CPU.",
+    )
+
+    sequence_parallel_size: int = knob(
+        1,
+        "Ranks that share out the tokens of each row, neighbours on one machine: each computes its part of a "
+        "micro-batch's tokens, and in attention all tokens for a part of the heads. A rank's activations are then of "
+        "that part, for sequences that no GPU has room for. Each samples for itself as ever. With `sharding: none`, "
+        "`optimizer`, `gradients` or the three of `tensor`, whose ranks of an engine have a part of the policy each. "
+        "See docs/scaling.md.",
     )
 
     def _take_sharding(self) -> None:
@@ -231,6 +245,34 @@ class ShardingKnobs(TrainingArguments):
             raise ValueError(
                 f"sharding is {self.sharding!r} and gradient_checkpointing_kwargs has use_reentrant: true, but then a "
                 "gradient may come after its parameter was exchanged: remove use_reentrant (it is false by default)."
+            )
+
+    def _check_sequences(self) -> None:
+        """Check what ranks that share out a row's tokens go with."""
+        size = self.sequence_parallel_size
+        if size == 1:
+            return
+        asked: Any = self  # fields of other groups
+        parts = asked.vllm_tensor_parallel_size if self.tensor_parallel else 1
+        per_node = process.local_world_size()
+        for ranks, where in ((self.world_size, "the number of ranks"), (per_node, "the ranks of a machine")):
+            if size < 1 or ranks % (size * parts):
+                of_parts = f" times vllm_tensor_parallel_size ({parts})" if parts > 1 else ""
+                both = math.gcd(self.world_size, per_node)
+                able = [str(n) for n in range(1, both + 1) if not both % (n * parts)]
+                raise ValueError(
+                    f"sequence_parallel_size is {size}, but it{of_parts} must divide {where}, {ranks}: choose one of "
+                    f"{', '.join(able)}."
+                )
+        if self.sharding == "fsdp":
+            raise ValueError(
+                f"sequence_parallel_size is {size} and sharding is 'fsdp', which don't go together in this version: "
+                "set sharding: gradients, or tensor+gradients for a policy that no rank has room for."
+            )
+        if names := [name for name in NOT_IN_SEQUENCES if getattr(self, name)]:
+            raise ValueError(
+                f"sequence_parallel_size is {size} and {names[0]} is {getattr(self, names[0])}, which isn't available "
+                f"where ranks share out a row's tokens in this version: remove {names[0]}, or sequence_parallel_size."
             )
 
     def resolve_sharding(self, strategy: str) -> None:

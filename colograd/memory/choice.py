@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from ..config.sharding import TENSOR
 from .description import ORDER, RunDescription
 from .estimate import estimate
 from .shape import CacheNeed, Shape
@@ -144,6 +145,8 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         more_sharded = ORDER[ORDER.index(strategy) + 1 :]
         if other := next((other for other in more_sharded if other in run.strategies and fit(other)), ""):
             yield f"sharding: {other} over the {ranks} ranks"
+        if size := next((size for size in _row_sizes(run, strategy) if fit(ranks_per_sequence=size)), 0):
+            yield f"sequence_parallel_size: {size} ({size} ranks share out each row's tokens)"
     if run.sizes.trained == run.sizes.elements:
         adapted = run.sizes.with_adapter(adapter_elements(run.shape, LORA_RANK))
         if fit("none", sizes=adapted, reference=0):
@@ -152,6 +155,14 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
         yield f"vllm_max_model_length: {length}, with completions and prompts shorter alike"
     if on_gpu and (more := _more_ranks(run)) is not None:
         yield f"{more[0]} ranks with sharding: {more[1]}"
+
+
+def _row_sizes(run: RunDescription, strategy: str) -> list[int]:
+    """How many ranks could share out a row's tokens, beyond those that do."""
+    parts = run.ranks_per_engine if strategy in TENSOR else 1
+    able = range(run.ranks_per_sequence + 1, run.devices.ranks + 1)
+    possible = strategy != "fsdp" and run.tower is None
+    return [size for size in able if run.devices.ranks % (size * parts) == 0] if possible else []
 
 
 def adapter_elements(shape: Shape, rank: int) -> int:

@@ -86,6 +86,7 @@ class RunDescription:
     share: float = 0.0  # this share; 0: unknown
     strategies: tuple[str, ...] = STRATEGIES  # of sharding that the run may use
     samples: bool = True  # False: there is no engine
+    ranks_per_sequence: int = 1  # that share out a row's tokens
     tower: Tower | None = None
 
     @property
@@ -106,7 +107,7 @@ class RunDescription:
         """Sizes of micro-batches to plan with, in tokens, the largest first; each holds one whole sequence."""
         if self.tokens:
             return [max(self.tokens, self.length)]
-        sizes = [max(PLANNED_TOKENS, self.length)]
+        sizes = [max(PLANNED_TOKENS * self.ranks_per_sequence, self.length)]
         while sizes[-1] > self.length:
             sizes.append(max(self.length, sizes[-1] // 2))
         return sizes
@@ -181,19 +182,22 @@ def describe_run(
         kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
-        strategies=_strategies(settings, model),
+        strategies=_strategies(settings, model, devices.ranks),
+        ranks_per_sequence=getattr(settings, "sequence_parallel_size", 1),
         tower=Tower.of(model),
     )
 
 
-def _strategies(settings: Any, model: Any) -> tuple[str, ...]:
+def _strategies(settings: Any, model: Any, ranks: int) -> tuple[str, ...]:
     """Those that the run may use."""
     whole, weights = not is_adapted(model), settings.weights
+    size = getattr(settings, "sequence_parallel_size", 1)
     found = {*WHOLE}
-    if whole and not settings.offload_gradients and weights in ("auto", "gathered"):
+    if whole and not settings.offload_gradients and weights in ("auto", "gathered") and size == 1:
         found.add("fsdp")
     refused = any(getattr(settings, name, False) for name in NOT_IN_PARTS) or largest_dropout(model)
     in_parts = settings.vllm_tensor_parallel_size > 1 and whole and weights in ("auto", "shared")
+    in_parts = in_parts and ranks % (size * settings.vllm_tensor_parallel_size) == 0
     if in_parts and not refused and can_be_cut(model.config) and engine_dtype(settings, model.dtype) == model.dtype:
         found |= {*TENSOR} if getattr(settings, "vllm_model_impl", "auto") != "transformers" else set()
     return tuple(strategy for strategy in ORDER if strategy in found)

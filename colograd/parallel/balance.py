@@ -1,5 +1,5 @@
-"""Which rank trains which group. Ranks of one engine share out its groups, or train each together where each has a part
-of the policy; groups move from slow ranks to fast ones.
+"""Which ranks train which group. Ranks of one engine share out its groups; ranks that train each row together, with
+parts of the policy or of the row, are a team, and count as one. Groups move from slow teams to fast ones.
 
 A step is as slow as its slowest rank, and lengths differ by luck. The denominators are global and gradients are summed,
 so where a group is trained changes nothing but rounding.
@@ -7,6 +7,7 @@ so where a group is trained changes nothing but rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,24 +37,25 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
     return sum(prompts) + sum(c for _, c in sizes) + pair * pairs
 
 
-def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> list[list[Place]]:
-    """For each rank the groups that it trains, from the ``costs`` of each rank's own: those of an engine's first rank
-    go to the engine's ranks, the costliest first, each to the one with the least yet."""
-    assigned: list[list[Place]] = [[] for _ in costs]
-    loads = [0.0] * len(costs)
+def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
+    """For each team the groups that it trains, from the ``costs`` of each rank's own: an engine's groups go to the
+    teams of its ranks, the costliest first, each to the one with the least yet. A team may have several engines."""
+    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # teams that share engines
+    assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
+    loads = [0.0] * len(assigned)
     for owner, row in enumerate(costs):
-        first = owner - owner % ranks_per_engine
+        first = owner // (near * ranks_per_row) * near
         for index in sorted(range(len(row)), key=lambda i: -row[i]):
-            least = min(range(first, first + ranks_per_engine), key=lambda r: loads[r])
+            least = min(range(first, first + near), key=lambda team: loads[team])
             assigned[least].append((owner, index))
             loads[least] += row[index]
     return [sorted(row) for row in assigned]
 
 
-def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> list[list[Place]]:
-    """`share_out`, and then moves and swaps between the slowest and the fastest rank while they bring these together,
+def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
+    """`share_out`, and then moves and swaps between the slowest and the fastest team while they bring these together,
     if the slowest gains more than `MIN_GAIN`."""
-    own = share_out(costs, ranks_per_engine)
+    own = share_out(costs, ranks_per_engine, ranks_per_row)
     assigned = [list(row) for row in own]
 
     def cost_of(place: Place) -> float:
@@ -84,33 +86,21 @@ def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1) -> list[li
     return [sorted(row) for row in assigned] if slowest - max(loads) > MIN_GAIN * slowest else own
 
 
-def of_engines(costs: Sequence[Sequence[float]], ranks_per_engine: int, between_engines: bool) -> list[list[Place]]:
-    """For each rank the groups that it trains where an engine's ranks train each row together: the same ones."""
-    assign = plan if between_engines else share_out
-    size, engines = ranks_per_engine, assign(costs[::ranks_per_engine])
-    return [[(owner * size, index) for owner, index in row] for row in engines for _ in range(size)]
-
-
 def balance(
     groups: Sequence[ScoredGroup],
     pair: float,
     share_prompts: bool,
     ranks_per_engine: int = 1,
     between_engines: bool = True,
-    together: bool = False,
+    ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:
-    """The groups that this rank trains, and how many of them other engines sampled. A collective.
-
-    Args:
-        together: an engine's ranks train each row together, instead of sharing out its groups.
-    """
+    """The groups that this rank trains, and how many of them others sampled than its engine and those of its team. A
+    collective."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
-    if together:
-        assignment = of_engines(costs, ranks_per_engine, between_engines)
-    else:
-        assignment = (plan if between_engines else share_out)(costs, ranks_per_engine)
-    me = rank()
-    moved = sum(owner // ranks_per_engine != me // ranks_per_engine for owner, _ in assignment[me])
+    teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
+    assignment = [team for team in teams for _ in range(ranks_per_row)]
+    me, near = rank(), math.lcm(ranks_per_engine, ranks_per_row)
+    moved = sum(owner // near != me // near for owner, _ in assignment[me])
     return exchange(groups, assignment), moved
 
 

@@ -23,16 +23,25 @@ class RankLayout:
         engine_place   0 1 0 1 | 0 1 0 1    which part of the engine
         shard_group    0 2 4 6 are one, 1 3 5 7 the other: each group has one part of the weights to share out
         node           0 0 0 0 | 1 1 1 1
+
+    If the ranks of an engine also hold a policy in parts, and 2 ranks share out a row's tokens (T = 2, S = 2):
+
+        row_group      0 to 3 are one, 4 to 7 the other: each trains rows of its own
+        sequence_group 0 2, 1 3, 4 6 and 5 7: each has the same part of the policy, and halves of a row
     """
 
     rank: int = 0
     world_size: int = 1
     ranks_per_engine: int = 1
     ranks_per_node: int = 1
+    ranks_per_sequence: int = 1  # that share out the tokens of a row
+    policy_parts: int = 1  # ranks that hold a policy together: 1, or those of an engine
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
         assert self.world_size % self.ranks_per_engine == 0, (self.world_size, self.ranks_per_engine)
+        assert self.world_size % self.ranks_per_row == 0, (self.world_size, self.ranks_per_row)
+        assert self.policy_parts in (1, self.ranks_per_engine), (self.policy_parts, self.ranks_per_engine)
 
     @property
     def data_rank(self) -> int:
@@ -58,6 +67,21 @@ class RankLayout:
     def shard_group(self) -> tuple[int, ...]:
         """One rank of each engine, all with the same part of the weights, among which gradients are summed."""
         return tuple(range(self.engine_place, self.world_size, self.ranks_per_engine))
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Neighbours that train each row together: with parts of the policy, of the row's tokens, or of both."""
+        return self.ranks_per_sequence * self.policy_parts
+
+    @property
+    def row_group(self) -> tuple[int, ...]:
+        first = self.rank - self.rank % self.ranks_per_row
+        return tuple(range(first, first + self.ranks_per_row))
+
+    @property
+    def sequence_group(self) -> tuple[int, ...]:
+        """Of the row's ranks those with the same part of the policy, which share out its tokens."""
+        return self.row_group[self.rank % self.policy_parts :: self.policy_parts]
 
     @property
     def node(self) -> int:

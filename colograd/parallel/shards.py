@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from .layout import RankLayout
 from .ranks import time_limit
 
 T = TypeVar("T")
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has a new name
 Box = tuple[tuple[int, int], ...]  # of each dimension the first element and the last + 1
 
 
@@ -94,7 +96,7 @@ class RankGroup:
     place: int  # of this rank among them
     group: Any
     on_host: Any = None  # the same ranks over gloo, where they are to meet
-    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # sums and maxima asked for so far
+    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # exchanges on the device so far
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
         return self
@@ -137,6 +139,20 @@ class RankGroup:
             dist.all_gather_object(values, value, group=self.on_host)
         return tuple(values)
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every one's (n, ...), one behind the other: (size * n, ...)."""
+        found = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
+        _all_gather(found, tensor.contiguous(), group=self.group)
+        self.exchanged[0] += 1
+        return found
+
+    def all_to_all(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Give each rank so many of the tensor's rows, in the order of ranks; returns the rows that each has given."""
+        found = tensor.new_empty(sum(received), *tensor.shape[1:])
+        dist.all_to_all_single(found, tensor.contiguous(), [*received], [*sent], group=self.group)
+        self.exchanged[0] += 1
+        return found
+
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The tensor of the rank at place ``source``, into all the others'."""
         if self.size > 1:
@@ -152,7 +168,7 @@ def group_of(layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]]
         meets: the ranks will ask whether they meet.
     """
     world = range(layout.world_size)
-    every = [RankLayout(rank, layout.world_size, layout.ranks_per_engine, layout.ranks_per_node) for rank in world]
+    every = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in every)
     made = {ranks: dist.new_group([*ranks], time_limit()) for ranks in groups}
     hosts = {ranks: dist.new_group([*ranks], time_limit(), backend="gloo") for ranks in groups if meets}

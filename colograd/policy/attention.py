@@ -35,8 +35,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..batch import SegmentLayout
 from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one, kernels
 from .sending import to_device_async
+from .sequence_parallel import PACKED as NAME
+from .sequence_parallel import RowPart
 
-NAME = "colograd_packed"
 TOWER_NAME = "colograd_flash_tower"  # with "flash" in it, by which transformers knows whom to give all windows at once
 
 
@@ -48,6 +49,7 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     layout: SegmentLayout | None = None,
     s_aux: torch.Tensor | None = None,
+    row_part: RowPart | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one packed row, in the form of transformers' attention functions.
@@ -57,6 +59,7 @@ def packed_attention(
         key, value: (1, K, T, D), K dividing H (grouped-query attention).
         layout: which tokens attend to which; None: the row isn't packed, and `sdpa` computes it.
         s_aux: (H,) sinks: logits of a key of value 0 that every token attends to.
+        row_part: this rank's of the row's T tokens, which queries, keys and values are of; None: all.
         options: transformers' `scaling`, `dropout`, `sliding_window` (in tokens, along prompt and completion), and
             `both_ways`: first and last token + 1 of runs within a segment, whose tokens also attend to later ones.
 
@@ -67,6 +70,12 @@ def packed_attention(
         ValueError: more than one row, or what would be computed wrongly: a mask or bias, not causal, soft-capping with
             sinks or images.
     """
+    if row_part is not None:
+        heads = query.shape[1]
+        of_heads = row_part.to_heads(*_in_one_dtype(query, key, value))
+        sinks = None if s_aux is None else row_part.own_heads(s_aux)
+        output, _ = packed_attention(module, *of_heads, attention_mask, layout, sinks, **options)
+        return row_part.to_tokens(output, heads), None
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     if layout is None:
         if s_aux is not None:

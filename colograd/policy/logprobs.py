@@ -19,11 +19,13 @@ from torch.autograd.function import once_differentiable
 
 from ..batch import MicroBatch, PackedRow, StepBatch
 from ..parallel import watchdog
-from . import attention, images, padded, router_replay, tensor_parallel
+from . import attention, images, padded, router_replay, sequence_parallel
+from .exchanges import enter
 from .head import FLOAT32_PRODUCTS, HIDDEN, Head, Kept, cast, logit_transform, parts, product_dtype
 from .lora import unwrap
 from .packing import collate
 from .routing import Routing, routing_of
+from .sequence_parallel import RowPart
 from .teacher_head import Spread, TeacherHead, TeacherLogits, TeacherTop, TopTokens, top_tokens
 from .tensor_parallel import VocabularyPart
 
@@ -107,12 +109,15 @@ class PolicyForward:
 
     def _states(self, micro_batch: MicroBatch) -> tuple[torch.Tensor]:
         model = unwrap(self.model)
-        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
-        return (hidden.to(TeacherHead.of(model).dtype(hidden.device)),)
+        micro_batch, part = sequence_parallel.cut(model, micro_batch)
+        hidden = hidden_states(model, micro_batch, part)[0].index_select(0, micro_batch.logit_positions)
+        hidden = hidden.to(TeacherHead.of(model).dtype(hidden.device))
+        return (hidden if part is None else part.gather(hidden),)
 
     def _top(self, k: int, micro_batch: MicroBatch) -> tuple[torch.Tensor]:
         model = unwrap(self.model)
-        hidden = hidden_states(model, micro_batch)[0].index_select(0, micro_batch.logit_positions)
+        micro_batch, part = sequence_parallel.cut(model, micro_batch)
+        hidden = hidden_states(model, micro_batch, part)[0].index_select(0, micro_batch.logit_positions)
         head = model.get_output_embeddings()
         kept = None if micro_batch.kept is None else Kept(micro_batch.kept, hidden.device)
 
@@ -123,12 +128,13 @@ class PolicyForward:
 
         with calls(head, top):
             found: torch.Tensor = head(hidden)
-        return (found,)
+        return (found if part is None else part.gather(found),)
 
     def _compute(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         model = unwrap(self.model)
+        micro_batch, part = sequence_parallel.cut(model, micro_batch)
         asked = {"output_router_logits": True} if self.routing else {}
-        states, routers = _states_and_routers(model, micro_batch, **asked)
+        states, routers = _states_and_routers(model, micro_batch, part, **asked)
         hidden = states[0].index_select(0, micro_batch.logit_positions)
         head = model.get_output_embeddings()
 
@@ -147,9 +153,10 @@ class PolicyForward:
 
         with calls(head, logprobs):
             found: tuple[torch.Tensor, ...] = head(hidden)
+        found = found if part is None else tuple(map(part.gather, found))
         if self.routing:
             chosen = model.config.get_text_config().num_experts_per_tok
-            routing = routing_of(routers, chosen, micro_batch)
+            routing = routing_of(routers, chosen, micro_batch, part)
             found += tuple(getattr(routing, field.name) for field in dataclasses.fields(routing))
         return found
 
@@ -179,15 +186,18 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """A packed row's last hidden states, (1, T, hidden); a model without packed attention runs its sequences padded."""
-    return _states_and_routers(model, micro_batch)[0]
+def hidden_states(model: Any, micro_batch: MicroBatch, part: RowPart | None = None) -> torch.Tensor:
+    """A packed row's last hidden states, (1, T, hidden), or those of this rank's ``part`` of its tokens; a model
+    without packed attention runs its sequences padded."""
+    return _states_and_routers(model, micro_batch, part)[0]
 
 
 def _states_and_routers(
-    model: Any, micro_batch: MicroBatch, **asked: Any
+    model: Any, micro_batch: MicroBatch, part: RowPart | None = None, **asked: Any
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """`hidden_states`, and of each layer with experts its router's logits (T, E), where ``asked`` has them returned."""
+    if part is not None:
+        asked["row_part"] = part
     sees = micro_batch.images is not None or images.in_each_forward(model)
     if sees and model.config._attn_implementation == attention.NAME:
         with attention.packed_rows():
@@ -237,7 +247,7 @@ def label_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         head = Head(temperature, dtype=dtype, wide=float32_products, **transform)
         if head.part is not None:
-            hidden, labels = tensor_parallel.enter(hidden, head.part.group), labels - head.part.start
+            hidden, labels = enter(hidden, head.part.group), labels - head.part.start
         logprobs, entropy, _ = _LabelLogprobs.apply(hidden, weight, bias, labels, head, entropy_gradient, None)
     return logprobs, entropy
 

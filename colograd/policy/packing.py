@@ -49,7 +49,7 @@ class PackingRules:
     pair_cost: float  # of one query-key pair, in tokens, see `balance.pair_cost`
     device: torch.device
     ranks_per_engine: int = 1  # they share out the groups of their engine
-    together: bool = False  # or each trains all of them, with its part of the policy
+    ranks_per_row: int = 1  # they train each row together, see `RankLayout`
 
 
 def has_signal(group: ScoredGroup) -> bool:
@@ -273,6 +273,7 @@ def collate(row: PackedRow) -> MicroBatch:
                 images[len(segments.ids)] = rollout.images
             labels.append(torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long())
             logit_positions += segments.add_completion(labels[-1], rollout.tree, ends)
+    positions = torch.cat(logit_positions)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     given = [advantage for part in row.parts for advantage in part.advantages]
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(given, labels, strict=True)]
@@ -283,7 +284,7 @@ def collate(row: PackedRow) -> MicroBatch:
         input_ids=to_device_async(torch.cat(segments.ids)[None], device),
         position_ids=to_device_async(torch.cat(segments.positions)[None], device),
         layout=SegmentLayout(tuple(len(segment) for segment in segments.ids), tuple(segments.attends_to)),
-        logit_positions=to_device_async(torch.cat(logit_positions), device),
+        logit_positions=to_device_async(positions, device),
         labels=to_device_async(torch.cat(labels), device),
         loss_mask=to_device_async(in_loss.float(), device),
         sequence=to_device_async(torch.cat(sequence), device),
@@ -302,6 +303,7 @@ def collate(row: PackedRow) -> MicroBatch:
         kept=KeptTokens.joined([(rollout.kept, len(rollout.completion_ids)) for rollout in rollouts]),
         images=images or None,
         ages=None if ages is None else to_device_async(ages, device),
+        host_positions=positions,
     )
 
 

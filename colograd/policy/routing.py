@@ -15,6 +15,7 @@ from ..batch import MicroBatch
 from ..runtime.sizes import size_of
 from .packing import NOBODY
 from .sending import to_device_async
+from .sequence_parallel import RowPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,13 @@ def tells_routing(model: Any) -> bool:
     )
 
 
-def routing_of(router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch) -> Routing:
-    """From each layer's ``router_logits`` (T, E), in the packed row's order, with ``chosen`` experts per token."""
+def routing_of(
+    router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch, part: RowPart | None = None
+) -> Routing:
+    """From each layer's ``router_logits`` (T, E), in the packed row's order, with ``chosen`` experts per token; from
+    those of this rank's ``part`` of the row's tokens, where ranks share them out."""
     weights = token_weights(micro_batch)
+    weights = weights if part is None else weights[part.range]
     loads, probabilities, entropy = [], [], []
     for logits in router_logits:
         logprobs = logits.float().log_softmax(-1)
@@ -89,7 +94,8 @@ def routing_of(router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: 
             picked = of_experts.topk(chosen, dim=-1).indices.flatten()
             loads.append(torch.zeros_like(of_experts[0]).index_add(0, picked, weights.repeat_interleave(chosen)))
             entropy.append(weights @ torch.special.entr(of_experts).sum(-1))
-    return Routing(weights.sum(), torch.stack(loads), torch.stack(probabilities).sum(0), torch.stack(entropy).sum())
+    sums = weights.sum(), torch.stack(loads), torch.stack(probabilities).sum(0), torch.stack(entropy).sum()
+    return Routing(*(sums if part is None else map(part.sum, sums)))
 
 
 def token_weights(micro_batch: MicroBatch) -> torch.Tensor:

@@ -13,6 +13,7 @@ from ..runtime.hub import check_model_name
 from . import images
 from .lora import adapter_folder, is_adapted, unwrap
 from .quantized import asked_for, check_quantized, saved_in
+from .recurrent import mixers_of
 from .router_replay import SHARES
 from .routing import num_experts
 
@@ -61,6 +62,23 @@ def check_planned(model_config: Any, ranks: int) -> None:
 def can_be_cut(model_config: Any) -> bool:
     """Whether a policy of this configuration can lie in the engine's tensor-parallel layout."""
     return model_config.model_type in CUT
+
+
+def check_shared_rows(model: Any, config: GRPOConfig, why_padded: str) -> None:
+    """Raise a ValueError if ranks are to share out the tokens of rows, and the model's rows can't be cut."""
+    size, inner = config.sequence_parallel_size, unwrap(model)
+    if size == 1:
+        return
+    found = {
+        f"rows of {type(inner).__name__} are padded ({why_padded})": bool(why_padded),
+        f"{type(inner).__name__} has layers whose state goes from token to token": any(mixers_of(inner)),
+        f"{type(inner).__name__} reads images": images.takes_images(inner.config)
+        and not images.reads_text_alone(inner),
+    }
+    for reason in (reason for reason, holds in found.items() if holds):
+        raise ValueError(
+            f"sequence_parallel_size is {size}, but {reason}, which ranks can't share out in this version: set it to 1."
+        )
 
 
 def _check_cut(model_config: Any, config: GRPOConfig, is_quantized: bool) -> None:

@@ -22,50 +22,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ..parallel.layout import RankLayout
 from ..parallel.shards import RankGroup, Shard, group_of
 from ..runtime import cpu_products
+from .exchanges import enter, leave
 from .lora import AdaptedLayer, unwrap
-
-
-class _Enter(torch.autograd.Function):
-    """Nothing in the forward; the sum of the ranks' gradients in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.sum_(gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class _Leave(torch.autograd.Function):
-    """The sum of the ranks' tensors in the forward; nothing in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        return group.sum_(tensor.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Where a tensor that all ranks of ``group`` have begins to be used by each with its part of the weights."""
-    return _Enter.apply(tensor, group) if tensor.requires_grad else tensor
-
-
-def leave(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """The sum of what the ranks made with their parts."""
-    found: torch.Tensor = _Leave.apply(tensor, group)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,16 @@ from typing import Any
 from ..config import GRPOConfig
 from .fsdp import FullySharded
 from .on_host import GradientsOnHost, OptimizerOnHost, WholeOnHost
+from .shared_rows import RowsOfSharedGradients, RowsOfSharedOptimizer, RowsOfWholeCopies
 from .strategy import ShardingStrategy
-from .tensor import TensorGradients, TensorOptimizer, TensorParallel
+from .tensor import (
+    RowsOfTensorGradients,
+    RowsOfTensorOptimizer,
+    RowsOfTensorParallel,
+    TensorGradients,
+    TensorOptimizer,
+    TensorParallel,
+)
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
@@ -20,6 +28,15 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
     "tensor+optimizer": TensorOptimizer,
     "tensor+gradients": TensorGradients,
     "fsdp": FullySharded,
+}
+# Whose ranks share out the tokens of each row (`sequence_parallel_size`).
+OF_ROWS: dict[str, type[ShardingStrategy]] = {
+    "none": RowsOfWholeCopies,
+    "optimizer": RowsOfSharedOptimizer,
+    "gradients": RowsOfSharedGradients,
+    "tensor": RowsOfTensorParallel,
+    "tensor+optimizer": RowsOfTensorOptimizer,
+    "tensor+gradients": RowsOfTensorGradients,
 }
 # With sums of gradients in host memory; `fsdp_offload_params` is FSDP's way.
 ON_HOST: dict[str, type[ShardingStrategy]] = {
@@ -34,6 +51,8 @@ def strategy_name(config: GRPOConfig) -> str:
 
 
 def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
+    if config.sequence_parallel_size > 1:
+        return OF_ROWS[strategy_name(config)]
     return (ON_HOST if config.offloads_gradients else STRATEGIES)[strategy_name(config)]
 
 

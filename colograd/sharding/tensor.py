@@ -7,11 +7,8 @@ publishing.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,47 +16,26 @@ from safetensors.torch import load_file, save_file
 
 from ..parallel import watchdog
 from ..parallel.faults import telling
-from ..parallel.ranks import gather, on_all_ranks
+from ..parallel.ranks import gather
 from ..parallel.shards import RankGroup
 from ..policy.lora import is_adapted
 from ..policy.tensor_parallel import TensorParts, parts_of
-from ..runtime.process import forget_frames
 from . import optimizer_state
-from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph, scale_down, squared_norm
+from .shared_rows import SharedRows, SharedTokens
+from .strategy import Owned, WriteTensors, scale_down, squared_norm
 from .weight_files import WeightFiles, all_names, completed
 from .whole import WholeCopies
 from .zero import SharedGradients, SharedOptimizer
 
-PATIENCE = 30.0  # seconds in which an engine's ranks that lack memory alike do so
 
-
-@contextmanager
-def telling_unless_alike(what: str, engine: RankGroup) -> Iterator[None]:
-    """The ranks of an engine exchange in the body. One that fails there leaves the others waiting, and tells them.
-    Their work being alike, all may run out of memory at the same place: nobody waits then, and all can try again."""
-    lack: torch.OutOfMemoryError | None = None
-    with telling(what):
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            forget_frames(error)  # which hold activations
-            if not engine.meets(PATIENCE):
-                raise
-            lack = error
-    if lack is not None:
-        raise lack
-
-
-class TensorStrategy(ShardingStrategy):
+class TensorStrategy(SharedRows):
     """What the three of them have in common. The rest is another strategy's, among the ranks with the same part."""
 
-    meets_in_backward = True
     state_of = ""  # what the ranks with the same part share out
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self._counted = {name for name in self.cut.shards if self.cut.is_counted(name)}
-        self.share_frozen(model)
 
     @property
     def cut(self) -> TensorParts:
@@ -71,13 +47,9 @@ class TensorStrategy(ShardingStrategy):
     def among(self) -> RankGroup:
         return self.cut.data
 
-    def share_frozen(self, model: torch.nn.Module) -> None:
-        """It is a copy of the policy, and cut already: its ranks meet in a forward, too."""
-        model.around_forward = functools.partial(telling_unless_alike, "the forward", self.cut.engine)
-
-    def close(self) -> None:
-        super().close()
-        del self.model.around_forward
+    @property
+    def row(self) -> RankGroup:
+        return self.cut.engine
 
     def describe(self) -> str:
         own = sum(parameter.numel() for parameter in self.model.parameters())
@@ -91,23 +63,6 @@ class TensorStrategy(ShardingStrategy):
         )
 
     # -- a step
-
-    @contextmanager
-    def agree(self, what: str) -> Iterator[None]:
-        with on_all_ranks(what):
-            yield
-
-    def backward(self, loss: torch.Tensor) -> None:
-        try:
-            super().backward(loss)
-        except BaseException as error:
-            drop_graph(loss, error)
-            self.failed(error)
-            raise
-
-    def failed(self, error: BaseException) -> None:
-        with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.cut.engine):
-            raise error
 
     def _sum_of_squares(self, own: float) -> float:
         """Over the ranks that have the gradient together."""
@@ -225,6 +180,18 @@ class TensorGradients(TensorStrategy, SharedGradients):
 
     def _sum_of_squares(self, own: float) -> float:
         return _over_all(own, self.device)
+
+
+class RowsOfTensorParallel(SharedTokens, TensorParallel):
+    """With a row's tokens shared out among engines, as those of the two below."""
+
+
+class RowsOfTensorOptimizer(SharedTokens, TensorOptimizer):
+    pass
+
+
+class RowsOfTensorGradients(SharedTokens, TensorGradients):
+    backward = SharedGradients.backward
 
 
 def _over_all(own: float, device: torch.device) -> float:

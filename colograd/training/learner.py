@@ -28,6 +28,7 @@ from ..policy.router_replay import replay_figures
 from ..policy.routing import Routing
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
+from ..policy.supported import check_shared_rows
 from ..policy.teacher_head import TeacherHead, TopTokens
 from ..reporting.console import Console
 from ..reporting.metrics import Metrics, PhaseTimes
@@ -286,6 +287,7 @@ class Learner:
                 with second.present() as model:
                     choose_rows_where_it_trains(model, device, asked=seen)
         check_compiled(self.config, why)
+        check_shared_rows(self.model, self.config, why)
         if why != self.policy.why_padded:
             self.policy = dataclasses.replace(self.policy, why_padded=why)
             self.rules = dataclasses.replace(self.rules, share_prompts=not why)

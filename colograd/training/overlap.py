@@ -163,6 +163,7 @@ def why_not(
         replaced: whether a subclass of the trainer overrides a stage.
     """
     reasons: list[tuple[Any, str]] = [
+        (config.sequence_parallel_size > 1, "with sequence_parallel_size ranks exchange in each forward"),
         (sharding.meets_in_backward, f"with sharding: {config.sharding} ranks exchange in each backward"),
         (config.dynamic_sampling, "dynamic_sampling chooses the step's groups among all that were sampled"),
         (estimator.step_scores is not None, "advantages are divided by a deviation over the step"),

@@ -273,7 +273,8 @@ class Recorder(TrainerCallback):
         self._kept = (early if step.trained else []) if step.version + 1 in self._groups else None
         self._step = {}
         if self._matrices is not None:
-            self._step["flops"] = self._matrices.flops(Work.of_rows(step.rows))
+            flops = self._matrices.flops(Work.of_rows(step.rows))
+            self._step["flops"] = flops // self.trainer.args.sequence_parallel_size
 
     @_never_fails
     def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equa
         pair_cost=pair_cost(policy.model.config, active_parameters(policy.model)),
         device=config.device,
         ranks_per_engine=config.layout.ranks_per_engine,
-        together=config.tensor_parallel,
+        ranks_per_row=config.layout.ranks_per_row,
     )
 
 
@@ -70,12 +70,12 @@ def step_batch(
         groups = trainable(step.kept, rules)
         first = FirstRows(groups) if divide is None else divide(groups)
         groups, moved = first.rest, first.moved
-        if rules.balance_ranks or rules.ranks_per_engine > 1:
-            size, moving = rules.ranks_per_engine, rules.balance_ranks
-            groups, balanced = balance(groups, rules.pair_cost, rules.share_prompts, size, moving, rules.together)
+        if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
+            sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
+            groups, balanced = balance(groups, rules.pair_cost, rules.share_prompts, *sizes)
             moved += balanced
         rows = first.rows + pack_step(groups, rules)
-    counted = not rules.together or rank() % rules.ranks_per_engine == 0
+    counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     early = sum(row.num_tokens for row in first.rows) if first.trained else 0
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)

@@ -34,7 +34,7 @@ from ..policy.outline import note_on_cpu
 from ..policy.quantized import take_quantization
 from ..policy.reference import check_reference
 from ..policy.routing import num_experts
-from ..policy.supported import check_supported
+from ..policy.supported import check_shared_rows, check_supported
 from ..policy.teacher import check_teacher
 from ..reporting.console import Console
 from ..rewards import RewardFunction, Scorer, resolve_rewards, with_models
@@ -123,6 +123,7 @@ def prepare(given: Given, args: GRPOConfig, closing: ExitStack) -> Task:
         policy = load_policy(given.model, given.processing_class, args, given.peft_config, _has_images(given))
         if given.samples:
             policy = merged_beside_experts(policy, args)
+        check_shared_rows(policy.model, args, policy.why_padded)
         check_choice(args.weights, policy.adapter, args.cuts_weights)
         if args.tensor_parallel:
             check_adapter_in_parts(policy.adapter, args.sharding)

@@ -176,6 +176,17 @@ def test_engines_over_several_gpus(qwen: Path, capsys: pytest.CaptureFixture[str
     assert after == "sharding: auto takes 'gradients'"
 
 
+def test_ranks_that_share_out_rows(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row of 32k tokens whose activations one GPU hasn't room for, beside the rest."""
+    flags = ("--gpus", "8", "--gpu-memory", "80", "--context", "32768", "--no-checkpointing")
+    _, whole, none_fits = planned(capsys, qwen, *flags)
+    before, shared, after = planned(capsys, qwen, *flags, "--sequence-parallel", "8", "--max-tokens", "32768")
+    assert before.endswith("8 GPUs share out the tokens of each row, so activations are of that part of it")
+    assert "fsdp" not in shared and float(shared["gradients"][5]) < float(whole["gradients"][5]) / 6
+    assert "finds none that fits" in none_fits and after == "sharding: auto takes 'gradients'"
+    assert [shared[name][:5] for name in shared] == [whole[name][:5] for name in shared], "of weights each has as much"
+
+
 def test_a_tiny_model_as_a_run_would_plan_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.make_model(tmp_path / "tiny")
     (model / "model.safetensors").unlink()  # only its configuration is read
@@ -357,6 +368,10 @@ def test_the_page_says_which_way_each_model_takes(name: str, tmp_path: Path) -> 
     [
         (["--gpus", "0"], "--gpus is 0, but must be above 0"),
         (["--gpu-memory", "-1"], "--gpu-memory is -1, but must be above 0"),
+        (
+            ["--sequence-parallel", "3"],
+            "--sequence-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8.",
+        ),
         (["--tensor-parallel", "3"], "--tensor-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8."),
         (
             ["--tensor-parallel", "8"],

@@ -24,6 +24,16 @@ def test_the_example_of_the_docstring() -> None:
     assert [layout.is_main for layout in ranks] == [True] + [False] * 7
 
 
+def test_the_ranks_of_a_row() -> None:
+    ranks = [RankLayout(rank, 8, 2, 4, ranks_per_sequence=2, policy_parts=2) for rank in range(8)]
+    assert {layout.row_group for layout in ranks} == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert {layout.sequence_group for layout in ranks} == {(0, 2), (1, 3), (4, 6), (5, 7)}
+    whole = [RankLayout(rank, 4, 2, 4, ranks_per_sequence=4) for rank in range(4)]
+    assert {layout.sequence_group for layout in whole} == {layout.row_group for layout in whole} == {(0, 1, 2, 3)}
+    alone = RankLayout(1, 4)
+    assert alone.row_group == alone.sequence_group == (1,)
+
+
 @pytest.mark.parametrize(("world", "engine"), [(1, 1), (4, 1), (4, 2), (4, 4)])
 def test_engines_and_shards_divide_the_ranks(world: int, engine: int) -> None:
     ranks = [RankLayout(rank, world, ranks_per_engine=engine) for rank in range(world)]

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 
-from colograd.parallel.balance import of_engines
+from colograd.parallel.balance import plan, share_out
 from colograd.parallel.shards import Shard
 from colograd.policy.lora import Adapter, wrap
 from colograd.policy.supported import check_supported
@@ -334,8 +334,16 @@ def test_parts_of_weights_are_read_from_files(tmp_path: Path, monkeypatch: pytes
 def test_the_ranks_of_an_engine_train_the_same_groups() -> None:
     """Engines of 2 ranks, whose first ones have the groups: the second's go to where there is less to do."""
     costs = [[5.0, 5.0, 1.0], [], [1.0], []]
-    kept = of_engines(costs, 2, between_engines=False)
-    assert kept == [[(0, 0), (0, 1), (0, 2)], [(0, 0), (0, 1), (0, 2)], [(2, 0)], [(2, 0)]]
-    moved = of_engines(costs, 2, between_engines=True)
-    assert moved[0] == moved[1] and moved[2] == moved[3] and sorted(moved[0] + moved[2]) == sorted(kept[0] + kept[2])
+    kept = share_out(costs, 2, ranks_per_row=2)
+    assert kept == [[(0, 0), (0, 1), (0, 2)], [(2, 0)]]
+    moved = plan(costs, 2, ranks_per_row=2)
+    assert sorted(moved[0] + moved[1]) == sorted(kept[0] + kept[1])
     assert sum(costs[owner][index] for owner, index in moved[0]) < 8
+
+
+def test_ranks_that_share_rows_train_the_same_groups_whatever_an_engine_has() -> None:
+    """2 teams of 2 ranks with an engine each, of 4 ranks over two engines of 2, and 2 in one engine of 4."""
+    costs = [[5.0], [1.0, 1.0], [2.0], [1.0]]
+    assert share_out(costs, 1, ranks_per_row=2) == [[(0, 0), (1, 0), (1, 1)], [(2, 0), (3, 0)]]
+    assert share_out(costs, 2, ranks_per_row=4) == [[(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)]]
+    assert share_out([[5.0, 2.0, 4.0], [], [], []], 4, ranks_per_row=2) == [[(0, 0)], [(0, 1), (0, 2)]]

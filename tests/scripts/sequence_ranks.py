@@ -1,0 +1,180 @@
+"""Rows whose tokens ranks share out, against whole rows: log-probabilities, entropies, losses of routers, gradients.
+
+Started by tests/policy/test_sequence_parallel.py.
+
+    torchrun --nproc-per-node S sequence_ranks.py OUT_DIR [CASE ...]
+
+Each rank computes the step's rows whole, and then its tokens of them; gradients of the latter are summed over ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+import torch
+import torch.distributed as dist
+import transformers as hf
+from peft import LoraConfig
+from row_cases import PACKED, SHAPE, make, make_groups
+from saved_tensors import kept
+
+from colograd.batch import Branch, KeptTokens, PackedRow, Rollout, ScoredGroup
+from colograd.parallel.layout import RankLayout
+from colograd.parallel.ranks import gather, rank, world_size
+from colograd.policy import attention
+from colograd.policy.logprobs import PolicyForward, policy_logprobs, routed_logprobs
+from colograd.policy.lora import unwrap, wrap
+from colograd.policy.packing import dummy, plan_rows
+from colograd.policy.routing import tells_routing
+from colograd.policy.row_proof import choose_rows
+from colograd.policy.sequence_parallel import RowGroups, share_rows, whole_rows
+
+CPU = torch.device("cpu")
+
+
+def heads(queries: int, keys: int) -> Callable[[], Any]:
+    shape = {**SHAPE, "num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 16 * queries}
+    return lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**shape, head_dim=16))
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    **{name: PACKED[name] for name in ("llama", "gpt2", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "granite")},
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SHAPE)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE, head_dim=16)),
+    "one key-value head": heads(4, 1),
+    "three heads": heads(3, 1),
+    "six heads, three of keys": heads(6, 3),
+    "keys in place": PACKED["llama"],
+    "sinks, keys in place": PACKED["gpt_oss"],
+    "checkpoints": PACKED["qwen3_moe"],
+    "adapter": PACKED["llama"],
+    "kept": PACKED["llama"],
+    "trees": PACKED["llama"],
+}
+
+
+def rows_of(name: str) -> list[PackedRow]:
+    """Of 31 tokens, of 5, of 39, and a dummy of 2, of which some ranks have nothing."""
+    first, *others = make_groups()
+    short = first_of(others[0])
+    if name == "trees":
+        first = with_trees(first)
+    return [*(row for each in ([first], [short], others) for row in plan_rows(each, 100, False, CPU)), dummy(CPU)]
+
+
+def first_of(scored: ScoredGroup) -> ScoredGroup:
+    """A group of its first completion."""
+    group = dataclasses.replace(scored.group, rollouts=scored.group.rollouts[:1])
+    return ScoredGroup(group, scored.rewards[:1], scored.advantages[:1])
+
+
+def with_trees(scored: ScoredGroup) -> ScoredGroup:
+    """Completions of more than 3 tokens go on from their first 2 twice."""
+
+    def tree(rollout: Rollout) -> Rollout:
+        rest = len(rollout.completion_ids) - 3
+        branches = Branch(2, prompt=len(rollout.prompt_ids)), Branch(1, after=0), Branch(rest, after=0)
+        return dataclasses.replace(rollout, branches=branches) if rest > 0 else rollout
+
+    group = dataclasses.replace(scored.group, rollouts=tuple(map(tree, scored.group.rollouts)))
+    return dataclasses.replace(scored, group=group)
+
+
+def some_kept(labels: torch.Tensor) -> KeptTokens:
+    """Every third label was drawn from the whole vocabulary, the others from two or four tokens."""
+    counts = torch.arange(len(labels), dtype=torch.int32) % 3 * 2
+    ids = [(label + 7 * torch.arange(int(n))) % SHAPE["vocab_size"] for label, n in zip(labels, counts, strict=True)]
+    return KeptTokens(torch.cat(ids).int(), counts)
+
+
+def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """What the rows' forwards gave, and the gradients of a loss of all of it."""
+    model.zero_grad(set_to_none=True)
+    found: list[torch.Tensor] = []
+    for number, row in enumerate(rows_of(name)):
+        batch = PolicyForward.prepare(row)
+        count = len(batch.labels)
+        if name == "kept":
+            batch = dataclasses.replace(batch, kept=some_kept(batch.labels))
+        draw = torch.Generator().manual_seed(number)
+        first, second = torch.randn(2, count, generator=draw)
+        with attention.keys_in_place_from(0) if "in place" in name else nullcontext():
+            if tells_routing(unwrap(model)):
+                logprobs, entropy, routing = routed_logprobs(model, batch, 0.7, True)
+                sums = [getattr(routing, field.name) for field in dataclasses.fields(routing)]
+                more = [*sums, routing.balance_loss]
+            else:
+                (logprobs, entropy), more = policy_logprobs(model, batch, 0.7, True), [torch.zeros(())]
+            loss = (logprobs * first).sum() + (entropy * second).sum() + 3.0 * more[-1]
+            loss.backward()
+        found += [logprobs.detach(), entropy.detach(), loss.detach(), *(x.detach() for x in more)]
+    return found, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def held(groups: RowGroups) -> list[int]:
+    """Bytes that autograd keeps of a row of 1,200 tokens, whole and of this rank's part."""
+    model = make(CASES["qwen3"])
+    row = PolicyForward.prepare(dummy(CPU, [(300, (300, 300, 300))]))
+    model.config.max_position_embeddings = 1200
+    found = []
+    for prepare in (choose_rows, functools.partial(share_rows, groups=groups)):
+        prepare(model)
+        found.append(kept(model, lambda: policy_logprobs(model, row, 1.0)[0]))
+    return found
+
+
+def compare(name: str, groups: RowGroups) -> dict[str, float]:
+    model = make(CASES[name]).eval()
+    if name == "adapter":
+        model = wrap(model, LoraConfig(r=4, target_modules="all-linear"), 7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02 if parameter.requires_grad else 0)
+    assert choose_rows(unwrap(model)) == ""
+    if name == "checkpoints":
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    whole, expected = run(model, name)
+    share_rows(unwrap(model), groups)
+    seen: list[int] = []
+    hook = unwrap(model).get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    parts, gradients = run(model, name)
+    hook.remove()
+    whole_rows(unwrap(model))
+    assert gradients.keys() == expected.keys()
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    size = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    off = torch.stack([(gradients[n] - gradient).norm() for n, gradient in expected.items()]).norm()
+    return {
+        "forward": max(float((a - b).abs().max() / (1 + a.abs().max())) for a, b in zip(whole, parts, strict=True)),
+        "gradient": float(off / size),
+        "labels": sum(seen),  # whose logits this rank has computed
+        "all_labels": sum(len(PolicyForward.prepare(row).labels) for row in rows_of(name)),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size = world_size()
+    layout = RankLayout(rank(), size, ranks_per_node=size, ranks_per_sequence=size)
+    groups = RowGroups.of(layout, None)
+    found = {name: compare(name, groups) for name in sys.argv[2:] or CASES}
+    alike = len({*map(str, gather([entry["forward"] for entry in found.values()]))}) == 1
+    result = {"cases": found, "alike": alike, "held": held(groups)}
+    Path(sys.argv[1], f"rank{rank()}-of-{size}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
