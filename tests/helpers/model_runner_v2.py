@@ -18,7 +18,7 @@ ALL = (
     "engine/test_engine.py", "engine/test_tensor_parallel.py", "weights/test_weights.py",
     "weights/test_weights_adapter.py", "weights/test_gathered_weights.py", "weights/test_written_through.py",
     "policy/test_lora.py", "policy/test_quantized.py", "policy/test_images.py", "policy/test_router_replay.py",
-    "rollout/test_conversations.py", "rollout/test_reproducible_rollouts.py",
+    "policy/test_kept_tokens.py", "rollout/test_conversations.py", "rollout/test_reproducible_rollouts.py",
     "memory/test_device_turns.py", "training/test_trainer.py",
 )  # fmt: skip
 # Of slow tests, which train for long, these alone.

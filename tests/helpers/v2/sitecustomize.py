@@ -64,11 +64,20 @@ def _change_interpreter(interpreter):
     _with_names_looked_up_once(interpreter)
 
 
-AFTER = {"triton.backends": _as_cpu_backend, "triton.runtime.interpreter": _change_interpreter}
+def _truncate_in_torch(sampler):
+    """vLLM's kernel for top-k and top-p asks its program's number for a dtype, which in the interpreter is an int."""
+    sampler.HAS_TRITON = False
+
+
+AFTER = {
+    "triton.backends": _as_cpu_backend,
+    "triton.runtime.interpreter": _change_interpreter,
+    "vllm.v1.sample.ops.topk_topp_sampler": _truncate_in_torch,
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Changes a module of Triton once it is imported, so that processes without an engine don't pay for it."""
+    """Changes a module of Triton or vLLM once it is imported, so that processes without an engine don't pay for it."""
 
     def find_spec(self, name, path=None, target=None):
         change = AFTER.pop(name, None)
