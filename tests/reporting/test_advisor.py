@@ -49,7 +49,6 @@ STALE = {
 FEW_STALE = STALE | {
     "carry_over/old_tokens_share": 0.4,
     "carry_over/old_logp_difference": 0.18,
-    "sampling/sampling_logp_difference/mean": 0.076,
 }
 SETTINGS = {
     "max_completion_length": 256,
@@ -198,8 +197,14 @@ NOT_RAISED: dict[str, list[dict[str, Any]]] = {
     ],
     "sampler-trainer-gap": [
         {"steps": [{"sampling/sampling_logp_difference/mean": 0.05}] * 20},
-        # As much as the old tokens alone make.
-        {"steps": [{}] * 10 + [FEW_STALE] * 10},
+        # As much as the old tokens alone make: 60 % of 0.25, and 40 % of 0.01.
+        {
+            "steps": [
+                STALE
+                | {"carry_over/old_logp_difference": 0.25, "sampling/sampling_logp_difference/mean": 0.154}
+            ]
+            * 5
+        },
     ],
     "stale-tokens": [{"steps": [FEW_STALE] * 3}],
     "clipped-away": [{"steps": [{"sampling/masked_share": 0.25, "clip_ratio/region_mean": 0.2}] * 5}],

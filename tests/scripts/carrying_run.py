@@ -2,11 +2,12 @@
 
 Started by tests/rollout/test_carry_over.py.
 
-    python carrying_run.py MODEL RUN_DIR [N]
+    python carrying_run.py MODEL RUN_DIR SETTINGS.json [N]
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from colograd import GRPOTrainer
 
 
 def main() -> None:
-    model, run_dir, *kill_at = sys.argv[1:]
+    model, run_dir, settings, *kill_at = sys.argv[1:]
     calls = 0
 
     def judge(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -31,7 +32,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return tiny.vowels(completions)
 
-    trainer = GRPOTrainer(model, judge, tiny.config(run_dir, **tiny.CARRYING), tiny.prompts())
+    trainer = GRPOTrainer(model, judge, tiny.config(run_dir, **tiny.CARRYING | json.loads(settings)), tiny.prompts())
     trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(run_dir)
 
