@@ -374,6 +374,8 @@ NEW = {
     "reward_on_error",
     "reward_call",
     "main_thread_tools",
+    "carry_over",
+    "carry_over_max_age",
     "dynamic_sampling",
     "dynamic_sampling_max_rounds",
     "advantage_baseline",
