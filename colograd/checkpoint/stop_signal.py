@@ -28,7 +28,7 @@ class StopSignal:
     def install(self) -> None:
         """Start listening. Only the main thread may; elsewhere (a notebook's worker) nothing is changed."""
         self.received = ""
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and not self._previous:
             self._previous = {number: signal.signal(number, self._notice) for number in NAMES}
 
     def remove(self) -> None:

@@ -35,7 +35,7 @@ from ..checkpoint.stop_signal import StopSignal
 from ..checkpoint.writing import Save, Source, Writer
 from ..config import GRPOConfig
 from ..data import PromptStream
-from ..parallel.ranks import gather, on_all_ranks, rank
+from ..parallel.ranks import gather, on_all_ranks, rank, world_size
 from ..policy import quantized
 from ..policy.images import load_weights
 from ..sharding.weight_files import load_renamed, saved_names, stacked_masters
@@ -151,12 +151,17 @@ class Checkpointer(TrainerCallback):
     def during_training(self) -> Iterator[None]:
         """Around a training: a signal becomes a checkpoint and a stop, and no save is left under way at the end."""
         self.stop_signal.install()
+        ends_by_error = True
         try:
             yield
             self.settle(wait=True)
+            ends_by_error = False
         finally:
             self.finish_alone()  # where the run ends by an error
-            self.stop_signal.remove()
+            # A launcher that has seen one rank die sends the others a SIGTERM, which must not keep this one from saying
+            # why it ends. `GRPOTrainer.close` removes what is left.
+            if not ends_by_error or world_size() == 1:
+                self.stop_signal.remove()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put a save off to the end of the round; turn a signal on any rank into a save and a stop on all."""

@@ -20,6 +20,7 @@ from colograd.checkpoint.folders import (
 )
 from colograd.checkpoint.search import find_resume
 from colograd.checkpoint.stop_signal import StopSignal
+from colograd.training.checkpointer import Checkpointer
 
 
 def write(folder: Path, text: str = "weights") -> Path:
@@ -235,6 +236,23 @@ def test_sigterm_is_noticed_and_given_back() -> None:
     stop.remove()
     assert signal.getsignal(signal.SIGTERM) is before
     stop.remove()  # twice does no harm
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_fails_is_not_ended_by_its_launcher_before_it_has_said_why(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sends a SIGTERM to the others as soon as one rank is dead."""
+    monkeypatch.setattr("colograd.training.checkpointer.world_size", lambda: ranks)
+    before, checkpointer = signal.getsignal(signal.SIGTERM), Checkpointer.__new__(Checkpointer)
+    checkpointer.stop_signal, checkpointer.finish_alone = StopSignal(), lambda: None  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError), checkpointer.during_training():
+        raise RuntimeError("rank 0 is gone")
+    try:
+        assert (signal.getsignal(signal.SIGTERM) is before) == (ranks == 1)
+    finally:
+        checkpointer.stop_signal.remove()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_another_thread_leaves_signals_alone() -> None:

@@ -5,11 +5,13 @@ Started by tests/training/test_overlap.py under torchrun.
     torchrun --nproc-per-node 2 overlapping_ranks.py MODEL FOLDER MODE
 
 MODE: `compare` trains overlapped, not overlapped, and replays the first run; so do `optimizer`, with the optimizer's
-state shared out, `lora`, `experts`, and `engines`, on four ranks with engines of two. `kill`: a rank is killed while it
-trains one of the second engine's groups in the third step; `resume` goes on after it. `memory`: it runs out of memory
-there in the second step. `reward`: the second engine's reward raises while others train.
+state shared out, `host`, with sums of gradients in host memory too, `lora`, `experts`; `engines`, on four ranks with
+engines of two; and `gradients`, `fsdp` and `dynamic`, where nothing is trained early. `kill`: a rank is killed while it
+trains one of the second engine's groups in the third step; `resume` goes on after it, and replays what came of it.
+`memory`: it runs out of memory there in the second step. `reward`: the second engine's reward raises meanwhile.
 
-Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups.
+Nothing depends on speed: the second engine samples its last group when another's rank has trained one of its groups,
+where one may.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 
 from colograd import GRPOTrainer
 from colograd.batch import Group, Prompt
+from colograd.config import GRPOConfig
 from colograd.replayer import Replayer
 from colograd.rollout.partition import read_partition
 from colograd.training.replaying import Replay
@@ -41,10 +44,16 @@ STEPS = 3
 VARIANTS: dict[str, dict[str, Any]] = {
     "compare": {},
     "optimizer": {"sharding": "optimizer"},
+    "host": {"sharding": "optimizer", "offload_gradients": True, "optim": "adamw_split"},
     "lora": {},
     "experts": {"router_aux_loss_coef": 0.0},
+    "gradients": {"sharding": "gradients"},
+    "fsdp": {"sharding": "fsdp"},
+    "dynamic": {"dynamic_sampling": True},
     "engines": {"sharding": "optimizer", "vllm_tensor_parallel_size": 2},
 }
+if MODE == "host":  # on a CPU nothing is offloaded, so the run is told that it isn't on one
+    GRPOConfig.offloads_gradients = property(lambda self: self.offload_gradients)
 PROMPTS = 8  # of a step: the second half is the second engine's
 IS_LONG = int(os.environ.get("WORLD_SIZE", "1")) // 2 <= RANK
 
@@ -181,6 +190,7 @@ def main() -> None:
     result = {"overlapped": trained(run, "auto")}
     if MODE in VARIANTS:
         result["apart"] = trained(FOLDER / "apart", "off")
+    if MODE in VARIANTS or MODE == "resume":
         result["replayed"] = replayed(run)
     (FOLDER / f"{MODE}-rank{RANK}.json").write_text(json.dumps(result))
 

@@ -125,6 +125,7 @@ def test_killed_amid_an_overlapped_step_nothing_is_lost(compared: Path, tiny_mod
     second = run / "_journal" / "step-00000001"
     first_time, again = (second / FIGURES).read_text().splitlines()
     assert first_time == again and len((second / PARTITION).read_text().splitlines()) == 1
+    assert is_replayed(results(tmp_path, "resume")[0])
     assert apart(weights(tmp_path, "overlapped"), weights(compared, "apart")) < 1e-6
 
 
@@ -150,7 +151,9 @@ def test_a_reward_that_fails_while_another_rank_trains_ends_both(tiny_model: Pat
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(("mode", "ranks"), [("optimizer", 2), ("lora", 2), ("experts", 2), ("engines", 4)])
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [("optimizer", 2), ("host", 2), ("lora", 2), ("experts", 2), ("engines", 4)]
+)
 def test_it_is_so_for(mode: str, ranks: int, tiny_model: Path, tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "model", "qwen3_moe") if mode == "experts" else tiny_model
     done = start(model, tmp_path, mode, ranks)
@@ -159,6 +162,29 @@ def test_it_is_so_for(mode: str, ranks: int, tiny_model: Path, tmp_path: Path) -
     assert all(step["train/early_tokens"] > 0 for step in first["overlapped"]["steps"])
     assert apart(weights(tmp_path, "overlapped"), weights(tmp_path, "apart")) < 1e-6
     assert is_replayed(first)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("gradients", "exchange in each backward"),
+        ("fsdp", "exchange in each backward"),
+        ("dynamic", "dynamic_sampling"),
+    ],
+)
+def test_where_nothing_may_be_trained_early_every_bit_is_as_without(
+    mode: str, reason: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The same micro-batches, one after the other."""
+    done = start(tiny_model, tmp_path, mode)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "overlap: nothing is trained before all ranks have sampled" in done.stdout and reason in done.stdout
+    mine, theirs = weights(tmp_path, "overlapped"), weights(tmp_path, "apart")
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    first = results(tmp_path, mode)[0]
+    assert is_replayed(first) and not any(first["overlapped"]["partition"])
 
 
 # -- which runs overlap
