@@ -1,9 +1,10 @@
-"""Runs with an agent from their start to their end: killed and resumed, and on two ranks."""
+"""Runs with an agent from their start to their end: killed and resumed, and on two ranks whose sessions fail."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from paths import SCRIPTS
 
 from colograd.rollout.record_file import read_records
 
-SCRIPT = SCRIPTS / "agent_ranks.py"
+SCRIPT, FAULTS = SCRIPTS / "agent_ranks.py", SCRIPTS / "agent_faults.py"
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,31 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(model: Path, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["an engine each", "one engine"])
-def test_two_ranks_and_a_failing_session(model: Path, tmp_path: Path, shared: bool) -> None:
-    settings: dict[str, Any] = {"agent_on_error": "abstain"}
-    if shared:
-        settings["vllm_tensor_parallel_size"] = 2
-    found = run(model, tmp_path / "two", ranks=2, **settings)
-    assert len(found["log"]) == 2
-    failures = sum(entry.get("agent/failures", 0) for entry in found["log"])
-    assert failures == 4, "the sessions of row 3"
-    assert sum(entry["rewards/agent_reward/abstained"] for entry in found["log"]) == 4
+def test_two_ranks_and_sessions_that_fail_in_all_ways(model: Path, tmp_path: Path, shared: bool) -> None:
+    settings = {"vllm_tensor_parallel_size": 2} if shared else {}
+    done = launcher.run(FAULTS, model, tmp_path, json.dumps(settings), ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert first["step"] == second["step"] == 2 and first["weights"] == second["weights"]
+    failures = sum(entry.get("agent/failures", 0) for entry in first["log"])
+    abstained = sum(entry["rewards/agent_reward/abstained"] for entry in first["log"])
+    assert failures == abstained == 12 and first["log"][0]["agent/timeouts"] == 4
+
+    # The last step's agent_on_error is `raise`.
+    ended = re.compile(r"prompt \d+, session \d: its command ended with status 1\..*it can't go on", re.DOTALL)
+    for rank in ranks:
+        assert ended.search(rank["error"]), rank["error"]
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        found = [each for rank in ranks for each in rank["sessions"] if each["kind"] == kind and each["row"] < 8]
+        assert len(found) >= 4, kind
+        return found
+
+    assert all("agent_timeout (100000 s)" in each["failure"] for each in of("hangs"))
+    assert all("status -9" in each["failure"] for each in of("dies"))
+    assert all("it can't go on" in each["failure"] for each in of("exits"))
+    for kind in ("fine", "floods", "rubbish", "late"):
+        for each in of(kind):
+            assert each["failure"] == "" and each["reward"] == 1.0, f"{each} wasn't answered as it should"
+    assert [each["answers"] for each in of("fine")] == [1] * 8
+    assert all(each["sampled"] > 0 for each in of("fine") + of("hangs") + of("dies"))

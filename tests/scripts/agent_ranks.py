@@ -1,6 +1,6 @@
-"""Two steps with an agent, some of whose sessions fail, or which kills its run. Started by tests/agents/test_runs.py.
+"""Two steps with an agent, which may kill its run. Started by tests/agents/test_runs.py.
 
-[torchrun --nproc-per-node 2] agent_ranks.py MODEL OUT_DIR SETTINGS
+agent_ranks.py MODEL OUT_DIR SETTINGS
 
 SETTINGS is JSON: of the configuration, and `die_after`: the session at whose end the process kills itself (0: none).
 """
@@ -32,10 +32,8 @@ die_after: int = settings.pop("die_after", 0)
 
 
 def agent(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Asks, also in a shorter context, and as many times more as the row's number says; row 3's may fail."""
+    """Asks, also in a shorter context, and as many times more as the row's number says."""
     global ended
-    if row["question"].endswith("3") and settings.get("agent_on_error") == "abstain":
-        raise ValueError("row 3")
     agent_cases.compacting(base_url, api_key, model, row)
     with agent_cases.client(base_url, api_key) as openai:
         asked = [{"role": "user", "content": row["question"]}]
